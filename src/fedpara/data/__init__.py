@@ -1,0 +1,31 @@
+"""Examples, and who holds them.
+
+train, test = data.load("cifar10")
+clients = data.dirichlet(train.labels, clients=100, alpha=0.5, seed=0)
+"""
+
+from fedpara.data.examples import Examples, normalise
+from fedpara.data.federated import FederatedData
+from fedpara.data.partition import Partition, by_owner, dirichlet, iid, personal_test, shards, split
+from fedpara.data.registry import Report, Status, data_folder, load, names, prepare, status, verify
+
+__all__ = [
+    "Examples",
+    "FederatedData",
+    "Partition",
+    "Report",
+    "Status",
+    "by_owner",
+    "data_folder",
+    "dirichlet",
+    "iid",
+    "load",
+    "names",
+    "normalise",
+    "personal_test",
+    "prepare",
+    "shards",
+    "split",
+    "status",
+    "verify",
+]

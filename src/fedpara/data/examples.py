@@ -1,0 +1,95 @@
+"""Examples: what a set holds, as tensors. Images stay uint8 until a batch is used: a quarter of the memory.
+
+normalise: (x / 255 - mean) / std, per channel; character ids pass through.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedpara.errors import DataError
+
+Indices = Tensor | NDArray[np.int64] | Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """inputs uint8 [N, C, H, W] (images) or integer [N, 80] (character ids); labels int64 [N] < classes.
+
+    `owners` int64 [N] is the writer or role of each example. `mean` and `std` are per channel on the
+    0..1 scale, those of the training set; None where the inputs are not images.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    classes: int
+    owners: Tensor | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        count = len(self.inputs) if self.inputs.dim() else 0
+        if self.labels.shape != (count,) or self.labels.dtype != torch.int64:
+            raise DataError(
+                f"labels are {_kind(self.labels)} for inputs {_kind(self.inputs)}: "
+                "expected one int64 label an example."
+            )
+        if self.owners is not None and (self.owners.shape != (count,) or self.owners.dtype != torch.int64):
+            raise DataError(f"owners are {_kind(self.owners)}: expected int64 of length {count}.")
+        if count:
+            low, high = (int(bound) for bound in torch.aminmax(self.labels))
+            if low < 0 or high >= self.classes:
+                raise DataError(f"labels run from {low} to {high}: expected 0 to {self.classes - 1}.")
+        if (self.mean is None) != (self.std is None):
+            raise DataError("mean and std come together: one of them is missing.")
+        if self.mean is not None and self.std is not None:
+            channels = self.inputs.shape[1] if self.inputs.dim() == 4 else 0
+            if len(self.mean) != channels or len(self.std) != channels or min(self.std, default=0) <= 0:
+                raise DataError(
+                    f"mean {self.mean} and std {self.std} do not fit inputs {_kind(self.inputs)}: "
+                    "expected a mean and a positive std a channel."
+                )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one example."""
+        return tuple(self.inputs.shape[1:])
+
+    def subset(self, indices: Indices) -> "Examples":
+        """The examples at `indices`, in their order; repeats are kept."""
+        index = _index(indices).to(self.labels.device)
+        if len(index):
+            low, high = (int(bound) for bound in torch.aminmax(index))
+            if low < 0 or high >= len(self):
+                raise DataError(f"indices run from {low} to {high}: expected 0 to {len(self) - 1}.")
+        owners = None if self.owners is None else self.owners.index_select(0, index)
+        inputs = self.inputs.index_select(0, index.to(self.inputs.device))
+        return Examples(inputs, self.labels.index_select(0, index), self.classes, owners, self.mean, self.std)
+
+
+def normalise(inputs: Tensor, mean: tuple[float, ...] | None, std: tuple[float, ...] | None) -> Tensor:
+    """(x / 255 - mean) / std in float32. Without a mean: ids become int64, floating features stay."""
+    if mean is None or std is None:
+        return inputs if inputs.is_floating_point() else inputs.long()
+    mu = torch.tensor(mean, dtype=torch.float32, device=inputs.device).view(-1, 1, 1)
+    sigma = torch.tensor(std, dtype=torch.float32, device=inputs.device).view(-1, 1, 1)
+    return (inputs.float() / 255 - mu) / sigma
+
+
+def _index(indices: Indices) -> Tensor:
+    # A copy: torch warns about sharing the read-only arrays of a Partition.
+    index = indices if isinstance(indices, Tensor) else torch.from_numpy(np.array(indices))
+    if index.dim() != 1 or (len(index) and (index.is_floating_point() or index.dtype == torch.bool)):
+        raise DataError(f"indices are {_kind(index)}: expected a row of integers.")
+    return index.long()
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,59 @@
+"""`hub:owner/name`: an image classification set of the Hugging Face hub, through `datasets`."""
+
+from typing import Any
+
+import numpy as np
+
+from fedpara.data.examples import Examples
+from fedpara.data.sources import Array, build_images, images
+from fedpara.errors import DataError, MissingExtraError
+
+
+def load(name: str) -> tuple[Examples, Examples]:
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtraError(
+            f"hub:{name} needs the datasets package: pip install 'fedpara[hub]'"
+        ) from None
+    try:
+        parts = datasets.load_dataset(name)
+    except Exception as error:  # the library's own errors, of a dozen classes, end here
+        raise DataError(f"hub:{name} could not be loaded: {error}") from error
+    absent = {"train", "test"} - set(parts)
+    if absent:
+        raise DataError(f"hub:{name} has the parts {', '.join(parts)}: expected train and test.")
+    return examples(parts["train"], parts["test"])
+
+
+def examples(train: Any, test: Any) -> tuple[Examples, Examples]:
+    """Two `datasets.Dataset`s with an Image and a ClassLabel column as (train, test)."""
+    import datasets
+
+    kinds = train.features
+    image = [name for name, kind in kinds.items() if isinstance(kind, datasets.Image)]
+    label = [name for name, kind in kinds.items() if isinstance(kind, datasets.ClassLabel)]
+    if not image or not label:
+        raise DataError(f"expected an Image and a ClassLabel column, found {dict(kinds)}.")
+    # CIFAR-100 has a fine and a coarse label: the finest is the task.
+    finest = max(label, key=lambda name: int(kinds[name].num_classes))
+    parts = [_part(part, image[0], finest) for part in (train, test)]
+    return build_images(images(*parts), int(kinds[finest].num_classes))
+
+
+def _part(part: Any, image: str, label: str) -> tuple[Array, Array]:
+    labels = np.asarray(part[label], dtype=np.int64)
+    inputs: Array | None = None
+    for row, picture in enumerate(part[image]):
+        pixels = np.asarray(picture)
+        pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+        if inputs is None:
+            inputs = np.empty((len(labels), *pixels.shape), np.uint8)
+        if pixels.shape != inputs.shape[1:] or pixels.dtype != np.uint8:
+            raise DataError(
+                f"image {row} is {pixels.dtype} {pixels.shape}: expected uint8 {inputs.shape[1:]} as image 0."
+            )
+        inputs[row] = pixels
+    if inputs is None:
+        raise DataError("a part of the set has no examples: expected at least one in train and in test.")
+    return inputs, labels

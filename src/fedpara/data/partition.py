@@ -1,0 +1,271 @@
+"""Who gets which example: seeded, pure splits of N examples over clients.
+
+    iid        shuffled, equal parts
+    dirichlet  p_k ~ Dir(alpha) over the clients, for every class k
+    shards     McMahan et al. 2017: every client gets shards of one class each, two of them
+    by_owner   one client a writer or role
+
+Every split deals every example exactly once and leaves no client empty.
+"""
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedpara.errors import ConfigError
+
+Ints = NDArray[np.int64]
+Vector = Tensor | Ints | Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Partition(Sequence[Ints]):
+    """The clients' index arrays, kept as one flat array and its offsets: a million clients cost two arrays.
+
+    Client i holds `indices[offsets[i] : offsets[i + 1]]`. Read-only.
+    """
+
+    indices: Ints
+    offsets: Ints
+
+    def __post_init__(self) -> None:
+        for name in ("indices", "offsets"):
+            array = np.array(getattr(self, name), dtype=np.int64)
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+        bounds = self.offsets
+        if (
+            len(bounds) < 1
+            or bounds[0] != 0
+            or bounds[-1] != len(self.indices)
+            or (np.diff(bounds) < 0).any()
+        ):
+            raise ConfigError(f"offsets must rise from 0 to the {len(self.indices)} indices they divide.")
+
+    @classmethod
+    def of(cls, clients: Iterable[Ints | Sequence[int]]) -> "Partition":
+        rows = [np.asarray(row, dtype=np.int64) for row in clients]
+        return cls(np.concatenate([np.empty(0, np.int64), *rows]), _offsets([len(row) for row in rows]))
+
+    @property
+    def sizes(self) -> Ints:
+        return np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @overload
+    def __getitem__(self, i: int) -> Ints: ...
+    @overload
+    def __getitem__(self, i: slice) -> "Partition": ...
+    def __getitem__(self, i: int | slice) -> "Ints | Partition":
+        if isinstance(i, slice):
+            return Partition.of(self[j] for j in range(*i.indices(len(self))))
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"client {i} of {len(self)}")
+        i %= len(self)
+        return self.indices[self.offsets[i] : self.offsets[i + 1]]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Partition):
+            return NotImplemented
+        return np.array_equal(self.indices, other.indices) and np.array_equal(self.offsets, other.offsets)
+
+    def __hash__(self) -> int:
+        return hash((self.indices.tobytes(), self.offsets.tobytes()))
+
+    def __repr__(self) -> str:
+        return f"Partition({len(self)} clients, {len(self.indices)} indices)"
+
+
+def iid(n_or_labels: int | Vector, clients: int, seed: int) -> Partition:
+    """A shuffle cut into parts whose sizes differ by at most one."""
+    n = n_or_labels if isinstance(n_or_labels, int) else len(_vector(n_or_labels))
+    _check(clients, n)
+    sizes = np.full(clients, n // clients)
+    sizes[: n % clients] += 1
+    return Partition(np.random.default_rng(seed).permutation(n), _offsets(sizes))
+
+
+def dirichlet(labels: Vector, clients: int, alpha: float, seed: int) -> Partition:
+    """p_k ~ Dir(alpha, ..., alpha) for every class k; client i gets the share p_ki of the class.
+
+    At a small alpha many clients come out empty. Each of them is given one example of the client that
+    holds most, so the draw is made once, whatever alpha is.
+    """
+    y = _vector(labels)
+    _check(clients, len(y))
+    if not (alpha > 0 and math.isfinite(alpha)):
+        raise ConfigError(
+            f"alpha = {alpha}: a Dirichlet split needs a finite alpha above 0, for example 0.5."
+        )
+    rng = np.random.default_rng(seed)
+    owner = np.empty(len(y), np.int64)
+    for members in _classes(y).values():
+        p = rng.dirichlet(
+            np.full(clients, min(alpha, 1e12))
+        )  # above, the gamma draws overflow; shares are equal
+        edges = np.rint(np.cumsum(p)[:-1] * len(members)).astype(np.int64)
+        counts = np.diff(np.minimum(edges, len(members)), prepend=0, append=len(members))
+        owner[rng.permutation(members)] = np.repeat(np.arange(clients), counts)
+    _fill_empty(owner, clients, rng)
+    return _deal(owner, clients)
+
+
+def shards(labels: Vector, clients: int, seed: int, classes_per_client: int = 2) -> Partition:
+    """clients x classes_per_client shards, each of one class, dealt at random (McMahan et al. 2017).
+
+    Cutting the sorted labels into equal shards, as the paper's sentence reads, lets a shard straddle two
+    classes. Here each class gets shards in proportion to its examples, so a client has at most
+    `classes_per_client` classes, always.
+    """
+    y = _vector(labels)
+    _check(clients, len(y))
+    groups = list(_classes(y).values())
+    total = clients * classes_per_client
+    if classes_per_client < 1 or not len(groups) <= total <= len(y):
+        raise ConfigError(
+            f"{clients} clients x {classes_per_client} classes make {total} shards: expected at least "
+            f"one for each of the {len(groups)} classes and at most one for each of the {len(y)} examples."
+        )
+    rng = np.random.default_rng(seed)
+    counts = _apportion(np.array([len(group) for group in groups]), total)
+    pieces: list[Ints] = []
+    for group, count in zip(groups, counts, strict=True):
+        pieces += np.array_split(rng.permutation(group), count)
+    hands = rng.permutation(total).reshape(clients, classes_per_client)
+    return Partition.of(np.concatenate([pieces[piece] for piece in hand]) for hand in hands)
+
+
+def by_owner(owners: Vector, roster: Vector | None = None) -> Partition:
+    """One client for each distinct owner, in ascending order.
+
+    With `roster` (the training set's owners) the clients are the roster's, so that a test set lines up with
+    the training set; a roster owner without examples here gets none, and other owners' examples are left out.
+    """
+    owned = _vector(owners)
+    names = np.unique(owned if roster is None else _vector(roster))
+    if not len(names):
+        raise ConfigError("a split by owner needs at least one example that has an owner.")
+    client = np.minimum(np.searchsorted(names, owned), len(names) - 1)
+    return _deal(client, len(names), np.flatnonzero(names[client] == owned))
+
+
+def split(partition: Partition, labels: Vector, fraction: float, seed: int) -> tuple[Partition, Partition]:
+    """(train, test) of every client: the share `fraction` of each of its classes goes to test.
+
+    A client's class with m >= 2 examples gives between 1 and m - 1 of them, so that the client's test data
+    has the client's classes; a class with one example stays in train.
+    """
+    if not 0 < fraction < 1:
+        raise ConfigError(
+            f"fraction = {fraction}: the share of examples held out for test lies between 0 and 1."
+        )
+    held = partition.indices
+    client = np.repeat(np.arange(len(partition)), partition.sizes)
+    y = _vector(labels)[held]
+    order = np.lexsort((np.random.default_rng(seed).random(len(held)), y, client))
+    first = np.ones(len(held), dtype=bool)
+    first[1:] = (np.diff(client[order]) != 0) | (np.diff(y[order]) != 0)
+    start = np.flatnonzero(first)
+    size = np.diff(start, append=len(held))
+    take = np.clip(np.rint(size * fraction), 1, np.maximum(size - 1, 1)) * (size > 1)
+    rank = np.arange(len(held)) - np.repeat(start, size)
+    test = np.empty(len(held), dtype=bool)
+    test[order] = rank < np.repeat(take, size)
+
+    def part(chosen: NDArray[np.bool_]) -> Partition:
+        return Partition(held[chosen], _offsets(np.bincount(client[chosen], minlength=len(partition))))
+
+    return part(~test), part(test)
+
+
+def personal_test(
+    test_labels: Vector, partition: Partition, train_labels: Vector, seed: int = 0, limit: int | None = None
+) -> Partition:
+    """For each client, all test examples whose class the client holds in training.
+
+    With `limit`, at most that many of them, drawn with `seed`: a large federation would otherwise
+    hold most of the test set once a client.
+    """
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit = {limit}: expected at least one test example a client, or None for all.")
+    tests = _classes(_vector(test_labels))
+    y = _vector(train_labels)
+    rng = np.random.default_rng(seed)
+    nothing = np.empty(0, np.int64)
+
+    def drawn(client: Ints) -> Ints:
+        own = np.concatenate([nothing, *(tests.get(k, nothing) for k in np.unique(y[client]).tolist())])
+        return np.sort(own if limit is None or len(own) <= limit else rng.choice(own, limit, replace=False))
+
+    return Partition.of(drawn(client) for client in partition)
+
+
+def _vector(values: Vector) -> Ints:
+    array = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"labels or owners are {array.dtype} {list(array.shape)}: expected a row of integers."
+        )
+    return array.astype(np.int64, copy=False)
+
+
+def _check(clients: int, examples: int) -> None:
+    if not 1 <= clients <= examples:
+        raise ConfigError(
+            f"{clients} clients for {examples} examples: expected at least 1 and at most one an example."
+        )
+
+
+def _offsets(sizes: Sequence[int] | Ints) -> Ints:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+
+
+def _classes(y: Ints) -> dict[int, Ints]:
+    """The indices of each class that occurs, ascending."""
+    order = np.argsort(y, kind="stable")
+    present, start = np.unique(y[order], return_index=True)
+    return dict(zip(present.tolist(), np.split(order, start[1:]), strict=False))
+
+
+def _deal(owner: Ints, clients: int, among: Ints | None = None) -> Partition:
+    """The partition in which client `owner[j]` holds example j, for all j or those `among` them."""
+    chosen = np.arange(len(owner)) if among is None else among
+    held = owner[chosen]
+    order = np.argsort(held, kind="stable")
+    return Partition(chosen[order], _offsets(np.bincount(held, minlength=clients)))
+
+
+def _fill_empty(owner: Ints, clients: int, rng: np.random.Generator) -> None:
+    """Move one example from the largest client to each empty one, in place."""
+    sizes = np.bincount(owner, minlength=clients)
+    empty = np.flatnonzero(sizes == 0)
+    if not len(empty):
+        return
+    shuffled = rng.permutation(len(owner))
+    held = _deal(owner[shuffled], clients)
+    largest = [(-size, client) for client, size in enumerate(sizes.tolist())]
+    heapq.heapify(largest)
+    for client in empty.tolist():
+        size, donor = largest[0]
+        owner[shuffled[held[donor][-size - 1]]] = client
+        heapq.heapreplace(largest, (size + 1, donor))
+
+
+def _apportion(counts: Ints, total: int) -> Ints:
+    """`total` seats in proportion to `counts`, each at least 1 and at most its count."""
+    seats: Ints = np.maximum(1, counts * total // counts.sum())
+    while (missing := total - int(seats.sum())) != 0:
+        load = counts / seats
+        if missing > 0:
+            seats[np.argmax(np.where(seats < counts, load, -np.inf))] += 1
+        else:
+            seats[np.argmin(np.where(seats > 1, load, np.inf))] -= 1
+    return seats

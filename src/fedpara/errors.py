@@ -1,0 +1,61 @@
+"""Everything fedpara raises on purpose.
+
+    FedParaError
+    ├── UsageError            a value that can never work: the call or the config must change
+    │   ├── SchemeError       gamma, rank or scheme that does not fit a weight
+    │   └── ConfigError       a field, preset or file of an experiment
+    ├── StateError            tensors whose names, shapes or types do not fit the model
+    ├── DataError             a data set that is missing, cut or damaged
+    ├── WireError             bytes that are not a valid message
+    │   ├── PrivacyError      a private factor was about to enter a message
+    │   └── UpdateRejected    a readable message whose content is refused
+    ├── RunError              a run that cannot be started, continued or finished
+    └── MissingExtraError     an optional package that is not installed
+
+Each text says what happened, what was expected, what was given and what to do.
+The command line turns `UsageError` into exit code 2 and any other into exit code 1.
+"""
+
+
+class FedParaError(Exception):
+    pass
+
+
+class UsageError(FedParaError):
+    pass
+
+
+class SchemeError(UsageError):
+    pass
+
+
+class ConfigError(UsageError):
+    pass
+
+
+class StateError(FedParaError):
+    pass
+
+
+class DataError(FedParaError):
+    pass
+
+
+class WireError(FedParaError):
+    pass
+
+
+class PrivacyError(WireError):
+    pass
+
+
+class UpdateRejected(WireError):
+    pass
+
+
+class RunError(FedParaError):
+    pass
+
+
+class MissingExtraError(FedParaError):
+    pass

@@ -1,0 +1,27 @@
+"""Ordinary networks, and which of their weights are worth factorizing."""
+
+from fedpara.models.cnn import cnn
+from fedpara.models.lstm import lstm
+from fedpara.models.mlp import mlp
+from fedpara.models.registry import build, last_layer, names, rule
+from fedpara.models.resnet import resnet18
+from fedpara.models.rules import convolutions, everything, hybrid, linears, recurrent, resnet_layers
+from fedpara.models.vgg import vgg16
+
+__all__ = [
+    "build",
+    "cnn",
+    "convolutions",
+    "everything",
+    "hybrid",
+    "last_layer",
+    "linears",
+    "lstm",
+    "mlp",
+    "names",
+    "recurrent",
+    "resnet18",
+    "resnet_layers",
+    "rule",
+    "vgg16",
+]

@@ -1,0 +1,81 @@
+"""i, f, o = sigmoid, g = tanh of  W_ih x_t + b_ih + W_hh h + b_hh;   c = f c + i g;   h = o tanh(c)
+
+The next-character model of the Shakespeare experiments (appendix C.2): embedding 8, two layers of 256, 80
+characters, 819,920 parameters and, with weight normalisation, a gain a row.
+
+    W = gain V / ||V||     (a row at a time)
+
+Written in matrix products and not with `nn.LSTM`, whose fused kernels `torch.func.vmap` has no rule for.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class LSTMLayer(nn.Module):
+    """One layer over time-first input [T, B, I] to [T, B, H]; names, gate order and start are torch's.
+
+    `weight_ih` and `weight_hh` hold V. A gain starts at the row norm of the V drawn here and is a parameter
+    of its own, so W keeps this scale whatever V is later written as. Each weight is read once a forward:
+    reading a re-parametrized attribute computes it.
+    """
+
+    def __init__(self, inputs: int, hidden: int, weight_norm: bool) -> None:
+        super().__init__()
+        self.weight_ih = nn.Parameter(torch.empty(4 * hidden, inputs))
+        self.weight_hh = nn.Parameter(torch.empty(4 * hidden, hidden))
+        self.bias_ih = nn.Parameter(torch.empty(4 * hidden))
+        self.bias_hh = nn.Parameter(torch.empty(4 * hidden))
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -(hidden**-0.5), hidden**-0.5)
+        self.gain_ih = _row_norms(self.weight_ih) if weight_norm else None
+        self.gain_hh = _row_norms(self.weight_hh) if weight_norm else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        w_ih = _normalized(self.weight_ih, self.gain_ih)
+        w_hh = _normalized(self.weight_hh, self.gain_hh).T
+        h = c = x.new_zeros(x.shape[1], w_hh.shape[0])
+        outputs = []
+        for projected in F.linear(x, w_ih, self.bias_ih + self.bias_hh).unbind(0):
+            i, f, g, o = (projected + h @ w_hh).chunk(4, dim=1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            outputs.append(h)
+        return torch.stack(outputs)
+
+
+class CharacterLSTM(nn.Module):
+    def __init__(
+        self, classes: int, vocabulary: int, embedding: int, hidden: int, layers: int, weight_norm: bool
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, embedding)
+        widths = [embedding] + [hidden] * layers
+        self.layers = nn.Sequential(*(LSTMLayer(i, hidden, weight_norm) for i in widths[:-1]))
+        self.fc = nn.Linear(hidden, classes)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        outputs = self.layers(self.embedding(characters.T))
+        scores: Tensor = self.fc(outputs[-1])
+        return scores
+
+
+def lstm(
+    classes: int = 80,
+    vocabulary: int = 80,
+    embedding: int = 8,
+    hidden: int = 256,
+    layers: int = 2,
+    weight_norm: bool = True,
+) -> CharacterLSTM:
+    """int64 [B, T] to the scores [B, classes] of the character after the last."""
+    return CharacterLSTM(classes, vocabulary, embedding, hidden, layers, weight_norm)
+
+
+def _row_norms(v: Tensor) -> nn.Parameter:
+    return nn.Parameter(v.detach().norm(dim=1))
+
+
+def _normalized(v: Tensor, gain: Tensor | None) -> Tensor:
+    return v if gain is None else gain.unsqueeze(1) * F.normalize(v, dim=1)

@@ -1,0 +1,57 @@
+"""ResNet18 for 32x32 images: 3x3 stem of stride 1, no max-pool, four stages of two blocks (appendix D.2).
+
+The paper keeps BatchNorm here; GroupNorm is the option for clients whose data differ.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedpara.errors import ConfigError
+from fedpara.models.init import he_convolutions
+
+WIDTHS = (64, 128, 256, 512)
+Norm = Callable[[int], nn.Module]
+
+
+class BasicBlock(nn.Module):
+    """relu(norm2(conv2(relu(norm1(conv1(x))))) + shortcut(x)), the shortcut 1x1 where the shape changes."""
+
+    def __init__(self, inputs: int, width: int, stride: int, norm: Norm) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False)
+        self.norm1 = norm(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm2 = norm(width)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != width:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, width, 1, stride, bias=False), norm(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+def resnet18(classes: int = 10, norm: str = "batch", channels: int = 3) -> nn.Sequential:
+    """[B, channels, H, W] to [B, classes]; `norm` is "batch" or "group" (32 groups)."""
+    norms: dict[str, Norm] = {"batch": nn.BatchNorm2d, "group": lambda width: nn.GroupNorm(32, width)}
+    if norm not in norms:
+        raise ConfigError(f"resnet18 with norm {norm!r}: expected 'batch' or 'group'.")
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        conv1=nn.Conv2d(channels, WIDTHS[0], 3, padding=1, bias=False),
+        norm1=norms[norm](WIDTHS[0]),
+        relu=nn.ReLU(),
+    )
+    inputs = WIDTHS[0]
+    for stage, width in enumerate(WIDTHS, start=1):
+        stride = 1 if stage == 1 else 2
+        layers[f"layer{stage}"] = nn.Sequential(
+            BasicBlock(inputs, width, stride, norms[norm]), BasicBlock(width, width, 1, norms[norm])
+        )
+        inputs = width
+    layers |= {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "fc": nn.Linear(inputs, classes)}
+    model = nn.Sequential(layers)
+    he_convolutions(model)
+    return model

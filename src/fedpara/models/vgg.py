@@ -1,0 +1,50 @@
+"""VGG16 for 32x32 images, GroupNorm for BatchNorm, head 512-512-C (appendix C.2, Table of gamma).
+
+15,253,578 parameters for 10 classes and 15,299,748 for 100.
+"""
+
+from collections import OrderedDict
+
+from torch import nn
+
+from fedpara.errors import ConfigError
+from fedpara.models.init import he_convolutions
+
+STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+
+
+def vgg16(classes: int = 10, groups: int = 32, dropout: float = 0.5, channels: int = 3) -> nn.Sequential:
+    """[B, channels, 32, 32] to [B, classes]; children `features`, `flatten`, `classifier`.
+
+    The layout of the features is torchvision's `vgg16_bn`. Five halvings leave 512x1x1, so there is no
+    pooling before the head.
+    """
+    if groups < 1 or STAGES[0][0] % groups:
+        raise ConfigError(
+            f"vgg16 with {groups} groups: expected a divisor of {STAGES[0][0]}, its narrowest width."
+        )
+    features: list[nn.Module] = []
+    inputs = channels
+    for stage in STAGES:
+        for width in stage:
+            features += [nn.Conv2d(inputs, width, 3, padding=1), nn.GroupNorm(groups, width), nn.ReLU()]
+            inputs = width
+        features.append(nn.MaxPool2d(2))
+    head = [
+        nn.Dropout(dropout),
+        nn.Linear(512, 512),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Linear(512, 512),
+        nn.ReLU(),
+        nn.Linear(512, classes),
+    ]
+    model = nn.Sequential(
+        OrderedDict(
+            features=nn.Sequential(*features),
+            flatten=nn.Flatten(),
+            classifier=nn.Sequential(*head),
+        )
+    )
+    he_convolutions(model)
+    return model

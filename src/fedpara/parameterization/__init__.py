@@ -1,0 +1,39 @@
+"""How a weight is written as factors, and back."""
+
+from fedpara.parameterization.convert import (
+    compose_state,
+    factorize,
+    fit_errors,
+    forms,
+    load,
+    merge,
+    private,
+)
+from fedpara.parameterization.fit import fit
+from fedpara.parameterization.initialise import calibrated, fan_out
+from fedpara.parameterization.jacobian import corrected_grad
+from fedpara.parameterization.plan import Choice, plan
+from fedpara.parameterization.schemes import SCHEMES, FedPara, Form, LowRank, PFedPara, Scheme, write
+
+__all__ = [
+    "SCHEMES",
+    "Choice",
+    "FedPara",
+    "Form",
+    "LowRank",
+    "PFedPara",
+    "Scheme",
+    "calibrated",
+    "compose_state",
+    "corrected_grad",
+    "factorize",
+    "fan_out",
+    "fit",
+    "fit_errors",
+    "forms",
+    "load",
+    "merge",
+    "plan",
+    "private",
+    "write",
+]

@@ -1,0 +1,216 @@
+"""factorize: any nn.Module to its factorized form; merge: back to plain layers with the same output.
+
+The factors are registered through `torch.nn.utils.parametrize`, so the module keeps its class, its forward
+and its other parameters. In every state dict they are called after the weight they make:
+`features.0.weight.x1`, not `features.0.parametrizations.weight.original0`.
+"""
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any, TypeVar
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.utils import parametrize
+
+from fedpara.errors import SchemeError, StateError
+from fedpara.parameterization import initialise
+from fedpara.parameterization.fit import fit
+from fedpara.parameterization.naming import attach, detach, expect
+from fedpara.parameterization.plan import Choice, Where, plan
+from fedpara.parameterization.schemes import Form, Scheme
+from fedpara.state import State
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Factors(nn.Module):
+    """The parametrization of one weight: forward composes it from its factors."""
+
+    def __init__(self, form: Form, start: list[Tensor], error: float | None = None) -> None:
+        super().__init__()
+        self.form = form
+        self.error = error
+        self._start: list[Tensor] | None = start
+
+    def forward(self, *factors: Tensor) -> Tensor:
+        return self.form.compose(factors)
+
+    def right_inverse(self, weight: Tensor) -> list[Tensor]:
+        """The prepared factors at registration; afterwards, on `module.weight = w`, a fit to w."""
+        if self._start is not None:
+            start, self._start = self._start, None
+            return start
+        factors, self.error = fit(self.form, weight)
+        return factors
+
+    def extra_repr(self) -> str:
+        return f"{self.form.scheme}, shape={self.form.shape}, rank={self.form.rank}"
+
+
+def factorize(
+    model: M,
+    scheme: Scheme,
+    where: Where | None = None,
+    *,
+    init: initialise.Init | str | None = None,
+    force: bool = False,
+    generator: Generator | None = None,
+) -> M:
+    """Write the chosen weights of `model` as factors, in place, and return it.
+
+    `where(name, module, parameter_name)` answers True, False, or a scheme of that weight's own; by default
+    every parameter of two or more dimensions is taken. A weight that its factors would not make smaller
+    stays dense unless `force`. `init` is "fan_out", "calibrated", "fit" (factors of the weight that is there)
+    or a function of (form, generator); left out, it is the scheme's own. After an error nothing has changed.
+    """
+    choices = [c for c in plan(model, scheme, where, force=force) if c.form is not None]
+    if not choices:
+        raise SchemeError(
+            f"no weight of {type(model).__name__} was factorized: `where` chose none, or none would become smaller. "
+            "`fedpara inspect` shows what each weight would become; `force=True` takes them all the same."
+        )
+    prepared = [_prepare(choice, init, generator) for choice in choices]
+    done: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        for choice, factors in zip(choices, prepared, strict=True):
+            owner, parameter = choice.owners[0]
+            done.append((owner, parameter, getattr(owner, parameter)))
+            parametrize.register_parametrization(owner, parameter, factors)
+            for twin, twin_parameter in choice.owners[1:]:
+                done.append((twin, twin_parameter, getattr(twin, twin_parameter)))
+                _tie(owner, parameter, twin, twin_parameter)
+    except BaseException:
+        for owner, parameter, dense in reversed(done):
+            _restore(owner, parameter, dense)
+        raise
+    for owner, _, _ in done:
+        attach(owner)
+    attach(model)
+    return model
+
+
+def merge(model: M, state: Mapping[str, Tensor] | None = None) -> M:
+    """A copy of `model` with plain weights, equal to what it composes now (or from `state`)."""
+    if not forms(model):
+        raise SchemeError(
+            f"{type(model).__name__} holds no factorized weight: there is nothing to merge. "
+            "Factorize it first, or use the model as it is."
+        )
+    plain = deepcopy(model)
+    for owner in {owner for owner, _, _ in _owners(plain)}:
+        _own_class(owner)
+    if state is not None:
+        load(plain, state)
+    merged: dict[int, nn.Parameter] = {}
+    for owner, parameter, factors in list(_owners(plain)):
+        key = id(_chain(owner, parameter))
+        if key not in merged:
+            with torch.no_grad():
+                composed = factors.form.compose(_originals(owner, parameter)).contiguous()
+            requires_grad = any(p.requires_grad for p in _originals(owner, parameter))
+            merged[key] = nn.Parameter(composed, requires_grad=requires_grad)
+        _restore(owner, parameter, merged[key])
+    for module in plain.modules():
+        detach(module)
+    return plain
+
+
+def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """`model.load_state_dict(state)` that checks every name and shape before it copies anything."""
+    expect(state, {name: tensor.shape for name, tensor in model.state_dict().items()})
+    model.load_state_dict(dict(state))
+
+
+def forms(model: nn.Module) -> dict[str, Form]:
+    """The form of every factorized weight, by the weight's name."""
+    named = {module: name for name, module in model.named_modules(remove_duplicate=True)}
+    return {
+        f"{named[owner]}.{parameter}".lstrip("."): factors.form
+        for owner, parameter, factors in _owners(model)
+    }
+
+
+def private(model: nn.Module) -> frozenset[str]:
+    """The names of the factors that never leave the device."""
+    return frozenset(f"{weight}.{factor}" for weight, form in forms(model).items() for factor in form.private)
+
+
+def fit_errors(model: nn.Module) -> dict[str, float]:
+    """||W - compose|| / ||W|| of every weight that was factorized with init="fit"."""
+    named = {module: name for name, module in model.named_modules()}
+    return {
+        f"{named[owner]}.{parameter}".lstrip("."): factors.error
+        for owner, parameter, factors in _owners(model)
+        if factors.error is not None
+    }
+
+
+def compose_state(state: Mapping[str, Tensor], forms: Mapping[str, Form]) -> State:
+    """The state of the plain model: factors replaced by the weights they make, the rest as it is.
+
+    Pure and traceable, so `functional_call(plain, compose_state(state, forms), x)` is the factorized model
+    under vmap, grad and compile.
+    """
+    taken = {f"{weight}.{factor}" for weight, form in forms.items() for factor in form.factors}
+    plain = {name: tensor for name, tensor in state.items() if name not in taken}
+    for weight, form in forms.items():
+        try:
+            plain[weight] = form.compose([state[f"{weight}.{factor}"] for factor in form.factors])
+        except KeyError as missing:
+            raise StateError(
+                f"the state has no factor {missing}: {weight} is written as {', '.join(form.factors)}."
+            ) from None
+    return plain
+
+
+def _prepare(choice: Choice, init: initialise.Init | str | None, generator: Generator | None) -> Factors:
+    form, weight = choice.form, choice.weight
+    assert form is not None
+    if init == "fit":
+        return Factors(form, *fit(form, weight))
+    if isinstance(init, str):
+        if init not in initialise.INITS:
+            raise SchemeError(f"unknown init {init!r}: expected one of {', '.join(initialise.INITS)}, fit.")
+        init = initialise.INITS[init]
+    factors = initialise.checked(init or initialise.default, form, generator)
+    return Factors(form, [factor.to(weight) for factor in factors])
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, str, Factors]]:
+    for module in model.modules():
+        if parametrize.is_parametrized(module):
+            for parameter, chain in module.parametrizations.items():  # type: ignore[union-attr, operator]
+                if isinstance(chain[0], Factors):
+                    yield module, parameter, chain[0]
+
+
+def _chain(owner: nn.Module, parameter: str) -> Any:
+    return owner.parametrizations[parameter]  # type: ignore[index]
+
+
+def _originals(owner: nn.Module, parameter: str) -> list[nn.Parameter]:
+    chain = _chain(owner, parameter)
+    return [getattr(chain, f"original{i}") for i in range(chain.ntensors)]
+
+
+def _tie(owner: nn.Module, parameter: str, twin: nn.Module, twin_parameter: str) -> None:
+    """Two modules that shared a weight share its factors."""
+    chain = _chain(owner, parameter)
+    parametrize.register_parametrization(
+        twin, twin_parameter, Factors(chain[0].form, list(_originals(owner, parameter)))
+    )
+    twin.parametrizations[twin_parameter] = chain  # type: ignore[index, operator]
+
+
+def _own_class(copy: nn.Module) -> None:
+    """A deep copy shares the class that carries its weight's property, and torch removes the property there."""
+    cls = type(copy)
+    members = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    copy.__class__ = type(cls.__name__, cls.__bases__, members)
+
+
+def _restore(owner: nn.Module, parameter: str, dense: nn.Parameter) -> None:
+    if parametrize.is_parametrized(owner, parameter):
+        parametrize.remove_parametrizations(owner, parameter, leave_parametrized=True)
+    setattr(owner, parameter, dense)

@@ -1,0 +1,135 @@
+"""Factors for a weight that is already trained: min ||W - compose(factors)||.
+
+No closed form exists for a Hadamard product of low-rank weights, so quasi-Newton steps (L-BFGS) run from
+two starts and the best of all candidates is kept:
+
+    truncation   W1 = the rank-R truncated SVD of W (HOSVD for a kernel), W2 = all ones (zeros for pFedPara)
+    root         W1 = truncation of sign(W) sqrt|W|, W2 = truncation of sqrt|W|
+
+The truncation itself is a candidate, so the result is never worse than it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedpara.parameterization.schemes import Form
+
+STEPS = 300
+NOISE = 0.3
+"""W2's unused columns need some: at exactly zero their gradient is zero too."""
+SATURATION = 0.96
+"""The largest value a tanh is asked to take at the start."""
+
+
+def fit(form: Form, weight: Tensor, steps: int = STEPS) -> tuple[list[Tensor], float]:
+    """The factors, in the form's order, and ||W - compose(factors)|| / ||W||."""
+    w = weight.detach().float().cpu()
+    unit = float(w.square().mean().sqrt())
+    if unit == 0 or form.scheme.nonlinearity:
+        unit = 1.0
+    w = w / unit
+    truncation = _truncation_start(form, w)
+    candidates = [truncation]
+    starts = [_stirred(form, truncation)]
+    if form.scheme.name == "fedpara":
+        starts.append(_root_start(form, w))
+    candidates += [_descend(form, w, start, steps) for start in starts]
+    best = min(candidates, key=lambda factors: _distance(form, w, factors))
+    error = _distance(form, w, best) / max(float(w.norm()), torch.finfo(w.dtype).tiny)
+    return [factor.to(weight) for factor in _rescaled(form, best, unit)], error
+
+
+def truncation_error(form: Form, weight: Tensor) -> float:
+    """||W - compose|| / ||W|| of the truncated SVD (HOSVD) alone: what `fit` starts from."""
+    w = weight.detach().float().cpu()
+    return _distance(form, w, _truncation_start(form, w)) / float(w.norm())
+
+
+def _truncation_start(form: Form, w: Tensor) -> list[Tensor]:
+    if form.scheme.name == "lowrank":
+        return _truncate(form, w)
+    if form.scheme.name == "pfedpara":
+        return _truncate(form, _preimage(form, w)) + _constant(form, 0.0)
+    one = _preimage(form, torch.ones(()))
+    return _truncate(form, _preimage(form, w / _image(form, one))) + _constant(form, float(one))
+
+
+def _root_start(form: Form, w: Tensor) -> list[Tensor]:
+    root = w.abs().sqrt()
+    return _truncate(form, _preimage(form, w.sign() * root)) + _truncate(form, _preimage(form, root))
+
+
+def _truncate(form: Form, w: Tensor) -> list[Tensor]:
+    """The factors of one inner weight nearest to w: SVD, or HOSVD for a kernel, padded with zeros."""
+    r = form.rank
+    if form.is_kernel:
+        x = _basis(w.flatten(1), r)
+        y = _basis(w.transpose(0, 1).flatten(1), r)
+        return [x, y, torch.einsum("oa,ib,oi...->ab...", x, y, w)]
+    u, s, vh = torch.linalg.svd(w.flatten(1), full_matrices=False)
+    root = s[:r].sqrt()
+    return [_padded(u[:, :r] * root, r), _padded(vh[:r].mT * root, r)]
+
+
+def _basis(unfolding: Tensor, r: int) -> Tensor:
+    return _padded(torch.linalg.svd(unfolding, full_matrices=False)[0][:, :r], r)
+
+
+def _padded(x: Tensor, r: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, r - x.shape[1])).contiguous()
+
+
+def _constant(form: Form, value: float) -> list[Tensor]:
+    """The factors of an inner weight that is `value` everywhere: first columns of ones, the rest zero."""
+    shapes = list(form.factors.values())[len(form.factors) // 2 :]
+    factors = [torch.zeros(shape) for shape in shapes]
+    factors[0][:, 0] = value
+    factors[1][:, 0] = 1.0
+    if form.is_kernel:
+        factors[2][0, 0] = 1.0
+    return factors
+
+
+def _stirred(form: Form, factors: list[Tensor]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    scale = NOISE / form.rank**0.5
+    return [f + scale * torch.randn(f.shape, generator=generator) * (f == 0) for f in factors]
+
+
+def _descend(form: Form, w: Tensor, start: Sequence[Tensor], steps: int) -> list[Tensor]:
+    factors = [f.clone(memory_format=torch.contiguous_format).requires_grad_() for f in start]
+    optimizer = torch.optim.LBFGS(
+        factors, max_iter=steps, history_size=20, line_search_fn="strong_wolfe", tolerance_change=1e-12
+    )
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = (form.compose(factors) - w).square().sum() / w.square().sum().clamp_min(1e-30)
+        value.backward()
+        return value
+
+    with torch.enable_grad():
+        optimizer.step(loss)
+    return [f.detach() for f in factors]
+
+
+def _rescaled(form: Form, factors: list[Tensor], unit: float) -> list[Tensor]:
+    """compose(result) = unit * compose(factors); pFedPara's W2 keeps its scale, since W2 + 1 has none to give."""
+    scaled = len(factors) // 2 if form.scheme.private else len(factors)
+    share = unit ** (1 / scaled)
+    return [f * share if i < scaled else f for i, f in enumerate(factors)]
+
+
+def _distance(form: Form, w: Tensor, factors: Sequence[Tensor]) -> float:
+    distance = float((form.compose(factors) - w).norm())
+    return distance if distance == distance else float("inf")
+
+
+def _preimage(form: Form, w: Tensor) -> Tensor:
+    return w.clamp(-SATURATION, SATURATION).atanh() if form.scheme.nonlinearity else w
+
+
+def _image(form: Form, w: Tensor) -> Tensor:
+    return w.tanh() if form.scheme.nonlinearity else w

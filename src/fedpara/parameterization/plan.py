@@ -1,0 +1,90 @@
+"""Which weights become factors, and why the others do not. Nothing is changed here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from fedpara.errors import SchemeError
+from fedpara.parameterization.schemes import Form, Scheme, write
+
+Where = Callable[[str, nn.Module, str], "bool | Scheme"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One parameter of the model: the form it takes, or the reason it stays as it is."""
+
+    name: str
+    weight: nn.Parameter
+    owners: tuple[tuple[nn.Module, str], ...]
+    form: Form | None
+    reason: str
+
+    @property
+    def parameters(self) -> int:
+        return self.weight.numel() if self.form is None else self.form.parameters
+
+
+def plan(
+    model: nn.Module, scheme: Scheme, where: Where | None = None, *, force: bool = False
+) -> list[Choice]:
+    """A choice for every parameter, in the model's order. A weight that several modules share is one choice."""
+    for name, module in model.named_modules():
+        if isinstance(module, parametrize.ParametrizationList) and hasattr(module[0], "form"):
+            raise SchemeError(
+                f"{type(model).__name__} is factorized already ({name.replace('.parametrizations', '')} is made of "
+                "factors): expected plain weights. Merge it first, or factorize a fresh model."
+            )
+    return [
+        _choose(names, owners, weight, scheme, where, force) for names, owners, weight in _parameters(model)
+    ]
+
+
+def everything(name: str, module: nn.Module, parameter: str) -> bool:
+    """The default `where`: every parameter of two or more dimensions."""
+    weight = getattr(module, parameter)
+    return bool(weight.dim() >= 2 and weight.is_floating_point())
+
+
+def _choose(
+    names: list[str],
+    owners: list[tuple[nn.Module, str]],
+    weight: nn.Parameter,
+    scheme: Scheme,
+    where: Where | None,
+    force: bool,
+) -> Choice:
+    def choice(form: Form | None, reason: str) -> Choice:
+        return Choice(names[0], weight, tuple(owners), form, reason)
+
+    answers = [
+        (where or everything)(name.rpartition(".")[0], module, parameter)
+        for name, (module, parameter) in zip(names, owners, strict=True)
+    ]
+    answer = next((a for a in answers if a is not False), False)
+    if answer is False:
+        return choice(None, "not chosen" if weight.dim() >= 2 else "one-dimensional")
+    own = scheme if answer is True else answer
+    if not hasattr(own, "rank_of"):
+        raise SchemeError(f"`where` answered {own!r} for {names[0]}: expected True, False or a scheme.")
+    try:
+        form = write(own, weight.shape)
+    except SchemeError as error:
+        raise SchemeError(f"{names[0]}: {error}") from None
+    if form.parameters >= form.dense_parameters and not force:
+        return choice(
+            None, f"its factors ({form.parameters:,}) would be no smaller than it ({weight.numel():,})"
+        )
+    return choice(form, "")
+
+
+def _parameters(model: nn.Module) -> list[tuple[list[str], list[tuple[nn.Module, str]], nn.Parameter]]:
+    found: dict[int, tuple[list[str], list[tuple[nn.Module, str]], nn.Parameter]] = {}
+    for prefix, module in model.named_modules():
+        for parameter, weight in module.named_parameters(recurse=False):
+            names, owners, _ = found.setdefault(id(weight), ([], [], weight))
+            names.append(f"{prefix}.{parameter}" if prefix else parameter)
+            owners.append((module, parameter))
+    return list(found.values())

@@ -1,0 +1,77 @@
+"""State = dict[str, Tensor]: the one currency.
+
+Models hold it, algorithms transform it, the wire carries it, the store saves it.
+Functions here return new tensors and keep the order of the names they are given.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fedpara.errors import StateError
+
+State = dict[str, Tensor]
+
+
+def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float = 1.0) -> State:
+    """a + scale b"""
+    _same_names(a, b)
+    return {name: torch.add(a[name], b[name], alpha=scale) for name in a}
+
+
+def subtract(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> State:
+    """a - b"""
+    return add(a, b, -1.0)
+
+
+def scale(a: Mapping[str, Tensor], factor: float) -> State:
+    return {name: tensor * factor for name, tensor in a.items()}
+
+
+def zeros_like(a: Mapping[str, Tensor]) -> State:
+    return {name: torch.zeros_like(tensor) for name, tensor in a.items()}
+
+
+def clone(a: Mapping[str, Tensor]) -> State:
+    return {name: tensor.detach().clone() for name, tensor in a.items()}
+
+
+def mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> State:
+    """sum_i (w_i / sum w) a_i, summed in the order given, so that equal inputs give equal bits.
+
+    Integer tensors (BatchNorm's step counter) are averaged and rounded.
+    """
+    if not states or len(states) != len(weights):
+        raise StateError(
+            f"mean of {len(states)} states with {len(weights)} weights: expected one weight a state."
+        )
+    total = float(sum(weights))
+    if not total > 0:
+        raise StateError(f"mean with weights that sum to {total}: expected a positive sum.")
+    for other in states[1:]:
+        _same_names(states[0], other)
+    result: State = {}
+    for name, first in states[0].items():
+        exact = first if first.is_floating_point() else first.double()
+        sum_ = exact * (weights[0] / total)
+        for state, weight in zip(states[1:], weights[1:], strict=True):
+            sum_ = torch.add(sum_, state[name].to(sum_.dtype), alpha=weight / total)
+        result[name] = sum_ if first.is_floating_point() else sum_.round().to(first.dtype)
+    return result
+
+
+def norm(a: Mapping[str, Tensor]) -> float:
+    """sqrt(sum of squares over every entry)"""
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in a.values()))
+
+
+def nbytes(a: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in a.values())
+
+
+def _same_names(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    if a.keys() != b.keys():
+        odd = sorted(a.keys() ^ b.keys())
+        raise StateError(f"two states differ in names: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")

@@ -1,0 +1,37 @@
+"""What travels: in what precision, in which bytes, which part of a state, how much, and what is let in."""
+
+from fedpara.wire.check import Spec, admit, spec_of
+from fedpara.wire.codec import Header, decode, encode
+from fedpara.wire.link import Link
+from fedpara.wire.meter import (
+    JOULES_PER_BIT,
+    PAPER_MEGA,
+    Meter,
+    RoundTraffic,
+    communication_seconds,
+    energy_joules,
+    round_seconds,
+)
+from fedpara.wire.share import combine, guard, pack, split, unpack
+
+__all__ = [
+    "JOULES_PER_BIT",
+    "PAPER_MEGA",
+    "Header",
+    "Link",
+    "Meter",
+    "RoundTraffic",
+    "Spec",
+    "admit",
+    "combine",
+    "communication_seconds",
+    "decode",
+    "encode",
+    "energy_joules",
+    "guard",
+    "pack",
+    "round_seconds",
+    "spec_of",
+    "split",
+    "unpack",
+]

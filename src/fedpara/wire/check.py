@@ -1,0 +1,88 @@
+"""admit: what came off the wire is judged here before anything uses it.
+
+Right round, method and scheme; examples > 0 from a client; then names, shapes, types and finite values, each
+against the spec; last ||state - reference|| <= max_norm. The first thing wrong is the reason given.
+"""
+
+import math
+from typing import NoReturn
+
+import torch
+
+from fedpara.errors import UpdateRejected, UsageError
+from fedpara.state import State
+from fedpara.wire.codec import Header, decode
+from fedpara.wire.link import all_finite
+from fedpara.wire.tensors import shown
+
+Spec = dict[str, tuple[torch.dtype, torch.Size]]
+
+
+def spec_of(state: State, dtype: str = "float32") -> Spec:
+    """What `decode` gives for this state sent with this dtype: float64 outlasts only "float32"."""
+    spec: Spec = {}
+    for name, tensor in state.items():
+        exact = not tensor.is_floating_point() or (tensor.dtype == torch.float64 and dtype == "float32")
+        spec[name] = (tensor.dtype if exact else torch.float32, tensor.shape)
+    return spec
+
+
+def admit(
+    message: bytes,
+    *,
+    spec: Spec,
+    round: int,
+    method: str,
+    scheme: str,
+    max_norm: float | None = None,
+    reference: State | None = None,
+) -> tuple[Header, State]:
+    """The header, and the state in the order of the spec. WireError if unreadable, UpdateRejected if refused.
+
+    The norm is over the floating tensors; a name the reference lacks (a change of a control variate, say)
+    counts whole.
+    """
+    if max_norm is not None and not max_norm > 0:
+        raise UsageError(f"max_norm is {max_norm}: expected a positive bound, or None for no bound.")
+    header, state = decode(message)
+    wanted = {"round": round, "method": method, "scheme": scheme}
+    for field, expected in wanted.items():
+        if getattr(header, field) != expected:
+            _refuse(header, f"it is of {field} {shown(getattr(header, field))}: expected {expected!r}")
+    if header.sender != "server" and header.examples == 0:
+        _refuse(header, "it rests on 0 examples: expected at least 1")
+    _check_names(header, state, spec)
+    for name, (dtype, shape) in spec.items():
+        tensor = state[name]
+        if tensor.shape != shape:
+            _refuse(header, f"{name!r} has shape {tuple(tensor.shape)}: expected {tuple(shape)}")
+        if tensor.dtype != dtype:
+            _refuse(header, f"{name!r} has type {tensor.dtype}: expected {dtype}")
+        if not all_finite(tensor):
+            _refuse(header, f"{name!r} holds NaN or infinity: expected finite values")
+    if max_norm is not None:
+        norm = _distance(state, reference or {})
+        if not norm <= max_norm:
+            _refuse(header, f"its norm is {norm:.6g}: expected at most {max_norm:.6g}")
+    return header, {name: state[name] for name in spec}
+
+
+def _refuse(header: Header, reason: str) -> NoReturn:
+    raise UpdateRejected(f"message of {shown(header.sender)}, round {header.round}, refused: {reason}.")
+
+
+def _check_names(header: Header, state: State, spec: Spec) -> None:
+    for what, names in (("lacks", spec.keys() - state.keys()), ("also holds", state.keys() - spec.keys())):
+        if names:
+            listed = ", ".join(shown(name) for name in sorted(names)[:5]) + (" ..." if len(names) > 5 else "")
+            _refuse(header, f"it {what} {listed}: expected the {len(spec)} tensors of the spec and no other")
+
+
+def _distance(state: State, reference: State) -> float:
+    """sqrt(sum ||a - b||^2) in float64"""
+    squares = 0.0
+    for name, tensor in state.items():
+        if tensor.is_floating_point():
+            change = tensor - reference[name].to("cpu") if name in reference else tensor
+            squares += float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2
+    return math.sqrt(squares)

@@ -1,0 +1,142 @@
+"""Message = "FPM1" | u32 length | JSON header | safetensors bytes | blake2b-128 of all before it.
+
+Numbers are little-endian. The digest sees damage, not forgery: whoever can write messages can write digests,
+so the peer is for the transport to know (TLS, node keys) and the content for `check.admit` to judge.
+Equal content gives equal bytes, and nothing else decodes: `decode` raises WireError for any other bytes,
+reads no length it has not held against the message's own, and unpickles nothing.
+"""
+
+import json
+import re
+from dataclasses import asdict, dataclass, fields
+from hashlib import blake2b
+
+import torch
+
+from fedpara.errors import WireError
+from fedpara.state import State
+from fedpara.wire.link import PRECISIONS, check_precision, dequantize, quantize
+from fedpara.wire.tensors import parse_json, read, shown, write
+
+MAGIC = b"FPM1"
+MAX_HEADER = 64 << 10
+DIGEST = 16
+
+# Travels beside int8 tensors: one scale for each tensor of that type by name, 0 for one that was int8 before.
+_SCALES = "__scales__"
+_SENDER = re.compile(r"server|client:(0|[1-9][0-9]{0,17})")
+_FLOATS = {
+    "float32": (torch.float32, torch.float64),
+    "float16": (torch.float16,),
+    "bfloat16": (torch.bfloat16,),
+    "int8": (),
+}
+
+
+@dataclass(frozen=True)
+class Header:
+    round: int
+    method: str
+    scheme: str
+    sender: str = "server"  # or "client:17"
+    examples: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("round", "examples"):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value < 1 << 63:
+                raise WireError(f"header field {name} is {shown(value)}: expected an integer, 0 to 2^63 - 1.")
+        for name in ("method", "scheme", "sender"):
+            if not isinstance(getattr(self, name), str):
+                raise WireError(f"header field {name} is {shown(getattr(self, name))}: expected text.")
+        if not _SENDER.fullmatch(self.sender):
+            raise WireError(
+                f"header field sender is {shown(self.sender)}: expected 'server' or such as 'client:17'."
+            )
+
+
+def encode(
+    state: State, header: Header, dtype: str = "float32", generator: torch.Generator | None = None
+) -> bytes:
+    """dtype is the link's precision (`link.py`); "float32" carries float32 and float64 exactly.
+
+    int8 draws from `generator`, in the order of the names.
+    """
+    check_precision("dtype", dtype)
+    if _SCALES in state:
+        raise WireError(f"a tensor named {_SCALES!r}: the codec keeps this name for itself. Rename it.")
+    described = _describe(header, dtype)
+    if len(described) > MAX_HEADER:
+        raise WireError(f"a header of {len(described)} bytes: at most {MAX_HEADER}. Shorten the scheme.")
+    payload: State = {}
+    scales: list[float] = []
+    for name in sorted(state):
+        payload[name], scale = quantize(name, state[name].detach(), dtype, generator)
+        if payload[name].dtype == torch.int8:
+            scales.append(scale)
+    if dtype == "int8":
+        payload[_SCALES] = torch.tensor(scales, dtype=torch.float32)
+    pieces = [MAGIC, len(described).to_bytes(4, "little"), described, *write(payload)]
+    digest = blake2b(digest_size=DIGEST)
+    for piece in pieces:
+        digest.update(piece)
+    return b"".join([*pieces, digest.digest()])
+
+
+def decode(message: bytes) -> tuple[Header, State]:
+    """Floating tensors come back as float32, or float64 where float64 was carried; by name within a type."""
+    view = memoryview(message)
+    if view[:4] != MAGIC:
+        raise WireError(f"a message that starts with {bytes(view[:4])!r}: expected {MAGIC!r}.")
+    length = int.from_bytes(view[4:8], "little")
+    room = len(view) - 8 - DIGEST
+    if room < 0 or length > min(MAX_HEADER, room):
+        raise WireError(
+            f"a message of {len(view)} bytes claims a header of {length}: expected at most "
+            f"{max(0, min(MAX_HEADER, room))}. It was cut or is not a message."
+        )
+    if blake2b(view[:-DIGEST], digest_size=DIGEST).digest() != view[-DIGEST:]:
+        raise WireError(f"a message of {len(view)} bytes does not match its digest: it was damaged or cut.")
+    header, dtype = _parse(bytes(view[8 : 8 + length]))
+    return header, _restore(read(view[8 + length : -DIGEST]), dtype)
+
+
+def _describe(header: Header, dtype: str) -> bytes:
+    return json.dumps({**asdict(header), "dtype": dtype}, separators=(",", ":")).encode()
+
+
+def _parse(raw: bytes) -> tuple[Header, str]:
+    given = parse_json(raw, "header")
+    expected = [field.name for field in fields(Header)] + ["dtype"]
+    if sorted(given) != sorted(expected):
+        raise WireError(f"header fields {shown(sorted(given))}: expected {', '.join(expected)}.")
+    dtype = given.pop("dtype")
+    if not isinstance(dtype, str) or dtype not in PRECISIONS:
+        raise WireError(f"header field dtype is {shown(dtype)}: expected one of {', '.join(PRECISIONS)}.")
+    header = Header(**given)  # type: ignore[arg-type]  # checked where it is built
+    if _describe(header, dtype) != raw:
+        raise WireError("the header is not in its one form: expected each field once, in order, no spaces.")
+    return header, dtype
+
+
+def _restore(payload: State, dtype: str) -> State:
+    scales = _scales(payload) if dtype == "int8" else {}
+    state: State = {}
+    for name, tensor in payload.items():
+        if name == _SCALES or (tensor.is_floating_point() and tensor.dtype not in _FLOATS[dtype]):
+            raise WireError(f"tensor {shown(name)} of {tensor.dtype} in a message of {dtype}.")
+        state[name] = dequantize(tensor, scales.get(name, 0.0))
+    return state
+
+
+def _scales(payload: State) -> dict[str, float]:
+    names = sorted(name for name, tensor in payload.items() if tensor.dtype == torch.int8)
+    scales = payload.pop(_SCALES, None)
+    if scales is None or scales.dtype != torch.float32 or scales.shape != (len(names),):
+        found = "none" if scales is None else f"{scales.dtype} of shape {tuple(scales.shape)}"
+        raise WireError(f"the scales of an int8 message are {found}: expected {len(names)} of float32.")
+    values = scales.tolist()
+    for name, scale in zip(names, values, strict=True):
+        if not 0 <= scale < float("inf"):
+            raise WireError(f"tensor {shown(name)} has scale {scale}: expected a finite number, 0 or more.")
+    return dict(zip(names, values, strict=True))

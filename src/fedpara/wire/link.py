@@ -1,0 +1,97 @@
+"""Link: in what precision numbers travel, up (client to server) and down (FedPAQ is `Link(up="float16")`).
+
+    float32    as it is: float32 and float64 exactly, narrower floats widened to float32
+    float16    the nearest float16
+    bfloat16   the nearest bfloat16
+    int8       q = floor(x / s + u), u ~ U[0, 1), s = max|x| / 127 a tensor: E[s q] = x, |s q - x| <= s
+
+Integer tensors (BatchNorm's step counter) travel as they are on every link.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpara.errors import ConfigError, UpdateRejected, UsageError
+
+PRECISIONS = ("float32", "float16", "bfloat16", "int8")
+
+_LEVELS = 127
+# A little below the largest float32: 127 s must not round to infinity.
+_LARGEST = 3.4e38
+_CAST = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Link:
+    up: str = "float32"
+    down: str = "float32"
+
+    def __post_init__(self) -> None:
+        check_precision("Link up", self.up)
+        check_precision("Link down", self.down)
+
+
+def check_precision(where: str, precision: str) -> None:
+    if precision not in PRECISIONS:
+        raise ConfigError(
+            f"{where} is {precision!r}: expected one of {', '.join(PRECISIONS)}. FedPAQ: Link(up='float16')."
+        )
+
+
+def quantize(
+    name: str, tensor: Tensor, precision: str, generator: torch.Generator | None = None
+) -> tuple[Tensor, float]:
+    """The tensor as it travels, and its scale s (0 for anything that is not scaled)."""
+    check_precision("precision", precision)
+    if not tensor.is_floating_point():
+        return tensor, 0.0
+    if precision == "float32":
+        return (tensor if tensor.dtype == torch.float64 else tensor.float()), 0.0
+    if precision in _CAST:
+        narrow = _CAST[precision]
+        if not all_finite(tensor, narrow):
+            raise UpdateRejected(_does_not_fit(name, tensor, precision, torch.finfo(narrow).max))
+        return tensor.to(narrow), 0.0
+    if generator is None:
+        raise UsageError("int8 rounds at random: expected a torch.Generator, got none. Pass generator=...")
+    return _round_at_random(name, tensor, generator)
+
+
+def dequantize(tensor: Tensor, scale: float) -> Tensor:
+    """Back to float32 (float64 stays); integers that were never scaled stay."""
+    if scale:
+        return tensor.float().mul_(scale)
+    if tensor.is_floating_point() and tensor.dtype != torch.float64:
+        return tensor.float()
+    return tensor
+
+
+def all_finite(tensor: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """No NaN and no infinity, nor after a cast to dtype. The extremes tell, and need no temporary."""
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return True
+    return all(math.isfinite(end.to(dtype or tensor.dtype)) for end in torch.aminmax(tensor))
+
+
+def _round_at_random(name: str, tensor: Tensor, generator: torch.Generator) -> tuple[Tensor, float]:
+    largest = max(abs(float(end)) for end in torch.aminmax(tensor)) if tensor.numel() else 0.0
+    if not largest <= _LARGEST:
+        raise UpdateRejected(_does_not_fit(name, tensor, "int8", _LARGEST))
+    # Never below the smallest normal number: a zero or subnormal tensor then needs no case of its own.
+    scale = max(largest / _LEVELS, torch.finfo(torch.float32).tiny)
+    uniform = torch.rand(tensor.shape, generator=generator, device=generator.device).to(tensor.device)
+    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+    levels = uniform.add_(wide / scale).floor_()
+    # In float32 max|x| / s may lie a hair above 127.
+    return levels.clamp_(-_LEVELS, _LEVELS).to(torch.int8), scale
+
+
+def _does_not_fit(name: str, tensor: Tensor, precision: str, largest: float) -> str:
+    low, high = (float(end) for end in torch.aminmax(tensor))
+    return (
+        f"tensor {name!r} spans {low:.4g} to {high:.4g}: expected finite values within ±{largest:.4g} "
+        f"to travel as {precision}. Clip the update, or use a wider link."
+    )

@@ -1,0 +1,147 @@
+"""The tensors of a message, as safetensors bytes: u64 length, JSON index, data.
+
+One content has one encoding: widest type first (so that every tensor is aligned), then by name, no gaps.
+A reader therefore rebuilds the index from the names, types and shapes it read and compares bytes; false
+offsets, holes, overlaps, names given twice and unknown fields all fail that one comparison.
+
+Written out here, not by `safetensors.torch.save`, to copy the data once, straight into the message.
+"""
+
+import json
+import math
+import reprlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from fedpara.errors import WireError
+from fedpara.state import State
+
+MAX_INDEX = 8 << 20
+MAX_DIMENSIONS = 16
+MAX_NUMBERS = 1 << 48
+
+# In the order of the data: widest first.
+_CODES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_PLACE = {dtype: place for place, dtype in enumerate(_CODES)}
+
+Entry = tuple[str, torch.dtype, tuple[int, ...]]
+
+
+def write(state: State) -> list[bytes | memoryview]:
+    """The pieces to be joined, the data among them not yet copied."""
+    entries = _in_order((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items())
+    index, _ = _index(entries)
+    if len(index) > MAX_INDEX:
+        raise WireError(f"the index of {len(state)} tensors takes {len(index)} bytes: at most {MAX_INDEX}.")
+    pieces: list[bytes | memoryview] = [len(index).to_bytes(8, "little"), index]
+    for name, _, _ in entries:
+        packed = state[name].detach().cpu().contiguous()
+        # reshape(-1) would keep the odd stride that a single number may have.
+        flat = packed.as_strided((packed.numel(),), (1,))
+        pieces.append(flat.view(torch.uint8).numpy().data)
+    return pieces
+
+
+def read(payload: memoryview) -> State:
+    """The tensors, each in memory of its own; WireError for anything `write` would not have written."""
+    length = int.from_bytes(payload[:8], "little")
+    if len(payload) < 8 or length > min(MAX_INDEX, len(payload) - 8):
+        raise WireError(
+            f"the tensors' index claims {length} bytes: expected at most {min(MAX_INDEX, len(payload) - 8)}."
+        )
+    raw, data = bytes(payload[8 : 8 + length]), payload[8 + length :]
+    entries = _in_order(_entries(raw))
+    index, ends = _index(entries)
+    if index != raw:
+        raise WireError("the tensors' index is not in its one form: expected each name once, without gaps.")
+    if len(data) != (ends[-1] if ends else 0):
+        raise WireError(f"the tensors hold {len(data)} bytes: expected {ends[-1] if ends else 0}.")
+    state: State = {}
+    for (name, dtype, shape), start, end in zip(entries, [0, *ends], ends, strict=False):
+        state[name] = _tensor(name, dtype, shape, data[start:end])
+    return state
+
+
+def shown(value: object) -> str:
+    """For error texts: what a stranger sent, escaped and cut, without spelling all of it out first."""
+    short = reprlib.Repr()
+    short.maxlevel, short.maxstring = 2, 80
+    text = short.repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def parse_json(raw: bytes, what: str) -> dict[str, object]:
+    try:
+        value = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"the {what} is not JSON: {shown(str(error))}.") from error
+    if not isinstance(value, dict):
+        raise WireError(f"the {what} is {shown(value)}: expected a JSON object.")
+    return value
+
+
+def _entries(raw: bytes) -> Iterable[Entry]:
+    for name, entry in parse_json(raw, "tensors' index").items():
+        code = entry.get("dtype") if isinstance(entry, dict) else None
+        shape = entry.get("shape") if isinstance(entry, dict) else None
+        if not isinstance(code, str) or code not in _DTYPES:
+            raise WireError(f"tensor {shown(name)} has type {shown(code)}: expected {', '.join(_DTYPES)}.")
+        if not isinstance(shape, list) or not all(type(size) is int for size in shape):
+            raise WireError(f"tensor {shown(name)} has shape {shown(shape)}: expected a list of integers.")
+        yield name, _DTYPES[code], tuple(shape)
+
+
+def _in_order(entries: Iterable[Entry]) -> list[Entry]:
+    return sorted(entries, key=lambda entry: (_PLACE.get(entry[1], -1), entry[0]))
+
+
+def _index(entries: list[Entry]) -> tuple[bytes, list[int]]:
+    """The index padded to a multiple of 8 bytes, and where each tensor's data ends."""
+    described: dict[str, object] = {}
+    ends: list[int] = []
+    start = 0
+    for name, dtype, shape in entries:
+        if name == "__metadata__":
+            raise WireError("a tensor named '__metadata__': safetensors keeps it for itself. Rename it.")
+        if dtype not in _CODES:
+            raise WireError(f"tensor {shown(name)} has type {dtype}: expected {', '.join(map(str, _CODES))}.")
+        # An empty tensor counts by its other sizes: torch multiplies them for its strides.
+        if (
+            len(shape) > MAX_DIMENSIONS
+            or not all(0 <= size <= MAX_NUMBERS for size in shape)
+            or math.prod(max(size, 1) for size in shape) > MAX_NUMBERS
+        ):
+            raise WireError(
+                f"tensor {shown(name)} has shape {shown(shape)}: expected at most {MAX_DIMENSIONS} "
+                f"dimensions, none negative, and {MAX_NUMBERS} numbers."
+            )
+        end = start + math.prod(shape) * dtype.itemsize
+        described[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        ends.append(end)
+        start = end
+    text = json.dumps(described, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8), ends
+
+
+def _tensor(name: str, dtype: torch.dtype, shape: tuple[int, ...], data: memoryview) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    # A copy a tensor: torch may write to it, and one that is kept does not keep the whole message.
+    copy = bytearray(data)
+    if dtype == torch.bool and int(torch.frombuffer(copy, dtype=torch.uint8).max()) > 1:
+        raise WireError(f"tensor {shown(name)} is boolean: expected bytes 0 and 1 only.")
+    return torch.frombuffer(copy, dtype=dtype).reshape(shape)

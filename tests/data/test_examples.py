@@ -1,0 +1,76 @@
+"""Properties: what an Examples accepts, its subsets, and normalise."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedpara.data import Examples, normalise
+from fedpara.errors import DataError
+
+IMAGES = torch.arange(4 * 2 * 3 * 3, dtype=torch.uint8).view(4, 2, 3, 3)
+LABELS = torch.tensor([0, 2, 1, 2])
+
+
+def test_holds_its_parts():
+    examples = Examples(IMAGES, LABELS, 3, torch.tensor([5, 5, 9, 9]), (0.5, 0.4), (0.2, 0.1))
+    assert len(examples) == 4
+    assert examples.shape == (2, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"labels": LABELS[:3]}, "one int64 label an example"),
+        ({"labels": LABELS.int()}, "one int64 label an example"),
+        ({"labels": torch.tensor([0, 1, 2, 3])}, "0 to 3: expected 0 to 2"),
+        ({"labels": torch.tensor([0, 1, 2, -1])}, "-1 to 2: expected 0 to 2"),
+        ({"owners": torch.tensor([1, 2])}, "owners are int64"),
+        ({"mean": (0.5, 0.5)}, "come together"),
+        ({"mean": (0.5,), "std": (0.5,)}, "do not fit"),
+        ({"mean": (0.5, 0.5), "std": (0.5, 0.0)}, "positive std"),
+    ],
+)
+def test_refuses_parts_that_do_not_fit(change, words):
+    with pytest.raises(DataError, match=words):
+        Examples(**({"inputs": IMAGES, "labels": LABELS, "classes": 3} | change))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=12), st.sampled_from(["list", "array", "tensor"]))
+def test_a_subset_is_the_rows_at_the_indices(rows, form):
+    examples = Examples(IMAGES, LABELS, 3, torch.tensor([5, 6, 7, 8]), (0.5, 0.4), (0.2, 0.1))
+    array = np.array(rows, dtype=np.int64)
+    array.setflags(write=False)
+    indices = {"list": rows, "array": array, "tensor": torch.from_numpy(array.copy())}[form]
+    subset = examples.subset(indices)
+    assert len(subset) == len(rows)
+    assert (subset.classes, subset.mean, subset.std) == (examples.classes, examples.mean, examples.std)
+    for position, row in enumerate(rows):
+        assert torch.equal(subset.inputs[position], IMAGES[row])
+        assert subset.labels[position] == LABELS[row]
+        assert subset.owners is not None
+        assert subset.owners[position] == 5 + row
+
+
+@pytest.mark.parametrize("indices", [[4], [-1], [True, False, True, True], [0.5], [[0, 1]]])
+def test_a_subset_refuses_indices_that_name_no_row(indices):
+    with pytest.raises(DataError, match="indices"):
+        Examples(IMAGES, LABELS, 3).subset(indices)
+
+
+def test_normalise_is_the_formula():
+    mean, std = (0.5, 0.25), (0.2, 0.1)
+    expected = (IMAGES.double().numpy() / 255 - np.reshape(mean, (2, 1, 1))) / np.reshape(std, (2, 1, 1))
+    result = normalise(IMAGES, mean, std)
+    assert result.dtype == torch.float32
+    np.testing.assert_allclose(result.numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_normalise_passes_ids_as_int64_and_leaves_features_alone():
+    ids = torch.tensor([[3, 79]], dtype=torch.uint8)
+    assert torch.equal(normalise(ids, None, None), torch.tensor([[3, 79]]))
+    assert normalise(ids, None, None).dtype == torch.int64
+    features = torch.randn(2, 3)
+    assert torch.equal(normalise(features, None, None), features)

@@ -1,0 +1,93 @@
+"""Golden: the publishers' own sets, where FEDPARA_DATA names a folder that has them."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from fedpara.data import by_owner, load, shards, status, verify
+from fedpara.errors import DataError
+
+pytestmark = pytest.mark.data
+
+
+def need(name):
+    if not os.environ.get("FEDPARA_DATA") or not status(name).present:
+        pytest.skip(f"{name} is not there: set FEDPARA_DATA to a folder that has it")
+
+
+def test_cifar10_has_the_published_statistics():
+    need("cifar10")
+    train, test = load("cifar10")
+    assert torch.bincount(train.labels).tolist() == [5000] * 10
+    assert torch.bincount(test.labels).tolist() == [1000] * 10
+    assert train.shape == (3, 32, 32)
+    np.testing.assert_allclose(train.mean, (0.49139968, 0.48215841, 0.44653091), atol=5e-9)
+    np.testing.assert_allclose(train.std, (0.24703223, 0.24348513, 0.26158784), atol=5e-9)
+    assert train.labels[:10].tolist() == [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]
+
+
+def test_mnist_has_the_published_counts():
+    need("mnist")
+    train, test = load("mnist")
+    assert torch.bincount(train.labels).tolist() == [
+        5923,
+        6742,
+        5958,
+        6131,
+        5842,
+        5421,
+        5918,
+        6265,
+        5851,
+        5949,
+    ]
+    assert (len(test), train.shape) == (10_000, (1, 28, 28))
+    assert train.mean is not None
+    assert train.std is not None
+    assert (round(train.mean[0], 4), round(train.std[0], 4)) == (0.1307, 0.3081)
+    clients = shards(train.labels, 100, seed=0)
+    assert max(len(train.labels[torch.from_numpy(c.copy())].unique()) for c in clients) == 2
+
+
+def test_mnist_is_not_taken_for_fashion_mnist(tmp_path):
+    need("mnist")
+    folder = status("mnist").path
+    assert folder is not None
+    for path in folder.glob("t*-ubyte*"):
+        shutil.copy(path, tmp_path)
+    assert len(load("mnist", tmp_path)[0]) == 60_000
+    with pytest.raises(DataError, match="belongs to mnist: fashion-mnist was asked for"):
+        load("fashion-mnist", tmp_path)
+
+
+def test_shakespeare_has_leafs_counts():
+    need("shakespeare")
+    train, test = load("shakespeare")
+    assert len(train) + len(test) == 4_226_158
+    assert train.owners is not None
+    assert len(by_owner(train.owners)) == 1_129
+    assert train.inputs.dtype == torch.uint8
+    assert train.shape == (80,)
+
+
+def test_femnist_has_its_writers():
+    need("femnist")
+    train, test = load("femnist")
+    assert train.classes == 62
+    assert train.owners is not None
+    assert test.owners is not None
+    clients = by_owner(train.owners)
+    assert len(by_owner(test.owners, roster=train.owners)) == len(clients)
+    assert int(clients.sizes.sum()) == len(train)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "mnist", "shakespeare"])
+def test_the_files_are_the_publishers(name):
+    need(name)
+    report = verify(name)
+    assert report.ok, report.problems
+    if name != "shakespeare":
+        assert report.checked == report.files
