@@ -1,8 +1,22 @@
 """FedPara: low-rank Hadamard products for communication-efficient federated learning."""
 
+from fedpara.data import FederatedData
+from fedpara.engines import Task, simulate
 from fedpara.errors import FedParaError
 from fedpara.parameterization import FedPara, LowRank, PFedPara, factorize, merge
+from fedpara.wire import Link
 
 __version__ = "0.1.0"
 
-__all__ = ["FedPara", "FedParaError", "LowRank", "PFedPara", "factorize", "merge"]
+__all__ = [
+    "FedPara",
+    "FedParaError",
+    "FederatedData",
+    "Link",
+    "LowRank",
+    "PFedPara",
+    "Task",
+    "factorize",
+    "merge",
+    "simulate",
+]

@@ -1,4 +1,4 @@
-"""Message = "FPM1" | u32 length | JSON header | safetensors bytes | blake2b-128 of all before it.
+"""Message = "FPM1" | u32 length | JSON header | safetensors bytes | sha256 of all before it, cut to 128 bits.
 
 Numbers are little-endian. The digest sees damage, not forgery: whoever can write messages can write digests,
 so the peer is for the transport to know (TLS, node keys) and the content for `check.admit` to judge.
@@ -9,7 +9,7 @@ reads no length it has not held against the message's own, and unpickles nothing
 import json
 import re
 from dataclasses import asdict, dataclass, fields
-from hashlib import blake2b
+from hashlib import sha256
 
 import torch
 
@@ -77,10 +77,10 @@ def encode(
     if dtype == "int8":
         payload[_SCALES] = torch.tensor(scales, dtype=torch.float32)
     pieces = [MAGIC, len(described).to_bytes(4, "little"), described, *write(payload)]
-    digest = blake2b(digest_size=DIGEST)
+    digest = sha256()
     for piece in pieces:
         digest.update(piece)
-    return b"".join([*pieces, digest.digest()])
+    return b"".join([*pieces, digest.digest()[:DIGEST]])
 
 
 def decode(message: bytes) -> tuple[Header, State]:
@@ -95,7 +95,7 @@ def decode(message: bytes) -> tuple[Header, State]:
             f"a message of {len(view)} bytes claims a header of {length}: expected at most "
             f"{max(0, min(MAX_HEADER, room))}. It was cut or is not a message."
         )
-    if blake2b(view[:-DIGEST], digest_size=DIGEST).digest() != view[-DIGEST:]:
+    if sha256(view[:-DIGEST]).digest()[:DIGEST] != view[-DIGEST:]:
         raise WireError(f"a message of {len(view)} bytes does not match its digest: it was damaged or cut.")
     header, dtype = _parse(bytes(view[8 : 8 + length]))
     return header, _restore(read(view[8 + length : -DIGEST]), dtype)

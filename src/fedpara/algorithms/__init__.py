@@ -1,0 +1,29 @@
+"""Client update and server aggregate, as pure functions of State.
+
+algorithms.scaffold(lr=0.1, epochs=5, batch_size=64)
+"""
+
+from fedpara.algorithms.adaptive import fedadagrad, fedadam, fedyogi
+from fedpara.algorithms.core import Algorithm, Groups, Local, Update, clip_by_norm, sgd_step
+from fedpara.algorithms.fedavg import fedavg, fedprox
+from fedpara.algorithms.feddyn import feddyn
+from fedpara.algorithms.registry import build, names
+from fedpara.algorithms.scaffold import scaffold
+
+__all__ = [
+    "Algorithm",
+    "Groups",
+    "Local",
+    "Update",
+    "build",
+    "clip_by_norm",
+    "fedadagrad",
+    "fedadam",
+    "fedavg",
+    "feddyn",
+    "fedprox",
+    "fedyogi",
+    "names",
+    "scaffold",
+    "sgd_step",
+]

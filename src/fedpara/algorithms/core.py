@@ -1,0 +1,175 @@
+"""An algorithm is a value: what differs between methods, as functions of State.
+
+    round t, cohort S of N clients, server state x:
+        down = broadcast(server)
+        each i in S:  y = x
+            K times:  g = clip_by_norm(gradient of the loss at y)
+                      y = sgd_step(y, correct(g, y, x, down, client_i))
+            up_i, client_i = finish(x, y, down, client_i, K, eta)
+        x, server = aggregate(x, server, [Update(y_i, up_i, n_i) for i in S], N)
+
+Clipping comes before the correction, so that SCAFFOLD's control variates average what the clients step along.
+The states hold the shared, trainable parameters only: private ones and buffers never come here.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fedpara.errors import ConfigError, StateError
+from fedpara.state import State, add, mean, zeros_like
+
+Groups = dict[str, State]
+
+Rule = tuple[str, Callable[[Any], bool]]
+POSITIVE: Rule = ("a number above 0", lambda value: value > 0)
+NOT_NEGATIVE: Rule = ("a number of 0 or more", lambda value: value >= 0)
+BELOW_ONE: Rule = ("a number of 0 or more and below 1", lambda value: 0 <= value < 1)
+AT_MOST_ONE: Rule = ("a number above 0 and at most 1", lambda value: 0 < value <= 1)
+COUNT: Rule = ("a whole number of 1 or more", lambda value: value >= 1 and isinstance(value, Integral))
+
+
+def check(rule: Rule, **values: Any) -> None:
+    """ConfigError for the first value that is not a finite number within the rule."""
+    expected, holds = rule
+    for name, value in values.items():
+        number = isinstance(value, Real) and not isinstance(value, bool)
+        if not number or not -math.inf < value < math.inf or not holds(value):
+            raise ConfigError(f"{name} is {value!r}: expected {expected}.")
+
+
+@dataclass(frozen=True)
+class Local:
+    """What one client does in one round. `epochs`, or `steps` in its place."""
+
+    lr: float = 0.1
+    lr_decay: float = 1.0  # a round
+    epochs: int | None = 1
+    steps: int | None = None
+    batch_size: int = 32
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip: float | None = None  # global norm of the gradient
+    jacobian: float = 0.0  # lambda of the Jacobian correction (appendix B)
+    jacobian_norm: Literal["plain", "squared"] = "plain"
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.epochs == Local.epochs:
+            object.__setattr__(self, "epochs", None)
+        if (self.epochs is None) == (self.steps is None):
+            raise ConfigError(
+                f"epochs is {self.epochs!r} and steps is {self.steps!r}: expected one of the two, "
+                "and None for the other."
+            )
+        check(POSITIVE, lr=self.lr)
+        check(AT_MOST_ONE, lr_decay=self.lr_decay)
+        check(COUNT, batch_size=self.batch_size)
+        check(COUNT, **({"epochs": self.epochs} if self.steps is None else {"steps": self.steps}))
+        check(BELOW_ONE, momentum=self.momentum)
+        check(NOT_NEGATIVE, weight_decay=self.weight_decay, jacobian=self.jacobian)
+        if self.clip is not None:
+            check(POSITIVE, clip=self.clip)
+        if self.jacobian_norm not in ("plain", "squared"):
+            raise ConfigError(f"jacobian_norm is {self.jacobian_norm!r}: expected 'plain' or 'squared'.")
+
+    def lr_at(self, round: int) -> float:
+        """eta_t = lr * lr_decay^(t - 1); rounds count from 1."""
+        check(COUNT, round=round)
+        return float(self.lr * self.lr_decay ** (round - 1))
+
+    def steps_for(self, examples: int) -> int:
+        """K = ceil(n / B) * epochs, or `steps`; 0 for a client without examples, who has nothing to step on."""
+        if examples < 1:
+            return 0
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None  # the invariant of __post_init__, for the type checker
+        return -(-examples // self.batch_size) * self.epochs
+
+
+@dataclass(frozen=True)
+class Update:
+    """What the server has of one client after the wire."""
+
+    y: State
+    extra: Groups
+    examples: int
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    name: str
+    local: Local
+    server_init: Callable[[State], Groups]
+    """x -> the server's variables"""
+    broadcast: Callable[[Groups], Groups]
+    """server's variables -> the groups that travel down with x"""
+    client_init: Callable[[State], Groups]
+    """x -> a client's own variables, at its first round"""
+    correct: Callable[[State, State, State, Groups, Groups], State]
+    """(gradient, y, x, down, client) -> gradient, each step: tensor operations only, under vmap and compile"""
+    finish: Callable[[State, State, Groups, Groups, int, float], tuple[Groups, Groups]]
+    """(x, y, down, client, K, eta) -> the groups to upload, the client's new variables"""
+    aggregate: Callable[[State, Groups, Sequence[Update], int], tuple[State, Groups]]
+    """(x, server's variables, updates, N) -> the new x, the server's new variables"""
+
+
+def local_of(local: Local | None, given: Mapping[str, Any]) -> Local:
+    """`local` (or the defaults) with the given fields replaced."""
+    known = [field.name for field in fields(Local)]
+    for name in given:
+        if name not in known:
+            nearest = get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise ConfigError(
+                f"unknown option {name!r}: did you mean {nearest!r}? Known: {', '.join(known)}."
+            )
+    return replace(local or Local(), **given)
+
+
+def group(groups: Groups, name: str) -> State:
+    """A group by name. A message carries no trace of a group without tensors: absent is empty."""
+    return groups.get(name, {})
+
+
+def mean_y(x: State, updates: Sequence[Update], weights: Sequence[float]) -> State:
+    """sum_i w_i y_i / sum_i w_i, in the type of x, which a quantized uplink may have narrowed."""
+    for update in updates:
+        if update.y.keys() != x.keys():
+            odd = ", ".join(sorted(update.y.keys() ^ x.keys())[:5])
+            raise StateError(f"a client's state and the server's differ in names: {odd}. Expected the same.")
+    ys = [{name: update.y[name].to(x[name].dtype) for name in x} for update in updates]
+    return mean(ys, weights)
+
+
+def sgd_step(
+    y: State, gradient: State, velocity: State | None, lr: float | Tensor, local: Local
+) -> tuple[State, State]:
+    """g += wd y;  v = m v + g;  y -= lr v, as torch.optim.SGD. No velocity (None or empty) is v = 0.
+
+    Without momentum the velocity stays empty.
+    """
+    v = gradient
+    if local.weight_decay:
+        v = add(v, y, local.weight_decay)
+    if local.momentum:
+        previous = velocity or zeros_like(v)
+        v = {name: local.momentum * previous[name] + g for name, g in v.items()}
+    kept = v if local.momentum else {}
+    if isinstance(lr, Tensor):
+        return {name: tensor - lr * v[name] for name, tensor in y.items()}, kept
+    return add(y, v, -lr), kept
+
+
+def clip_by_norm(gradient: State, max_norm: float) -> State:
+    """g min(1, max_norm / (||g|| + 1e-6)) over all tensors at once, as torch.nn.utils.clip_grad_norm_."""
+    if not gradient:
+        return {}
+    norms = torch.stack([torch.linalg.vector_norm(g) for g in gradient.values()])
+    factor = (max_norm / (torch.linalg.vector_norm(norms) + 1e-6)).clamp(max=1.0)
+    return {name: g * factor for name, g in gradient.items()}

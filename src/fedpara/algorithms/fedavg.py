@@ -1,0 +1,57 @@
+"""FedAvg (McMahan et al., 2017) and FedProx (Li et al., 2020).
+
+    FedAvg    x = sum_i n_i y_i / sum_i n_i
+    FedProx   the same, and g + mu (y - x) each step
+
+The model is averaged with the clients' numbers of examples n_i as weights.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fedpara.algorithms.core import NOT_NEGATIVE, Algorithm, Groups, Local, Update, check, local_of, mean_y
+from fedpara.state import State, add, subtract
+
+
+def fedavg(*, local: Local | None = None, **fields: Any) -> Algorithm:
+    """FedAvg. The keywords are Local's fields."""
+    return Algorithm(
+        name="fedavg",
+        local=local_of(local, fields),
+        server_init=_nothing,
+        broadcast=_nothing,
+        client_init=_nothing,
+        correct=_as_is,
+        finish=_no_variables,
+        aggregate=_mean,
+    )
+
+
+def fedprox(mu: float = 0.1, *, local: Local | None = None, **fields: Any) -> Algorithm:
+    """FedAvg whose clients are held to x by mu/2 ||y - x||^2."""
+    check(NOT_NEGATIVE, mu=mu)
+    return replace(fedavg(local=local, **fields), name="fedprox", correct=partial(_proximal, mu=mu))
+
+
+def _nothing(_: object) -> Groups:
+    return {}
+
+
+def _as_is(gradient: State, y: State, x: State, down: Groups, client: Groups) -> State:
+    return gradient
+
+
+def _proximal(gradient: State, y: State, x: State, down: Groups, client: Groups, *, mu: float) -> State:
+    return add(gradient, subtract(y, x), mu)
+
+
+def _no_variables(
+    x: State, y: State, down: Groups, client: Groups, steps: int, eta: float
+) -> tuple[Groups, Groups]:
+    return {}, {}
+
+
+def _mean(x: State, server: Groups, updates: Sequence[Update], clients: int) -> tuple[State, Groups]:
+    return mean_y(x, updates, [update.examples for update in updates]), {}

@@ -1,0 +1,47 @@
+"""Algorithms by name, as configs and the command line ask for them."""
+
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+from fedpara.algorithms.adaptive import fedadagrad, fedadam, fedyogi
+from fedpara.algorithms.core import Algorithm, Local
+from fedpara.algorithms.fedavg import fedavg, fedprox
+from fedpara.algorithms.feddyn import feddyn
+from fedpara.algorithms.scaffold import scaffold
+from fedpara.errors import ConfigError
+
+ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
+    "fedavg": fedavg,
+    "fedprox": fedprox,
+    "scaffold": scaffold,
+    "feddyn": feddyn,
+    "fedadam": fedadam,
+    "fedyogi": fedyogi,
+    "fedadagrad": fedadagrad,
+}
+
+
+def names() -> list[str]:
+    return list(ALGORITHMS)
+
+
+def build(name: str, local: Local, **hyper: Any) -> Algorithm:
+    """The named algorithm with its own hyper-parameters (mu, alpha, server_lr, beta1, beta2, tau)."""
+    if name not in ALGORITHMS:
+        nearest = get_close_matches(name.lower(), ALGORITHMS, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"unknown algorithm {name!r}: did you mean {nearest!r}? Known: {', '.join(names())}."
+        )
+    factory = ALGORITHMS[name]
+    own = [
+        p.name for p in inspect.signature(factory).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    for option in hyper:
+        if option not in own:
+            raise ConfigError(
+                f"{name} has no hyper-parameter {option!r}: it has {', '.join(own) or 'none'}. "
+                "What a client does in a round is set in its Local."
+            )
+    return factory(local=local, **hyper)

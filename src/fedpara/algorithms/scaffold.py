@@ -1,0 +1,70 @@
+"""SCAFFOLD, option II (Karimireddy et al., 2020, Alg. 1).
+
+    step      y -= eta (g - c_i + c)
+    client    c_i+ = c_i - c + (x - y_i) / (K eta)
+    server    x += eta_g mean(y_i - x);   c += |S|/N mean(c_i+ - c_i)
+
+c travels down and c_i+ - c_i up: twice the bytes of FedAvg.
+The means are uniform over the cohort, as published, whatever the clients' numbers of examples: only so is c
+the mean of all c_i, and the corrections sum to zero over the clients.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from fedpara.algorithms.core import POSITIVE, Algorithm, Groups, Local, Update, check, group, local_of, mean_y
+from fedpara.errors import StateError
+from fedpara.state import State, add, mean, subtract, zeros_like
+
+CONTROL = "control"
+
+
+def scaffold(server_lr: float = 1.0, *, local: Local | None = None, **fields: Any) -> Algorithm:
+    """SCAFFOLD with eta_g = server_lr. The other keywords are Local's fields."""
+    check(POSITIVE, server_lr=server_lr)
+    return Algorithm(
+        name="scaffold",
+        local=local_of(local, fields),
+        server_init=_zero_control,
+        broadcast=_control,
+        client_init=_zero_control,
+        correct=_correct,
+        finish=_finish,
+        aggregate=partial(_aggregate, eta_g=server_lr),
+    )
+
+
+def _zero_control(x: State) -> Groups:
+    return {CONTROL: zeros_like(x)}
+
+
+def _control(server: Groups) -> Groups:
+    return {CONTROL: group(server, CONTROL)}
+
+
+def _correct(gradient: State, y: State, x: State, down: Groups, client: Groups) -> State:
+    return add(subtract(gradient, group(client, CONTROL)), group(down, CONTROL))
+
+
+def _finish(
+    x: State, y: State, down: Groups, client: Groups, steps: int, eta: float
+) -> tuple[Groups, Groups]:
+    if steps < 1 or not eta > 0:
+        raise StateError(
+            f"SCAFFOLD's control variate after {steps} steps at learning rate {eta}: expected both above 0. "
+            "Leave out clients without examples; with a decaying learning rate, run fewer rounds."
+        )
+    c, c_i = group(down, CONTROL), group(client, CONTROL)
+    g = {name: change / (steps * eta) for name, change in subtract(x, y).items()}
+    c_i_plus = add(subtract(c_i, c), g)
+    return {CONTROL: subtract(c_i_plus, c_i)}, {CONTROL: c_i_plus}
+
+
+def _aggregate(
+    x: State, server: Groups, updates: Sequence[Update], clients: int, *, eta_g: float
+) -> tuple[State, Groups]:
+    uniform = [1.0] * len(updates)
+    d = subtract(mean_y(x, updates, uniform), x)
+    dc = mean([group(update.extra, CONTROL) for update in updates], uniform)
+    return add(x, d, eta_g), {CONTROL: add(group(server, CONTROL), dc, len(updates) / clients)}

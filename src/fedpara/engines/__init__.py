@@ -1,0 +1,7 @@
+"""Who runs the clients."""
+
+from fedpara.engines.loop import Progress, Round
+from fedpara.engines.simulate import Run, simulate
+from fedpara.engines.task import Task
+
+__all__ = ["Progress", "Round", "Run", "Task", "simulate"]

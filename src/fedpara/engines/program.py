@@ -1,0 +1,82 @@
+"""Program: a model taken apart into what trains, what is averaged, what stays private.
+
+    parameters   trainable tensors, by their readable names
+    buffers      what the forward pass keeps up to date (BatchNorm's statistics): averaged, never stepped
+    private      parameters that never leave the client: pFedPara's second factors, FedPer's last layer,
+                 everything for Local
+
+Frozen parameters are part of the model's definition, not of its state: they are neither trained nor sent.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from fedpara import models, parameterization
+from fedpara.errors import ConfigError
+from fedpara.state import State
+
+Share = Literal["all", "none", "fedper"]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    model: nn.Module
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    private: frozenset[str]
+    scheme: str
+    initial: State
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        return tuple(name for name in self.parameters if name not in self.private)
+
+    @property
+    def shared_buffers(self) -> tuple[str, ...]:
+        """Buffers travel with the parameters; where nothing is shared they stay too."""
+        return self.buffers if self.shared else ()
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """What a client keeps from round to round."""
+        return (*sorted(self.private), *(self.buffers if not self.shared else ()))
+
+    def start(self, names: tuple[str, ...]) -> State:
+        return {name: self.initial[name].clone() for name in names}
+
+
+def take_apart(model: nn.Module, share: Share = "all") -> Program:
+    named = named_tensors(model)
+    parameters = tuple(n for n, t in named.items() if isinstance(t, nn.Parameter) and t.requires_grad)
+    buffers = tuple(n for n, t in named.items() if not isinstance(t, nn.Parameter))
+    if not parameters:
+        raise ConfigError(f"{type(model).__name__} has no trainable parameter: there is nothing to learn.")
+    if share == "all":
+        private = parameterization.private(model)
+    elif share == "fedper":
+        private = parameterization.private(model) | models.last_layer(model)
+    elif share == "none":
+        private = frozenset(parameters)
+    else:
+        raise ConfigError(
+            f"share is {share!r}: expected 'all', 'fedper' (all but the last layer) or 'none' (Local)."
+        )
+    initial = {name: tensor.detach().clone() for name, tensor in named.items()}
+    return Program(model, parameters, buffers, private & set(parameters), describe(model), initial)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The model's own tensors by readable name; one that several modules share is named once."""
+    seen: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        seen.setdefault(id(tensor), name)
+    return {name: t for name, t in model.state_dict(keep_vars=True).items() if seen[id(t)] == name}
+
+
+def describe(model: nn.Module) -> str:
+    """A short name of how the weights are written, for message headers: both ends must agree on it."""
+    kinds = {f"{form.scheme.name}:{form.rank}" for form in parameterization.forms(model).values()}
+    names = sorted({kind.partition(":")[0] for kind in kinds})
+    return "+".join(names) or "dense"

@@ -1,0 +1,44 @@
+"""The sequential engine: one client after another, on one copy of the model."""
+
+from collections.abc import Iterator, Sequence
+
+from fedpara.data import FederatedData
+from fedpara.engines.client import Protocol, Reply, client_round
+from fedpara.engines.memory import ClientMemory
+from fedpara.engines.task import Task
+from fedpara.engines.worker import Score, Worker
+from fedpara.state import State
+
+
+class Sequential:
+    name = "sequential"
+
+    def __init__(self, protocol: Protocol, task: Task, data: FederatedData, memory: ClientMemory) -> None:
+        self.protocol = protocol
+        self.task = task
+        self.data = data
+        self.memory = memory
+        self.worker = Worker(protocol.program, task.augment)
+
+    def train(self, round: int, clients: Sequence[int], message: bytes, personal: bool) -> Iterator[Reply]:
+        received = self.protocol.read_down(message, round)
+        for client in clients:
+            if self.data.size(client) == 0:
+                yield Reply(client, reason="it holds no examples")
+                continue
+            reply, kept = client_round(
+                self.protocol,
+                self.worker,
+                received,
+                self.memory.get(client),
+                self.data.client(client),
+                round=round,
+                client=client,
+                test=self.data.client_test(client) if personal else None,
+            )
+            self.memory.put(client, round, kept)
+            yield reply
+
+    def evaluate(self, state: State) -> Score | None:
+        """The global model on the task's test set."""
+        return self.worker.evaluate(state, self.task.test) if self.task.test is not None else None

@@ -1,0 +1,159 @@
+"""Worker: one copy of the model that trains and evaluates client after client.
+
+    K times:  g = clip(grad of L at y);  g = correct(g, y, x, down, client);  y = sgd_step(y, g)
+
+The model's own tensors are stepped in place, and tensors come and go by copy: the loop is that of plain
+PyTorch, plus what the algorithm asks for.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+
+from fedpara import parameterization
+from fedpara.algorithms import Algorithm, Groups, Local, clip_by_norm, sgd_step
+from fedpara.data import Examples, normalise
+from fedpara.engines.augment import crop_flip
+from fedpara.engines.batches import batches
+from fedpara.engines.program import Program, named_tensors
+from fedpara.engines.streams import numbers, torch_seed
+from fedpara.engines.task import Augment
+from fedpara.state import State
+
+EVALUATION_BATCH = 500
+
+
+@dataclass(frozen=True)
+class Trained:
+    parameters: State
+    buffers: State
+    loss: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Score:
+    correct: int
+    examples: int
+    loss: float
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.examples if self.examples else float("nan")
+
+
+class Worker:
+    def __init__(self, program: Program, augment: Augment = "none") -> None:
+        self.program = program
+        self.augment = augment
+        self.model = deepcopy(program.model)
+        named = named_tensors(self.model)
+        self.parameters = {name: named[name] for name in program.parameters}
+        self.buffers = {name: named[name] for name in program.buffers}
+        self.random = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in self.model.modules())
+        self._plain: nn.Module | None = None
+
+    def train(
+        self,
+        state: Mapping[str, Tensor],
+        examples: Examples,
+        algorithm: Algorithm,
+        x: State,
+        down: Groups,
+        client: Groups,
+        *,
+        seed: int,
+        round: int,
+        who: int,
+    ) -> Trained:
+        """K local steps from `state` (parameters and buffers) on the client's examples."""
+        self._load(state)
+        local, eta = algorithm.local, algorithm.local.lr_at(round)
+        inputs = normalise(examples.inputs, examples.mean, examples.std)
+        generator = numbers(seed, "batches", round, who)
+        if self.random:
+            torch.manual_seed(torch_seed(seed, "layers", round, who))
+        self.model.train()
+        velocity: State = {}
+        total, steps = torch.zeros(()), 0
+        for batch in batches(len(examples), local, generator):
+            index = torch.from_numpy(batch)
+            images, labels = inputs[index], examples.labels[index]
+            if self.augment == "crop-flip":
+                images = crop_flip(images, generator)
+            gradient, loss = self._gradient(images, labels, local, eta)
+            if local.clip is not None:
+                gradient = clip_by_norm(gradient, local.clip)
+            gradient = self._corrected(gradient, algorithm, x, down, client)
+            velocity = self._step(gradient, velocity, local, eta)
+            total += loss
+            steps += 1
+        parameters = {name: t.detach().clone() for name, t in self.parameters.items()}
+        buffers = {name: t.detach().clone() for name, t in self.buffers.items()}
+        return Trained(parameters, buffers, float(total) / max(1, steps), steps)
+
+    @torch.no_grad()
+    def evaluate(self, state: Mapping[str, Tensor], examples: Examples) -> Score:
+        self._load(state)
+        self.model.eval()
+        correct, loss = 0, 0.0
+        for start in range(0, len(examples), EVALUATION_BATCH):
+            part = slice(start, start + EVALUATION_BATCH)
+            labels = examples.labels[part]
+            logits = self.model(normalise(examples.inputs[part], examples.mean, examples.std))
+            correct += int((logits.argmax(1) == labels).sum())
+            loss += float(cross_entropy(logits, labels, reduction="sum"))
+        return Score(correct, len(examples), loss / max(1, len(examples)))
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in (self.parameters | self.buffers).items():
+                tensor.copy_(state[name])
+
+    def _gradient(self, images: Tensor, labels: Tensor, local: Local, eta: float) -> tuple[State, Tensor]:
+        if local.jacobian:
+            return self._jacobian_gradient(images, labels, local, eta)
+        loss = cross_entropy(self.model(images), labels)
+        gradients = torch.autograd.grad(loss, list(self.parameters.values()))
+        return dict(zip(self.parameters, gradients, strict=True)), loss.detach()
+
+    def _jacobian_gradient(
+        self, images: Tensor, labels: Tensor, local: Local, eta: float
+    ) -> tuple[State, Tensor]:
+        if self._plain is None:
+            self._plain = parameterization.merge(self.model)
+        plain, forms = self._plain, parameterization.forms(self.model)
+        buffers = self.buffers
+
+        def loss(state: State) -> Tensor:
+            return cross_entropy(functional_call(plain, {**state, **buffers}, (images,)), labels)
+
+        parameters = {name: tensor.detach() for name, tensor in self.parameters.items()}
+        plain.train()
+        gradient, value = parameterization.corrected_grad(
+            loss, parameters, forms, eta=eta, lambda_=local.jacobian, norm=local.jacobian_norm
+        )
+        return gradient, value.detach()
+
+    def _corrected(
+        self, gradient: State, algorithm: Algorithm, x: State, down: Groups, client: Groups
+    ) -> State:
+        y = {name: self.parameters[name].detach() for name in x}
+        shared = {name: gradient[name] for name in x}
+        return {**gradient, **algorithm.correct(shared, y, x, down, client)}
+
+    @torch.no_grad()
+    def _step(self, gradient: State, velocity: State, local: Local, eta: float) -> State:
+        if local.momentum or local.weight_decay:
+            y, velocity = sgd_step(self.parameters, gradient, velocity, eta, local)
+            torch._foreach_copy_(list(self.parameters.values()), [y[name] for name in self.parameters])
+            return velocity
+        torch._foreach_add_(
+            list(self.parameters.values()), [gradient[n] for n in self.parameters], alpha=-eta
+        )
+        return velocity

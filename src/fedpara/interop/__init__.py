@@ -1,0 +1,7 @@
+"""Out of the library: saved states, merged models for other runtimes, PEFT adapters (`fedpara.interop.peft`)."""
+
+from fedpara.interop.export import ExportReport, export
+from fedpara.interop.rebuild import build_target, rebuild
+from fedpara.interop.saved import SavedState, read_state, save_state
+
+__all__ = ["ExportReport", "SavedState", "build_target", "export", "read_state", "rebuild", "save_state"]

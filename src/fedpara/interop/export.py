@@ -1,0 +1,232 @@
+"""The merged model for other runtimes: safetensors, ONNX, or a torch.export program (pt2).
+
+What is written is read again and compared with torch before it takes its name: safetensors bit for bit,
+ONNX with onnxruntime and pt2 with torch.export.load, on inputs of several batch sizes.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fedpara.errors import FedParaError, MissingExtraError, UsageError
+from fedpara.interop.rebuild import Description, rebuild, shape_of
+from fedpara.interop.saved import SavedState, read_tensors, replacing, save_state
+from fedpara.parameterization import forms, load, merge
+from fedpara.state import State, nbytes
+
+Format = Literal["safetensors", "onnx", "pt2"]
+Inputs = tuple[Tensor, ...]
+Runner = Callable[[Inputs], list[Tensor]]
+
+ONNX_BYTES = 1536 << 20
+"""Above this torch puts the weights of an ONNX model into a second file."""
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """`parameters` counts every number of the merged state, the buffers of a BatchNorm too."""
+
+    path: Path
+    format: Format
+    bytes: int
+    parameters: int
+    max_difference: float
+
+
+def export(
+    source: SavedState | nn.Module,
+    path: str | os.PathLike[str],
+    format: Format = "safetensors",
+    *,
+    model: nn.Module | None = None,
+    example: Tensor | Inputs | None = None,
+    overwrite: bool = False,
+    tolerance: float = 1e-4,
+) -> ExportReport:
+    """Write the merged `source` to `path` and report what was written.
+
+    ONNX and pt2 need the network: `source` itself, `model` (plain, its weights are replaced in a copy), or the
+    one the saved state describes. They also need an `example` of its input, batch first; it is drawn at random
+    where the description says its shape. The batch is left free. `tolerance` bounds the difference of the
+    outputs, relative to the largest where that is above 1.
+    """
+    path = Path(path)
+    if format not in get_args(Format):
+        raise UsageError(f"unknown format {format!r}: expected one of {', '.join(get_args(Format))}.")
+    if path.exists() and not overwrite:
+        raise UsageError(f"{path} exists: choose another name, or allow it to be overwritten.")
+    if format == "safetensors":
+        state = _plain(source).state_dict() if isinstance(source, nn.Module) else source.merged()
+        description = None if isinstance(source, nn.Module) else source.model
+        difference = _write_safetensors(state, description, path)
+    else:
+        network, description = _network(source, model)
+        state = network.state_dict()
+        inputs = _inputs(network, example, description)
+        write = _write_onnx if format == "onnx" else _write_pt2
+        with replacing(path) as temporary:
+            run = write(network, inputs, temporary)
+            difference = _difference(network, run, inputs, format, tolerance)
+    numbers = sum(tensor.numel() for tensor in state.values())
+    return ExportReport(path, format, path.stat().st_size, numbers, difference)
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    return (merge(model) if forms(model) else deepcopy(model)).cpu().eval()
+
+
+def _network(source: SavedState | nn.Module, model: nn.Module | None) -> tuple[nn.Module, Description | None]:
+    if isinstance(source, nn.Module):
+        return _plain(source), None
+    if model is None and source.model is None:
+        raise UsageError(
+            "the state does not say which network it belongs to, which ONNX and pt2 need: give the plain model, "
+            "or export safetensors."
+        )
+    network = deepcopy(model) if model is not None else rebuild(source.model or {})
+    load(network, source.merged())
+    return network.cpu().eval(), source.model
+
+
+def _inputs(network: nn.Module, example: Tensor | Inputs | None, description: Description | None) -> Inputs:
+    """Two examples or more: torch.export takes a batch of one for a constant."""
+    if example is not None:
+        given = (example,) if isinstance(example, Tensor) else example
+        return tuple(x if len(x) > 1 else torch.cat([x, x]) for x in given)
+    shape = shape_of(description) if description else None
+    if shape is None:
+        raise UsageError(
+            f"the shape of an input of {type(network).__name__} is not known: give an example, batch first."
+        )
+    first = next(m for m in network.modules() if any(True for _ in m.parameters(recurse=False)))
+    generator = torch.Generator().manual_seed(0)
+    if isinstance(first, nn.Embedding):
+        return (torch.randint(first.num_embeddings, (2, *shape), generator=generator),)
+    return (torch.randn(2, *shape, generator=generator),)
+
+
+def _write_safetensors(state: State, description: Description | None, path: Path) -> float:
+    save_state(path, state, {}, model=description)
+    written, _ = read_tensors(path)
+    return max((_distance(state[name], written[name]) for name in state), default=0.0)
+
+
+def _write_onnx(network: nn.Module, inputs: Inputs, path: Path) -> Runner:
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError(
+            f"ONNX export needs the package {error.name}: pip install 'fedpara[onnx]'."
+        ) from error
+    if nbytes(network.state_dict()) > ONNX_BYTES:
+        raise UsageError(
+            f"the model holds {nbytes(network.state_dict()):,} bytes: one ONNX file takes up to {ONNX_BYTES:,}. "
+            "Export safetensors or pt2."
+        )
+    with _traced(network, "ONNX"), _quiet():
+        torch.onnx.export(
+            network,
+            inputs,
+            path,
+            dynamo=True,
+            dynamic_shapes=_free_batch(inputs),
+            external_data=False,
+            verbose=False,
+        )
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [entry.name for entry in session.get_inputs()]
+
+    def run(inputs: Inputs) -> list[Tensor]:
+        feed = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
+        return [torch.from_numpy(y) for y in session.run(None, feed)]
+
+    return run
+
+
+def _write_pt2(network: nn.Module, inputs: Inputs, path: Path) -> Runner:
+    with _traced(network, "pt2"):
+        torch.export.save(
+            torch.export.export(network, inputs, dynamic_shapes=_free_batch(inputs)), path
+        )
+    program = torch.export.load(path).module()
+    return lambda inputs: _tensors(program(*inputs))
+
+
+def _free_batch(inputs: Inputs) -> Any:
+    # One name for all inputs; a tuple of one, since the network's forward takes them one by one.
+    batch = torch.export.Dim("batch")
+    return tuple({0: batch} for _ in inputs)
+
+
+@contextmanager
+def _traced(network: nn.Module, format: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise UsageError(
+            f"{type(network).__name__} could not be exported as {format} ({type(error).__name__}: {first_line}): "
+            "expected a network that torch.export can trace with a free batch size. Safetensors needs no tracing."
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch 2.13 warns about its own tree specs, and logs the operators of a torchvision that is not there."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return "torchvision is not installed" not in record.getMessage()
+
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    logger.addFilter(wanted)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+            yield
+    finally:
+        logger.removeFilter(wanted)
+
+
+def _difference(network: nn.Module, run: Runner, inputs: Inputs, format: str, tolerance: float) -> float:
+    """The largest difference over a batch of one, the example's own, and twice that."""
+    worst = 0.0
+    for batch in (tuple(x[:1] for x in inputs), inputs, tuple(torch.cat([x, x]) for x in inputs)):
+        with torch.no_grad():
+            expected, given = _tensors(network(*batch)), run(batch)
+        for y, z in zip(expected, given, strict=True):
+            difference = _distance(y, z)
+            largest = float(y.abs().max()) if y.numel() else 0.0
+            if not difference <= tolerance * max(1.0, largest):
+                raise FedParaError(
+                    f"the {format} model differs from torch by {difference:.2e} in outputs of up to {largest:.2e}: "
+                    f"expected at most {tolerance:g} of it. Nothing was written; raise the tolerance if that is enough."
+                )
+            worst = max(worst, difference)
+    return worst
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+
+
+def _tensors(output: object) -> list[Tensor]:
+    leaves: Sequence[object] = output if isinstance(output, list | tuple) else [output]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if len(tensors) != len(leaves):
+        raise UsageError(
+            f"the model returns {type(output).__name__}: expected a tensor or a tuple of tensors, to compare."
+        )
+    return tensors

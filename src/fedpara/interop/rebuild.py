@@ -1,0 +1,87 @@
+"""A model again from its description: what a saved state says about where its network comes from.
+
+    {"name": "vgg16", "classes": 10, "shape": [3, 32, 32]}      a model of this package
+    {"target": "package.module:function"}                       the user's own; "shape" if an example has one
+"""
+
+import importlib
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+from torch import nn
+
+from fedpara import models
+from fedpara.errors import UsageError
+
+Description = Mapping[str, object]
+
+EXPECTED = (
+    'expected {"name": "vgg16", "classes": 10, "shape": [3, 32, 32]}, or {"target": "package.module:function"} '
+    'with or without a "shape"'
+)
+
+
+def is_description(value: object) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    shape = value.get("shape", [1])
+    if not isinstance(shape, list | tuple) or not all(type(side) is int for side in shape):
+        return False
+    if "target" in value:
+        return isinstance(value["target"], str) and value.keys() <= {"target", "shape"}
+    return (
+        value.keys() == {"name", "classes", "shape"}
+        and isinstance(value["name"], str)
+        and type(value["classes"]) is int
+    )
+
+
+def rebuild(description: Description) -> nn.Module:
+    """The described model with fresh weights. A target is imported and called: trust where it comes from."""
+    if not is_description(description):
+        raise UsageError(f"a model cannot be built from {dict(description)}: {EXPECTED}.")
+    if "target" in description:
+        return build_target(str(description["target"]))
+    classes = description["classes"]
+    assert isinstance(classes, int)
+    return models.build(str(description["name"]), classes=classes, shape=shape_of(description) or ())
+
+
+def shape_of(description: Description) -> tuple[int, ...] | None:
+    """The shape of one example, without the batch, if the description says it."""
+    shape = description.get("shape")
+    return tuple(shape) if isinstance(shape, list | tuple) else None
+
+
+def build_target(target: str) -> nn.Module:
+    """The module that `package.module:function` returns when it is called without arguments."""
+    module_name, colon, function_name = target.partition(":")
+    if not colon or not function_name.isidentifier() or not module_name.strip("."):
+        raise UsageError(
+            f"{target!r} does not name a function: expected package.module:function, as in "
+            "mypackage.networks:build_model."
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UsageError(
+            f"{module_name!r} of {target!r} could not be imported ({error}): expected an importable module. "
+            "Install its package, or run from the folder that holds it."
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        near = get_close_matches(function_name, [name for name in dir(module) if callable(vars(module)[name])])
+        raise UsageError(
+            f"{module_name!r} has no function {function_name!r}."
+            + (f" Did you mean {near[0]!r}?" if near else " Give one that returns a torch.nn.Module.")
+        )
+    try:
+        model = function()
+    except TypeError as error:
+        raise UsageError(
+            f"{target!r} could not be called without arguments ({error}): expected a function that needs none "
+            "and returns a torch.nn.Module. Wrap it in one that does."
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{target!r} returned {type(model).__name__}: expected a torch.nn.Module.")
+    return model

@@ -1,0 +1,211 @@
+"""A factorized state on disk: safetensors whose metadata says how each weight is written.
+
+    fedpara   the version of this format
+    forms     {weight: {"scheme", "rank", "shape", "nonlinearity", "conv"}} as JSON
+    model     how the network is built again (`rebuild`), as JSON; absent if nobody said
+    crc32     over the two texts above and every tensor's name, type, shape and bytes
+
+So the file can be merged with no model at hand. A safetensors file without this metadata is a dense state.
+"""
+
+import json
+import os
+import secrets
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fedpara.errors import FedParaError, SchemeError, StateError, UsageError
+from fedpara.interop.rebuild import EXPECTED, Description, is_description
+from fedpara.parameterization import SCHEMES, Form, Scheme, compose_state
+from fedpara.state import State
+
+VERSION = "1"
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A state, how its weights are written, and where its network comes from."""
+
+    state: State
+    forms: Mapping[str, Form] = field(default_factory=dict)
+    model: Description | None = None
+
+    def __post_init__(self) -> None:
+        check_factors(self.state, self.forms)
+        if self.model is not None and not is_description(self.model):
+            raise StateError(f"the description of the model is {self.model}: {EXPECTED}.")
+
+    def merged(self) -> State:
+        """The state of the plain model."""
+        with torch.no_grad():
+            return compose_state(self.state, self.forms)
+
+
+def save_state(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Tensor],
+    forms: Mapping[str, Form],
+    *,
+    model: Description | None = None,
+) -> None:
+    """Write the state so that `read_state` gives it back, whole or not at all, over what was there."""
+    saved = SavedState(dict(state), forms, model)
+    metadata = {"format": "pt", "fedpara": VERSION}
+    metadata["forms"] = json.dumps({weight: _describe(weight, form) for weight, form in forms.items()})
+    if model is not None:
+        metadata["model"] = json.dumps(dict(model))
+    # A copy each: tied weights share memory, which safetensors refuses.
+    tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in saved.state.items()}
+    metadata["crc32"] = _checksum(tensors, metadata)
+    write_tensors(Path(path), tensors, metadata)
+
+
+def read_state(path: str | os.PathLike[str]) -> SavedState:
+    """StateError for a file that is missing, cut, damaged, or something else altogether."""
+    state, metadata = read_tensors(Path(path))
+    if "fedpara" not in metadata:
+        return SavedState(state)
+    try:
+        return _understand(state, metadata)
+    except StateError as error:
+        raise StateError(f"{path} cannot be read: {error}") from None
+
+
+def form_of(scheme: Scheme, shape: tuple[int, ...], rank: int) -> Form:
+    """The form of a weight that exists already, at whatever rank it has.
+
+    Unlike `write` it takes a rank above r_max, which `force=True` and other tools allow.
+    """
+    kernel = len(shape) > 2 and scheme.conv == "tensor"
+    factors: dict[str, tuple[int, ...]] = {}
+    for suffix in scheme.suffixes:
+        factors[f"x{suffix}"] = (shape[0], rank)
+        factors[f"y{suffix}"] = (shape[1] if kernel else prod(shape[1:]), rank)
+        if kernel:
+            factors[f"t{suffix}"] = (rank, rank, *shape[2:])
+    return Form(scheme, shape, rank, factors)
+
+
+def check_factors(state: Mapping[str, Tensor], forms: Mapping[str, Form]) -> None:
+    for weight, form in forms.items():
+        if weight in state:
+            raise StateError(f"the state holds {weight} itself and its form: expected its factors only.")
+        for factor, shape in form.factors.items():
+            name = f"{weight}.{factor}"
+            given = tuple(state[name].shape) if name in state else "no such tensor"
+            if given != tuple(shape):
+                raise StateError(
+                    f"{name} is {given}: expected {tuple(shape)}, since {weight} {form.shape} is written as "
+                    f"{form.scheme.name} of rank {form.rank}. Use the forms of the model the state comes from."
+                )
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write to. Moved there whole at the end; gone if anything fails."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(f"{path} is not a place for a file: expected a file name in a folder that exists.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{path.suffix}")
+    try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        yield temporary
+        # Some writers make a private file of their own and move it there.
+        temporary.chmod(mode)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise FedParaError(f"{path} could not be written: {error}.") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_tensors(path: Path, tensors: State, metadata: dict[str, str]) -> None:
+    if "__metadata__" in tensors:
+        raise StateError("a tensor is named '__metadata__', which safetensors keeps for itself: rename it.")
+    with replacing(path) as temporary:
+        try:
+            save_file(tensors, temporary, metadata)
+        except (SafetensorError, ValueError) as error:
+            raise StateError(f"{path} could not be written as safetensors: {error}") from error
+
+
+def read_tensors(path: Path) -> tuple[State, dict[str, str]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            # A copy each: what is mapped from the file would change with it.
+            state = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            return state, file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise StateError(f"{path} cannot be read ({error}): expected a whole safetensors file.") from error
+
+
+def _describe(weight: str, form: Form) -> dict[str, object]:
+    scheme = form.scheme
+    if type(scheme) is not SCHEMES.get(scheme.name):
+        raise StateError(
+            f"{weight} is written by {scheme!r}, which a file cannot name: expected one of {', '.join(SCHEMES)}. "
+            "Merge the model and save the plain state."
+        )
+    return {
+        "scheme": scheme.name,
+        "rank": form.rank,
+        "shape": list(form.shape),
+        "nonlinearity": scheme.nonlinearity,
+        "conv": scheme.conv,
+    }
+
+
+def _understand(state: State, metadata: Mapping[str, str]) -> SavedState:
+    if metadata["fedpara"] != VERSION:
+        raise StateError(
+            f"its format is version {metadata['fedpara']!r}: expected {VERSION!r}. A newer fedpara wrote it."
+        )
+    if metadata.get("crc32") != _checksum(state, metadata):
+        raise StateError("its checksum does not match its content: expected it as it was written. Copy it again.")
+    entries = _parse(metadata.get("forms"))
+    if not isinstance(entries, dict):
+        raise StateError(f"its forms are {entries!r}: expected a form a weight.")
+    forms = {weight: _form(weight, entry) for weight, entry in entries.items()}
+    return SavedState(state, forms, _parse(metadata["model"]) if "model" in metadata else None)
+
+
+def _form(weight: str, entry: Any) -> Form:
+    try:
+        rank, shape = entry["rank"], tuple(entry["shape"])
+        if not all(type(size) is int and size > 0 for size in (rank, *shape)) or len(shape) < 2:
+            raise ValueError
+        options = {} if entry["nonlinearity"] is None else {"nonlinearity": entry["nonlinearity"]}
+        scheme: Scheme = SCHEMES[entry["scheme"]](rank=rank, conv=entry["conv"], **options)
+    except (KeyError, TypeError, ValueError, SchemeError):
+        raise StateError(
+            f"the form of {weight} is {entry!r}: expected a scheme of {', '.join(SCHEMES)}, its rank, shape, "
+            "nonlinearity and conv."
+        ) from None
+    return form_of(scheme, shape, rank)
+
+
+def _parse(text: str | None) -> Any:
+    try:
+        return json.loads(text or "")
+    except (ValueError, RecursionError):
+        raise StateError(f"its metadata holds {str(text)[:80]!r}: expected JSON.") from None
+
+
+def _checksum(state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    sum_ = zlib.crc32(f"{metadata.get('forms')}\n{metadata.get('model')}".encode())
+    for name, tensor in sorted(state.items()):
+        sum_ = zlib.crc32(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode(), sum_)
+        sum_ = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), sum_)
+    return f"{sum_:08x}"
