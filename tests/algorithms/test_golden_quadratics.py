@@ -63,7 +63,8 @@ def federate(algorithm: Algorithm) -> Federation:
         eta, down, updates = local.lr_at(round), algorithm.broadcast(run.server), []
         for i in COHORTS[round - 1]:
             client = run.clients.get(i) or algorithm.client_init(run.x)
-            y, velocity, steps = clone(run.x), {}, local.steps_for(EXAMPLES[i])
+            y, steps = clone(run.x), local.steps_for(EXAMPLES[i])
+            velocity: State = {}
             for _ in range(steps):
                 g = to_state(gradient(i, to_vector(y)))
                 if local.clip is not None:
@@ -76,10 +77,10 @@ def federate(algorithm: Algorithm) -> Federation:
     return run
 
 
-def descend(i: int, x: Vector, direction: Callable[[Vector], Vector]) -> Vector:
+def descend(i: int, x: Vector, shift: Vector | float = 0.0, pull: float = 0.0) -> Vector:
     y = x.copy()
     for _ in range(K):
-        y = y - ETA * direction(y)
+        y = y - ETA * (gradient(i, y) + shift + pull * (y - x))
     return y
 
 
@@ -89,7 +90,7 @@ Result = tuple[Vector, dict[str, Vector], dict[int, dict[str, Vector]]]
 def np_fedavg(mu: float = 0.0) -> Result:
     x = X0
     for cohort in COHORTS:
-        ys = [descend(i, x, lambda y, i=i, x=x: gradient(i, y) + mu * (y - x)) for i in cohort]
+        ys = [descend(i, x, pull=mu) for i in cohort]
         x = np.average(ys, axis=0, weights=[EXAMPLES[i] for i in cohort])
     return x, {}, {}
 
@@ -99,7 +100,7 @@ def np_scaffold(eta_g: float) -> Result:
     for cohort in COHORTS:
         dx, dc = np.zeros(SIZE), np.zeros(SIZE)
         for i in cohort:
-            y = descend(i, x, lambda y, i=i, c=c: gradient(i, y) - own[i] + c)
+            y = descend(i, x, c - own[i])
             new = own[i] - c + (x - y) / (K * ETA)
             dx, dc, own[i] = dx + (y - x) / COHORT, dc + (new - own[i]) / COHORT, new
         x, c = x + eta_g * dx, c + COHORT / N * dc
@@ -111,7 +112,7 @@ def np_feddyn(alpha: float) -> Result:
     for cohort in COHORTS:
         ys = []
         for i in cohort:
-            y = descend(i, x, lambda y, i=i, x=x: gradient(i, y) - own[i] + alpha * (y - x))
+            y = descend(i, x, -own[i], alpha)
             own[i] = own[i] - alpha * (y - x)
             ys.append(y)
         h = h - alpha / N * sum(y - x for y in ys)
@@ -122,7 +123,7 @@ def np_feddyn(alpha: float) -> Result:
 def np_adaptive(rule: Callable[[Vector, Vector], Vector], eta_g: float, b1: float, tau: float) -> Result:
     x, m, v = X0, np.zeros(SIZE), np.full(SIZE, tau**2)
     for cohort in COHORTS:
-        changes = [descend(i, x, lambda y, i=i: gradient(i, y)) - x for i in cohort]
+        changes = [descend(i, x) - x for i in cohort]
         d = np.average(changes, axis=0, weights=[EXAMPLES[i] for i in cohort])
         m = b1 * m + (1 - b1) * d
         v = rule(v, d)
@@ -197,7 +198,7 @@ def test_scaffold_with_zero_control_steps_as_fedavg() -> None:
     for _ in range(K):
         g = algorithm.correct(to_state(gradient(i, to_vector(y))), y, x, algorithm.server_init(x), control)
         y, _ = sgd_step(y, g, None, ETA, algorithm.local)
-    np.testing.assert_allclose(to_vector(y), descend(i, X0, lambda y: gradient(i, y)), rtol=0, atol=1e-14)
+    np.testing.assert_allclose(to_vector(y), descend(i, X0), rtol=0, atol=1e-14)
 
 
 def test_scaffold_at_equal_examples_starts_as_fedavg() -> None:

@@ -13,7 +13,9 @@ from fedpara.parameterization import compose_state, corrected_grad, forms
 
 def problem(scheme, seed=0, conv=False):
     torch.manual_seed(seed)
-    model: nn.Module = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Flatten(), nn.Linear(24, 5)) if conv else nn.Linear(11, 9)
+    model: nn.Module = (
+        nn.Sequential(nn.Conv2d(3, 6, 3), nn.Flatten(), nn.Linear(24, 5)) if conv else nn.Linear(11, 9)
+    )
     model = fp.factorize(model.double(), scheme, force=True)
     x = torch.randn(4, 3, 4, 4, dtype=torch.float64) if conv else torch.randn(4, 11, dtype=torch.float64)
     y = torch.randint(0, 5, (4,))
@@ -29,7 +31,7 @@ def brute_force(state, forms_, loss, eta, lambda_, squared):
     """Prop. 1 only: the chain rule written out (J_X1 = (J_W * W2) Y1, ...), differentiated by differences."""
     weight = {name: nn.Parameter(t) for name, t in compose_state(state, forms_).items()}
     value = loss(weight)
-    j = {n: g for n, g in zip(weight, torch.autograd.grad(value, list(weight.values())), strict=True)}
+    j = dict(zip(weight, torch.autograd.grad(value, list(weight.values())), strict=True))
 
     def total(s):
         result = float(loss(compose_state(s, forms_)))
@@ -82,7 +84,9 @@ def test_a_stepped_factor_that_follows_the_dense_step_is_not_corrected():
     assert all(tensor.eq(0).all() for tensor in ours.values())
 
 
-@pytest.mark.parametrize("scheme", [fp.FedPara(gamma=0.5, nonlinearity="tanh"), fp.PFedPara(gamma=0.5)], ids=str)
+@pytest.mark.parametrize(
+    "scheme", [fp.FedPara(gamma=0.5, nonlinearity="tanh"), fp.PFedPara(gamma=0.5)], ids=str
+)
 def test_vmap_equals_a_loop(scheme):
     state, forms_, loss = problem(scheme, conv=True)
     stacked = {k: torch.stack([v, v * 1.1, v * 0.7]) for k, v in state.items()}

@@ -6,14 +6,16 @@
 
 Nothing travels but the model: the h_i stay with the clients, h with the server.
 The mean is uniform over the cohort, as published, whatever the clients' numbers of examples: only so is h
-the mean of all h_i, and x the minimiser of what the clients correct towards.
+the mean of all h_i.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fedpara.algorithms.core import POSITIVE, Algorithm, Groups, Local, Update, check, group, local_of, mean_y
+from fedpara.algorithms.core import POSITIVE, Algorithm, Groups, Local, Update, check, group, mean_y
+from fedpara.algorithms.fedavg import fedavg
 from fedpara.state import State, add, subtract, zeros_like
 
 H = "h"
@@ -22,11 +24,10 @@ H = "h"
 def feddyn(alpha: float = 0.1, *, local: Local | None = None, **fields: Any) -> Algorithm:
     """FedDyn. The other keywords are Local's fields."""
     check(POSITIVE, alpha=alpha)
-    return Algorithm(
+    return replace(
+        fedavg(local=local, **fields),
         name="feddyn",
-        local=local_of(local, fields),
         server_init=_zero_h,
-        broadcast=_nothing,
         client_init=_zero_h,
         correct=partial(_correct, alpha=alpha),
         finish=partial(_finish, alpha=alpha),
@@ -36,10 +37,6 @@ def feddyn(alpha: float = 0.1, *, local: Local | None = None, **fields: Any) -> 
 
 def _zero_h(x: State) -> Groups:
     return {H: zeros_like(x)}
-
-
-def _nothing(server: Groups) -> Groups:
-    return {}
 
 
 def _correct(gradient: State, y: State, x: State, down: Groups, client: Groups, *, alpha: float) -> State:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedpara.errors import FedParaError, MissingExtraError, UsageError
 from fedpara.interop.rebuild import Description, rebuild, shape_of
-from fedpara.interop.saved import SavedState, read_tensors, replacing, save_state
+from fedpara.interop.saved import SavedState, read_state, replacing, save_state
 from fedpara.parameterization import forms, load, merge
 from fedpara.state import State, nbytes
 
@@ -62,19 +62,17 @@ def export(
     path = Path(path)
     if format not in get_args(Format):
         raise UsageError(f"unknown format {format!r}: expected one of {', '.join(get_args(Format))}.")
-    if path.exists() and not overwrite:
+    if os.path.lexists(path) and not overwrite:
         raise UsageError(f"{path} exists: choose another name, or allow it to be overwritten.")
-    if format == "safetensors":
-        state = _plain(source).state_dict() if isinstance(source, nn.Module) else source.merged()
-        description = None if isinstance(source, nn.Module) else source.model
-        difference = _write_safetensors(state, description, path)
-    else:
-        network, description = _network(source, model)
-        state = network.state_dict()
-        inputs = _inputs(network, example, description)
-        write = _write_onnx if format == "onnx" else _write_pt2
-        with replacing(path) as temporary:
-            run = write(network, inputs, temporary)
+    with replacing(path) as temporary:
+        if format == "safetensors":
+            state = _write_safetensors(source, temporary)
+            difference = 0.0
+        else:
+            network, description = _network(source, model)
+            state = network.state_dict()
+            inputs = _inputs(network, example, description)
+            run = (_write_onnx if format == "onnx" else _write_pt2)(network, inputs, temporary)
             difference = _difference(network, run, inputs, format, tolerance)
     numbers = sum(tensor.numel() for tensor in state.values())
     return ExportReport(path, format, path.stat().st_size, numbers, difference)
@@ -107,17 +105,21 @@ def _inputs(network: nn.Module, example: Tensor | Inputs | None, description: De
         raise UsageError(
             f"the shape of an input of {type(network).__name__} is not known: give an example, batch first."
         )
-    first = next(m for m in network.modules() if any(True for _ in m.parameters(recurse=False)))
+    first = next((m for m in network.modules() if list(m.parameters(recurse=False))), None)
     generator = torch.Generator().manual_seed(0)
     if isinstance(first, nn.Embedding):
         return (torch.randint(first.num_embeddings, (2, *shape), generator=generator),)
     return (torch.randn(2, *shape, generator=generator),)
 
 
-def _write_safetensors(state: State, description: Description | None, path: Path) -> float:
-    save_state(path, state, {}, model=description)
-    written, _ = read_tensors(path)
-    return max((_distance(state[name], written[name]) for name in state), default=0.0)
+def _write_safetensors(source: SavedState | nn.Module, path: Path) -> State:
+    """Equal to the last bit or StateError: the file is read again against the checksum of what was meant."""
+    if isinstance(source, nn.Module):
+        source = SavedState(_plain(source).state_dict())
+    state = source.merged()
+    save_state(path, state, {}, model=source.model)
+    read_state(path)
+    return state
 
 
 def _write_onnx(network: nn.Module, inputs: Inputs, path: Path) -> Runner:
@@ -135,15 +137,14 @@ def _write_onnx(network: nn.Module, inputs: Inputs, path: Path) -> Runner:
             "Export safetensors or pt2."
         )
     with _traced(network, "ONNX"), _quiet():
-        torch.onnx.export(
-            network,
-            inputs,
-            path,
-            dynamo=True,
-            dynamic_shapes=_free_batch(inputs),
-            external_data=False,
-            verbose=False,
+        program = torch.onnx.export(
+            network, inputs, dynamo=True, dynamic_shapes=_free_batch(inputs), verbose=False
         )
+    assert program is not None
+    # The notes on each node are stack traces, with the paths of the machine that exported.
+    for node in program.model.graph.all_nodes():
+        node.metadata_props.clear()
+    program.save(path, external_data=False)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [entry.name for entry in session.get_inputs()]
 
@@ -156,15 +157,16 @@ def _write_onnx(network: nn.Module, inputs: Inputs, path: Path) -> Runner:
 
 def _write_pt2(network: nn.Module, inputs: Inputs, path: Path) -> Runner:
     with _traced(network, "pt2"):
-        torch.export.save(
-            torch.export.export(network, inputs, dynamic_shapes=_free_batch(inputs)), path
-        )
+        traced = torch.export.export(network, inputs, dynamic_shapes=_free_batch(inputs))
+    for node in traced.graph.nodes:
+        node.meta.pop("stack_trace", None)
+    torch.export.save(traced, path)
     program = torch.export.load(path).module()
     return lambda inputs: _tensors(program(*inputs))
 
 
 def _free_batch(inputs: Inputs) -> Any:
-    # One name for all inputs; a tuple of one, since the network's forward takes them one by one.
+    """The first dimension of every input is the one batch."""
     batch = torch.export.Dim("batch")
     return tuple({0: batch} for _ in inputs)
 
@@ -192,7 +194,9 @@ def _quiet() -> Iterator[None]:
     logger.addFilter(wanted)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+            warnings.filterwarnings(
+                "ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning
+            )
             yield
     finally:
         logger.removeFilter(wanted)
@@ -206,7 +210,7 @@ def _difference(network: nn.Module, run: Runner, inputs: Inputs, format: str, to
             expected, given = _tensors(network(*batch)), run(batch)
         for y, z in zip(expected, given, strict=True):
             difference = _distance(y, z)
-            largest = float(y.abs().max()) if y.numel() else 0.0
+            largest = float(y.double().abs().max()) if y.numel() else 0.0
             if not difference <= tolerance * max(1.0, largest):
                 raise FedParaError(
                     f"the {format} model differs from torch by {difference:.2e} in outputs of up to {largest:.2e}: "

@@ -1,7 +1,7 @@
 """A model again from its description: what a saved state says about where its network comes from.
 
-    {"name": "vgg16", "classes": 10, "shape": [3, 32, 32]}      a model of this package
-    {"target": "package.module:function"}                       the user's own; "shape" if an example has one
+{"name": "vgg16", "classes": 10, "shape": [3, 32, 32]}      a model of this package
+{"target": "package.module:function"}                       the user's own; "shape" if an example has one
 """
 
 import importlib
@@ -56,30 +56,33 @@ def shape_of(description: Description) -> tuple[int, ...] | None:
 def build_target(target: str) -> nn.Module:
     """The module that `package.module:function` returns when it is called without arguments."""
     module_name, colon, function_name = target.partition(":")
-    if not colon or not function_name.isidentifier() or not module_name.strip("."):
+    if not colon or not function_name.isidentifier() or not module_name:
         raise UsageError(
             f"{target!r} does not name a function: expected package.module:function, as in "
             "mypackage.networks:build_model."
         )
+    # Whatever the user's own code raises on the way is named in one sentence, and kept as the cause.
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:
         raise UsageError(
-            f"{module_name!r} of {target!r} could not be imported ({error}): expected an importable module. "
-            "Install its package, or run from the folder that holds it."
+            f"{module_name!r} of {target!r} could not be imported ({type(error).__name__}: {error}): expected an "
+            "importable module. Install its package, or run from the folder that holds it."
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        near = get_close_matches(function_name, [name for name in dir(module) if callable(vars(module)[name])])
+        near = get_close_matches(
+            function_name, [name for name in vars(module) if callable(vars(module)[name])]
+        )
         raise UsageError(
-            f"{module_name!r} has no function {function_name!r}."
-            + (f" Did you mean {near[0]!r}?" if near else " Give one that returns a torch.nn.Module.")
+            f"{module_name!r} has no function {function_name!r}: expected one that returns a torch.nn.Module."
+            + (f" Did you mean {near[0]!r}?" if near else "")
         )
     try:
         model = function()
-    except TypeError as error:
+    except Exception as error:
         raise UsageError(
-            f"{target!r} could not be called without arguments ({error}): expected a function that needs none "
+            f"{target!r} failed ({type(error).__name__}: {error}): expected a function that needs no arguments "
             "and returns a torch.nn.Module. Wrap it in one that does."
         ) from error
     if not isinstance(model, nn.Module):

@@ -65,7 +65,10 @@ def save_state(
     if model is not None:
         metadata["model"] = json.dumps(dict(model))
     # A copy each: tied weights share memory, which safetensors refuses.
-    tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in saved.state.items()}
+    tensors = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in saved.state.items()
+    }
     metadata["crc32"] = _checksum(tensors, metadata)
     write_tensors(Path(path), tensors, metadata)
 
@@ -73,7 +76,7 @@ def save_state(
 def read_state(path: str | os.PathLike[str]) -> SavedState:
     """StateError for a file that is missing, cut, damaged, or something else altogether."""
     state, metadata = read_tensors(Path(path))
-    if "fedpara" not in metadata:
+    if not metadata.keys() & {"fedpara", "forms", "crc32"}:
         return SavedState(state)
     try:
         return _understand(state, metadata)
@@ -113,22 +116,23 @@ def check_factors(state: Mapping[str, Tensor], forms: Mapping[str, Form]) -> Non
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A name beside `path` to write to. Moved there whole at the end; gone if anything fails."""
-    if path.is_dir() or not path.parent.is_dir():
+    if os.path.isdir(path) or not os.path.isdir(path.parent):
         raise UsageError(f"{path} is not a place for a file: expected a file name in a folder that exists.")
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{path.suffix}")
+    temporary = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")
     try:
-        temporary.touch()
-        mode = temporary.stat().st_mode
-        yield temporary
-        # Some writers make a private file of their own and move it there.
-        temporary.chmod(mode)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        try:
+            temporary.touch()
+            mode = temporary.stat().st_mode
+            yield temporary
+            # Some writers make a private file of their own and move it there.
+            temporary.chmod(mode)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise FedParaError(f"{path} could not be written: {error}.") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_tensors(path: Path, tensors: State, metadata: dict[str, str]) -> None:
@@ -168,12 +172,15 @@ def _describe(weight: str, form: Form) -> dict[str, object]:
 
 
 def _understand(state: State, metadata: Mapping[str, str]) -> SavedState:
-    if metadata["fedpara"] != VERSION:
+    if metadata.get("fedpara") != VERSION:
         raise StateError(
-            f"its format is version {metadata['fedpara']!r}: expected {VERSION!r}. A newer fedpara wrote it."
+            f"its format is version {metadata.get('fedpara')!r}: expected {VERSION!r}. Read it with the fedpara "
+            "that wrote it."
         )
     if metadata.get("crc32") != _checksum(state, metadata):
-        raise StateError("its checksum does not match its content: expected it as it was written. Copy it again.")
+        raise StateError(
+            "its checksum does not match its content: expected it as it was written. Copy it again."
+        )
     entries = _parse(metadata.get("forms"))
     if not isinstance(entries, dict):
         raise StateError(f"its forms are {entries!r}: expected a form a weight.")
@@ -207,5 +214,5 @@ def _checksum(state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     sum_ = zlib.crc32(f"{metadata.get('forms')}\n{metadata.get('model')}".encode())
     for name, tensor in sorted(state.items()):
         sum_ = zlib.crc32(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode(), sum_)
-        sum_ = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), sum_)
+        sum_ = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, sum_)
     return f"{sum_:08x}"

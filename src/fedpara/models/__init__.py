@@ -3,7 +3,7 @@
 from fedpara.models.cnn import cnn
 from fedpara.models.lstm import lstm
 from fedpara.models.mlp import mlp
-from fedpara.models.registry import build, last_layer, names, rule
+from fedpara.models.registry import build, last_layer, names, rule, usual_shape
 from fedpara.models.resnet import resnet18
 from fedpara.models.rules import convolutions, everything, hybrid, linears, recurrent, resnet_layers
 from fedpara.models.vgg import vgg16
@@ -23,5 +23,6 @@ __all__ = [
     "resnet18",
     "resnet_layers",
     "rule",
+    "usual_shape",
     "vgg16",
 ]

@@ -22,6 +22,7 @@ Shape = tuple[int, ...]
 class Entry:
     build: Callable[[int, Shape], nn.Module]
     rule: Rule
+    shape: Shape
     expects: str
     fits: Callable[[Shape], bool]
 
@@ -34,36 +35,42 @@ MODELS: dict[str, Entry] = {
     "vgg16": Entry(
         lambda classes, shape: vgg16(classes, channels=shape[0]),
         convolutions,
+        (3, 32, 32),
         "an image (channels, 32, 32), sides of 32 to 63",
         _image(32, 63),
     ),
     "resnet18": Entry(
         lambda classes, shape: resnet18(classes, norm="batch", channels=shape[0]),
         convolutions,
+        (3, 32, 32),
         "an image (channels, height, width)",
         _image(1),
     ),
     "resnet18-gn": Entry(
         lambda classes, shape: resnet18(classes, norm="group", channels=shape[0]),
         convolutions,
+        (3, 32, 32),
         "an image (channels, height, width)",
         _image(1),
     ),
     "lstm": Entry(
         lambda classes, shape: lstm(classes, vocabulary=classes),
         recurrent,
+        (80,),
         "a sequence of characters (length,)",
         lambda shape: len(shape) == 1,
     ),
     "mlp": Entry(
         lambda classes, shape: mlp(math.prod(shape), classes=classes),
         linears,
+        (1, 28, 28),
         "any shape",
         lambda shape: len(shape) > 0,
     ),
     "cnn": Entry(
         lambda classes, shape: cnn(classes, channels=shape[0], size=min(shape[1:])),
         convolutions,
+        (1, 8, 8),
         "an image (channels, height, width), sides of 2 or more",
         _image(2),
     ),
@@ -93,6 +100,11 @@ def build(name: str, *, classes: int, shape: Shape) -> nn.Module:
 def rule(name: str) -> Rule:
     """What of the named model is factorized unless told otherwise."""
     return _entry(name).rule
+
+
+def usual_shape(name: str) -> Shape:
+    """The shape of an example of the data the named model is made for."""
+    return _entry(name).shape
 
 
 def last_layer(model: nn.Module) -> set[str]:

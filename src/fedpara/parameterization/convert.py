@@ -23,6 +23,9 @@ from fedpara.state import State
 
 M = TypeVar("M", bound=nn.Module)
 
+ORDER = "_fedpara_order"
+"""The owner's parameters in the order it was built with: optimizers and state dicts go by it."""
+
 
 class Factors(nn.Module):
     """The parametrization of one weight: forward composes it from its factors."""
@@ -64,14 +67,19 @@ def factorize(
     stays dense unless `force`. `init` is "fan_out", "calibrated", "fit" (factors of the weight that is there)
     or a function of (form, generator); left out, it is the scheme's own. After an error nothing has changed.
     """
-    choices = [c for c in plan(model, scheme, where, force=force) if c.form is not None]
+    planned = plan(model, scheme, where, force=force)
+    choices = [c for c in planned if c.form is not None]
     if not choices:
+        reasons = "; ".join(f"{c.name}: {c.reason}" for c in planned[:3]) + ("; ..." if planned[3:] else "")
         raise SchemeError(
-            f"no weight of {type(model).__name__} was factorized: `where` chose none, or none would become smaller. "
-            "`fedpara inspect` shows what each weight would become; `force=True` takes them all the same."
+            f"no weight of {type(model).__name__} was factorized ({reasons or 'it has none'}): expected `where` "
+            "to choose at least one that becomes smaller. `fedpara inspect` shows them all; `force=True` takes "
+            "what is chosen even where it grows."
         )
     prepared = [_prepare(choice, init, generator) for choice in choices]
     done: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for owner in {owner for choice in choices for owner, _ in choice.owners}:
+        setattr(owner, ORDER, tuple(owner._parameters))
     try:
         for choice, factors in zip(choices, prepared, strict=True):
             owner, parameter = choice.owners[0]
@@ -83,6 +91,7 @@ def factorize(
     except BaseException:
         for owner, parameter, dense in reversed(done):
             _restore(owner, parameter, dense)
+        _forget(model)
         raise
     for owner, _, _ in done:
         attach(owner)
@@ -103,16 +112,17 @@ def merge(model: M, state: Mapping[str, Tensor] | None = None) -> M:
     if state is not None:
         load(plain, state)
     merged: dict[int, nn.Parameter] = {}
-    for owner, parameter, factors in list(_owners(plain)):
+    for owner, parameter, _ in list(_owners(plain)):
         key = id(_chain(owner, parameter))
         if key not in merged:
             with torch.no_grad():
-                composed = factors.form.compose(_originals(owner, parameter)).contiguous()
+                composed = _chain(owner, parameter)().contiguous()
             requires_grad = any(p.requires_grad for p in _originals(owner, parameter))
             merged[key] = nn.Parameter(composed, requires_grad=requires_grad)
         _restore(owner, parameter, merged[key])
     for module in plain.modules():
         detach(module)
+    _forget(plain)
     return plain
 
 
@@ -168,11 +178,16 @@ def _prepare(choice: Choice, init: initialise.Init | str | None, generator: Gene
     form, weight = choice.form, choice.weight
     assert form is not None
     if init == "fit":
-        return Factors(form, *fit(form, weight))
+        try:
+            return Factors(form, *fit(form, weight))
+        except SchemeError as error:
+            raise SchemeError(f"{choice.name}: {error}") from None
     if isinstance(init, str):
         if init not in initialise.INITS:
             raise SchemeError(f"unknown init {init!r}: expected one of {', '.join(initialise.INITS)}, fit.")
         init = initialise.INITS[init]
+    if init is not None and not callable(init):
+        raise SchemeError(f"init must be a name or a function of (form, generator): got {init!r}.")
     factors = initialise.checked(init or initialise.default, form, generator)
     return Factors(form, [factor.to(weight) for factor in factors])
 
@@ -213,4 +228,16 @@ def _own_class(copy: nn.Module) -> None:
 def _restore(owner: nn.Module, parameter: str, dense: nn.Parameter) -> None:
     if parametrize.is_parametrized(owner, parameter):
         parametrize.remove_parametrizations(owner, parameter, leave_parametrized=True)
+    elif "parametrizations" in owner._modules and not parametrize.is_parametrized(owner):
+        # Registration stopped between the change of class and the first property.
+        del owner.parametrizations
+        owner.__class__ = type(owner).__bases__[0]
     setattr(owner, parameter, dense)
+    parameters = owner._parameters
+    for name in [name for name in getattr(owner, ORDER) if name in parameters]:
+        parameters[name] = parameters.pop(name)
+
+
+def _forget(model: nn.Module) -> None:
+    for module in model.modules():
+        vars(module).pop(ORDER, None)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fedpara.errors import SchemeError
 from fedpara.parameterization.schemes import Form
 
 STEPS = 300
@@ -26,6 +27,15 @@ SATURATION = 0.96
 def fit(form: Form, weight: Tensor, steps: int = STEPS) -> tuple[list[Tensor], float]:
     """The factors, in the form's order, and ||W - compose(factors)|| / ||W||."""
     w = weight.detach().float().cpu()
+    if tuple(w.shape) != form.shape:
+        raise SchemeError(
+            f"factors of a weight of shape {form.shape} cannot be fitted to one of {tuple(w.shape)}."
+        )
+    if not w.isfinite().all():
+        raise SchemeError(
+            f"{int((~w.isfinite()).sum())} of {w.numel():,} entries are NaN or infinite: expected a trained weight to "
+            "fit. Start from scratch with another init, or leave this weight out with `where`."
+        )
     unit = float(w.square().mean().sqrt())
     if unit == 0 or form.scheme.nonlinearity:
         unit = 1.0

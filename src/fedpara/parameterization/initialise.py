@@ -14,13 +14,14 @@ import torch
 from torch import Generator, Tensor
 
 from fedpara.errors import SchemeError
-from fedpara.parameterization.compose import NONLINEARITIES
 from fedpara.parameterization.schemes import Form
 
 Init = Callable[[Form, Generator | None], Sequence[Tensor]]
 
 PRIVATE_SCALE = 1.0
 """Deviation of pFedPara's private W2. Near 0 the model is FedAvg's with a slow residue, from 3 it diverges."""
+REACH = 0.95
+"""tanh keeps W below a bound, which He's deviation can pass where fan_in is 1 or 2: no more than this part of it."""
 
 
 def fan_out(form: Form, generator: Generator | None = None) -> list[Tensor]:
@@ -32,35 +33,38 @@ def fan_out(form: Form, generator: Generator | None = None) -> list[Tensor]:
 
 
 def calibrated(form: Form, generator: Generator | None = None) -> list[Tensor]:
-    """rms(W) = sqrt(2 / fan_in), for any scheme, rank and nonlinearity.
+    """rms(W) = sqrt(2 / fan_in), for any scheme, rank and nonlinearity, in every single draw.
 
-    FedPara gives both inner weights the same share; pFedPara's W2 starts at PRIVATE_SCALE and W1
+    FedPara gives both inner weights the same deviation; pFedPara's W2 starts at PRIVATE_SCALE and W1
     carries the rest. Each factor of an inner weight takes the same part of its scale.
     """
     factors = [torch.randn(shape, generator=generator) for shape in form.factors.values()]
     inner = form.inner(factors)
-    s = NONLINEARITIES[form.scheme.nonlinearity]
+    norms = [_rms(w) for w in inner]
+    units = [w / norm for w, norm in zip(inner, norms, strict=True)]
+    free = [suffix not in form.scheme.private for suffix in form.scheme.suffixes]
+
+    def scales(a: float) -> list[float]:
+        return [a if is_free else PRIVATE_SCALE for is_free in free]
+
+    def rms(a: float) -> float:
+        return _rms(form.scheme.join([scale * w for scale, w in zip(scales(a), units, strict=True)]))
+
     he = sqrt(2 / prod(form.shape[1:]))
-    if form.scheme.private:
-        second = PRIVATE_SCALE / _rms(inner[1])
-        scales = [_scale_to(inner[0], he / _rms(s(second * inner[1]) + 1), s), second]
-    else:
-        scales = [_scale_to(w, he ** (1 / len(inner)), s) for w in inner]
+    a = _solve(rms, min(he, REACH * rms(1e6) or he), sum(free))
     each = len(factors) // len(inner)
-    return [factor * scales[i // each] ** (1 / each) for i, factor in enumerate(factors)]
+    shares = [(scale / norm) ** (1 / each) for scale, norm in zip(scales(a), norms, strict=True)]
+    return [factor * shares[i // each] for i, factor in enumerate(factors)]
 
 
-def _scale_to(w: Tensor, target: float, s: Callable[[Tensor], Tensor]) -> float:
-    """The a > 0 with rms(s(a w)) = target; tanh cannot pass 1, so no more than 0.95 is asked of it."""
-    a = target / _rms(w)
-    if s is not torch.tanh:
-        return a
-    target, low, high = min(target, 0.95), a, a
-    while _rms(s(high * w)) < target:
-        high *= 2
-    for _ in range(30):
-        a = (low + high) / 2
-        low, high = (a, high) if _rms(s(a * w)) < target else (low, a)
+def _solve(rms: Callable[[float], float], target: float, power: int) -> float:
+    """The a with rms(a) = target, where rms grows as a^power, or slower once tanh bends it."""
+    a: float = target ** (1 / power)
+    for _ in range(100):
+        now = rms(a)
+        if now == 0 or abs(now / target - 1) < 1e-3:  # 0: the one entry of a 1 x 1 weight with W2 = -1
+            break
+        a *= (target / now) ** (1 / power)
     return a
 
 
@@ -73,18 +77,18 @@ DEFAULTS: dict[str, Init] = {"fedpara": fan_out, "pfedpara": calibrated, "lowran
 
 
 def default(form: Form, generator: Generator | None = None) -> Sequence[Tensor]:
-    """Each scheme's own start: fan_out for FedPara, calibrated for pFedPara and LowRank."""
-    return DEFAULTS[form.scheme.name](form, generator)
+    """Each scheme's own start: fan_out for FedPara, calibrated for pFedPara, LowRank and a user's own."""
+    return DEFAULTS.get(form.scheme.name, calibrated)(form, generator)
 
 
 def checked(init: Init, form: Form, generator: Generator | None) -> list[Tensor]:
     """What `init` returned, if it fits the form."""
     factors = list(init(form, generator))
     expected = [tuple(shape) for shape in form.factors.values()]
-    got = [tuple(factor.shape) for factor in factors]
+    got = [tuple(f.shape) if isinstance(f, Tensor) else type(f).__name__ for f in factors]
     if got != expected:
         raise SchemeError(
-            f"the initialiser {getattr(init, '__name__', init)!r} returned factors of shapes {got}: "
-            f"expected {dict(form.factors)}, in that order."
+            f"the initialiser {getattr(init, '__name__', init)!r} returned factors of shapes {got} for a weight of "
+            f"shape {form.shape}: expected {dict(form.factors)}, in that order. `form.factors` holds these shapes."
         )
     return factors

@@ -5,6 +5,7 @@ A pair of state-dict hooks on each module that owns factors translates both ways
 """
 
 from collections.abc import Iterator, Mapping
+from types import MethodType
 from typing import Any
 
 from torch import Size, Tensor, nn
@@ -22,7 +23,8 @@ def attach(module: nn.Module) -> None:
             module.register_load_state_dict_pre_hook(_to_internal),
         )
         setattr(module, HOOKS, handles)
-        if isinstance(module, nn.RNNBase):
+        module.load_state_dict = MethodType(_load_state_dict, module)  # type: ignore[method-assign]
+        if isinstance(module, nn.RNNBase) and parametrize.is_parametrized(module):
             _drop_flat_weights_on_copy(module)
 
 
@@ -31,6 +33,7 @@ def detach(module: nn.Module) -> None:
         handle.remove()
     if hasattr(module, HOOKS):
         delattr(module, HOOKS)
+        del module.load_state_dict
 
 
 def expect(state: Mapping[str, Tensor], shapes: Mapping[str, Size]) -> None:
@@ -46,6 +49,10 @@ def expect(state: Mapping[str, Tensor], shapes: Mapping[str, Size]) -> None:
             'factorize(..., init="fit").'
         )
     for name, shape in shapes.items():
+        if not isinstance(state[name], Tensor):
+            raise StateError(
+                f"{name} is a {type(state[name]).__name__}: expected a tensor of shape {tuple(shape)}."
+            )
         if state[name].shape != shape:
             raise StateError(
                 f"{name} has shape {tuple(state[name].shape)}: expected {tuple(shape)}. "
@@ -59,19 +66,25 @@ def _to_readable(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) 
             state[prefix + readable] = state.pop(prefix + internal)
 
 
-def _to_internal(
-    module: nn.Module, state: dict[str, Any], prefix: str, _: Any, strict: bool, *__: Any
-) -> None:
-    """Checked for the whole subtree before the first tensor is copied, then translated for this module."""
-    if strict:
-        for name, child in module.named_modules():
-            _check_factors(child, state, f"{prefix}{name}." if name else prefix)
+def _to_internal(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     for readable, internal, _factor in _names(module):
         if prefix + readable in state:
             state[prefix + internal] = state.pop(prefix + readable)
 
 
-def _check_factors(module: nn.Module, state: Mapping[str, Tensor], prefix: str) -> None:
+def _load_state_dict(
+    self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+) -> Any:
+    """The factors of the whole subtree are checked before the first tensor is copied.
+
+    In the method and not in a hook: torch tells its hooks nothing of `strict`.
+    """
+    for name, module in self.named_modules():
+        _check_factors(module, state_dict, f"{name}." if name else "", strict)
+    return type(self).load_state_dict(self, state_dict, strict=strict, assign=assign)
+
+
+def _check_factors(module: nn.Module, state: Mapping[str, Tensor], prefix: str, strict: bool) -> None:
     names = list(_names(module))
     weights = {readable.rpartition(".")[0] for readable, _, _ in names}
     inside = tuple(f"{prefix}{weight}." for weight in weights)
@@ -79,7 +92,11 @@ def _check_factors(module: nn.Module, state: Mapping[str, Tensor], prefix: str) 
     given |= {prefix + weight: state[prefix + weight] for weight in weights if prefix + weight in state}
     internal = {prefix + name: prefix + readable for readable, name, _ in names}
     given |= {internal[name]: tensor for name, tensor in state.items() if name in internal}
-    expect(given, {prefix + readable: factor.shape for readable, _, factor in names})
+    shapes = {prefix + readable: factor.shape for readable, _, factor in names}
+    if not strict:
+        given = {name: tensor for name, tensor in given.items() if name in shapes}
+        shapes = {name: shape for name, shape in shapes.items() if name in given}
+    expect(given, shapes)
 
 
 def _names(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:

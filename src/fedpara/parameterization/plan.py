@@ -66,6 +66,11 @@ def _choose(
     answer = next((a for a in answers if a is not False), False)
     if answer is False:
         return choice(None, "not chosen" if weight.dim() >= 2 else "one-dimensional")
+    if not weight.is_floating_point():
+        raise SchemeError(
+            f"{names[0]} holds {str(weight.dtype).removeprefix('torch.')}: expected floating-point numbers, which "
+            "factors can be multiplied into. Leave this parameter out with `where`."
+        )
     own = scheme if answer is True else answer
     if not hasattr(own, "rank_of"):
         raise SchemeError(f"`where` answered {own!r} for {names[0]}: expected True, False or a scheme.")
@@ -84,6 +89,12 @@ def _parameters(model: nn.Module) -> list[tuple[list[str], list[tuple[nn.Module,
     found: dict[int, tuple[list[str], list[tuple[nn.Module, str]], nn.Parameter]] = {}
     for prefix, module in model.named_modules():
         for parameter, weight in module.named_parameters(recurse=False):
+            if isinstance(weight, nn.UninitializedParameter):
+                raise SchemeError(
+                    f"{prefix}.{parameter}".lstrip(".")
+                    + " has no shape yet: expected a model whose lazy modules "
+                    "have run. Pass one batch through it first."
+                )
             names, owners, _ = found.setdefault(id(weight), ([], [], weight))
             names.append(f"{prefix}.{parameter}" if prefix else parameter)
             owners.append((module, parameter))

@@ -10,6 +10,7 @@ A scheme is a value that says how; `scheme.form(shape)` is one weight written th
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from numbers import Integral, Real
 from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor
@@ -115,24 +116,27 @@ def _sides(scheme: Scheme, shape: tuple[int, ...]) -> tuple[int, int, int | None
     return shape[0], prod(shape[1:]), None
 
 
-def _check(scheme: "FedPara | PFedPara | LowRank", sizes: Mapping[str, float | None]) -> None:
+def _check(scheme: "FedPara | PFedPara | LowRank", sizes: Mapping[str, object]) -> None:
     given = [name for name, value in sizes.items() if value is not None]
     if len(given) != 1:
         raise SchemeError(
             f"{type(scheme).__name__} takes exactly one of {', '.join(sizes)}: got {' and '.join(given) or 'none'}."
         )
     gamma, rank, ratio = sizes.get("gamma"), sizes.get("rank"), sizes.get("ratio")
-    if gamma is not None and not 0 <= gamma <= 1:
+    if gamma is not None and not (isinstance(gamma, Real) and 0 <= float(gamma) <= 1):
         raise SchemeError(
-            f"gamma must lie in [0, 1]: got {gamma}. 0 is the least rank that allows full rank, "
+            f"gamma must lie in [0, 1]: got {gamma!r}. 0 is the least rank that allows full rank, "
             "1 the largest that is no bigger than the dense weight."
         )
-    if ratio is not None and not 0 < ratio <= 1:
+    if ratio is not None and not (isinstance(ratio, Real) and 0 < float(ratio) <= 1):
         raise SchemeError(
-            f"ratio must lie in (0, 1]: got {ratio}. It is the share of the dense parameters to keep."
+            f"ratio must lie in (0, 1]: got {ratio!r}. It is the share of the dense parameters to keep."
         )
-    if rank is not None and (isinstance(rank, bool) or int(rank) != rank or rank < 1):
-        raise SchemeError(f"rank must be a whole number of at least 1: got {rank}.")
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, Integral) or rank < 1):
+        raise SchemeError(
+            f"rank must be a whole number of at least 1: got {rank!r}. With gamma instead, each weight's rank is "
+            "chosen from its shape."
+        )
     if scheme.nonlinearity not in compose.NONLINEARITIES:
         raise SchemeError(f"nonlinearity must be None or 'tanh': got {scheme.nonlinearity!r}.")
     if scheme.conv not in ("tensor", "reshape"):

@@ -1,0 +1,81 @@
+"""fedpara data: which sets are here, are they whole, make them quick to load."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedpara import data
+from fedpara.errors import DataError
+
+app = typer.Typer(help="Data sets: list, verify, prepare.", no_args_is_help=True, rich_markup_mode=None)
+Folder = Annotated[
+    Path | None, typer.Option("--data-dir", help="Where the sets lie; else FEDPARA_DATA, else the cache.")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
+
+
+@app.command("list")
+def list_(data_dir: Folder = None, as_json: Json = False) -> None:
+    """Every set by name: present or missing, and where.
+
+    Example: fedpara data list
+    """
+    for name in data.names():
+        status = data.status(name, data_dir)
+        if as_json:
+            typer.echo(json.dumps(asdict(status), default=str))
+        else:
+            counts = f"{status.examples[0]:,} + {status.examples[1]:,}" if status.examples else ""
+            where = str(status.path or "")
+            typer.echo(f"{name:14} {'here' if status.present else 'missing':8} {counts:22} {where}".rstrip())
+            if not status.present:
+                typer.echo(f"{'':14} {status.note}")
+
+
+@app.command()
+def verify(
+    name: Annotated[str, typer.Argument(help="A set's name, or all.")] = "all",
+    data_dir: Folder = None,
+    as_json: Json = False,
+) -> None:
+    """Read a set whole, against the publisher's sizes and checksums.
+
+    Example: fedpara data verify cifar10
+    """
+    names = [n for n in data.names() if data.status(n, data_dir).present] if name == "all" else [name]
+    bad = []
+    for each in names:
+        report = data.verify(each, data_dir)
+        if as_json:
+            typer.echo(json.dumps({**asdict(report), "ok": report.ok}, default=str))
+        else:
+            counts = f"{report.examples[0]:,} + {report.examples[1]:,} examples" if report.examples else ""
+            typer.echo(
+                f"{each:14} {'ok' if report.ok else 'damaged':8} {report.checked}/{report.files} checksums {counts}"
+            )
+            for problem in report.problems:
+                typer.echo(f"{'':14} {problem}", err=True)
+        if not report.ok:
+            bad.append(each)
+    if bad:
+        raise DataError(f"not as published: {', '.join(bad)}. Fetch the files anew from their publisher.")
+
+
+@app.command()
+def prepare(
+    names: Annotated[list[str], typer.Argument(help="Names of sets.")],
+    data_dir: Folder = None,
+    as_json: Json = False,
+) -> None:
+    """Write the compact cache, so that later starts take under a second.
+
+    Example: fedpara data prepare cifar10 mnist
+    """
+    for name in names:
+        status: Any = data.prepare(name, data_dir)
+        typer.echo(
+            json.dumps(asdict(status), default=str) if as_json else f"{name}: {status.cache or status.note}"
+        )

@@ -1,0 +1,51 @@
+"""fedpara export: the merged model of a run or a saved state, for others to use."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedpara.apps.merged import read_run_or_state
+
+
+def export(
+    source: Annotated[
+        Path, typer.Argument(help="A run folder, or a .safetensors state saved by the library.")
+    ],
+    format: Annotated[str, typer.Option("--format", help="safetensors, onnx or pt2.")] = "safetensors",
+    out: Annotated[Path | None, typer.Option(help="The file to write; by default beside the source.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model of a bare state: a name or package.module:function.")
+    ] = None,
+    classes: Annotated[int, typer.Option(help="Its classes.")] = 10,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Write the merged model: plain layers, no factors.
+
+    Example: fedpara export runs/quickstart/fedpara --format onnx
+    """
+    from fedpara.interop.export import export as export_model
+
+    saved = read_run_or_state(source, model, classes)
+    ending = {"safetensors": ".merged.safetensors"}.get(format, f".{format}")
+    base = source / "model" if source.is_dir() else source.with_suffix("")
+    target = out or base.with_name(base.name + ending)
+    report = export_model(saved, target, format, overwrite=overwrite)  # type: ignore[arg-type]
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    "path": str(report.path),
+                    "format": report.format,
+                    "bytes": report.bytes,
+                    "parameters": report.parameters,
+                    "max_difference": report.max_difference,
+                }
+            )
+        )
+    else:
+        typer.echo(f"{report.path}: {report.parameters:,} parameters, {report.bytes / 1e6:.2f} MB")
+        if report.max_difference is not None:
+            typer.echo(f"checked against torch: largest difference {report.max_difference:.2e}")

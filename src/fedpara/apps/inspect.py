@@ -1,0 +1,137 @@
+"""fedpara inspect: what a model's weights become, before anything is trained."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from torch import nn
+
+from fedpara import models
+from fedpara.errors import UsageError
+from fedpara.experiments.build import DEFAULT_GAMMA, build_scheme
+from fedpara.experiments.config import Experiment
+from fedpara.interop import build_target
+from fedpara.parameterization import Choice, Scheme, plan
+from fedpara.parameterization.plan import Where
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(help="A model of the library, or package.module:function.")],
+    scheme: Annotated[str, typer.Option(help="fedpara, pfedpara or lowrank.")] = "fedpara",
+    gamma: Annotated[
+        float | None, typer.Option(help="Between the smallest full rank (0) and dense size (1).")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="The inner rank, in place of gamma.")] = None,
+    ratio: Annotated[float | None, typer.Option(help="Share of the dense parameters (lowrank).")] = None,
+    nonlinearity: Annotated[str | None, typer.Option(help="tanh")] = None,
+    conv: Annotated[str, typer.Option(help="tensor (Prop. 3) or reshape (Prop. 1).")] = "tensor",
+    classes: Annotated[int, typer.Option(help="Classes of a library model.")] = 10,
+    every: Annotated[
+        bool, typer.Option("--every", help="Every weight, not only those of the model's rule.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also weights that do not become smaller.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
+) -> None:
+    """A table of layers: shape, scheme, rank, maximal rank, parameters, and totals.
+
+    Example: fedpara inspect vgg16 --scheme fedpara --gamma 0.1 --classes 10
+    """
+    if gamma is None and rank is None and ratio is None:
+        gamma = DEFAULT_GAMMA
+    wanted = build_scheme(
+        replace(
+            Experiment(),
+            scheme=scheme,
+            gamma=gamma,
+            rank=rank,
+            ratio=ratio,
+            nonlinearity=nonlinearity,
+            conv=conv,
+        )
+    )
+    if wanted is None:
+        raise UsageError(
+            "scheme 'original' leaves every weight as it is: choose fedpara, pfedpara or lowrank."
+        )
+    network, rule = load_model(model, classes)
+    choices = plan(network, wanted, None if every else rule, force=force)
+    if as_json:
+        typer.echo(json.dumps(summary(choices)))
+    else:
+        _print(model, wanted, choices)
+
+
+def load_model(
+    target: str, classes: int, shape: tuple[int, ...] | None = None
+) -> tuple[nn.Module, Where | None]:
+    """A library model by name with its rule, or the user's own by `package.module:function`."""
+    if ":" not in target:
+        built = models.build(target, classes=classes, shape=shape or models.usual_shape(target))
+        return built, models.rule(target)
+    sys.path.insert(0, str(Path.cwd()))
+    return build_target(target), None
+
+
+def summary(choices: list[Choice]) -> dict[str, Any]:
+    original = sum(choice.weight.numel() for choice in choices)
+    parameters = sum(choice.parameters for choice in choices)
+    return {
+        "parameters": parameters,
+        "original_parameters": original,
+        "ratio": parameters / original,
+        "layers": [_row(choice) for choice in choices],
+    }
+
+
+def _row(choice: Choice) -> dict[str, Any]:
+    shape, form = list(choice.weight.shape), choice.form
+    if form is None:
+        full = min(shape[0], choice.weight.numel() // shape[0]) if len(shape) > 1 else 1
+        made = {"scheme": "dense", "rank": None, "max_rank": full, "parameters": choice.weight.numel()}
+        return {"name": choice.name, "shape": shape, **made, "reason": choice.reason}
+    made = {
+        "scheme": form.scheme.name,
+        "rank": form.rank,
+        "max_rank": form.max_rank,
+        "parameters": form.parameters,
+    }
+    return {"name": choice.name, "shape": shape, **made}
+
+
+def _print(model: str, scheme: Scheme, choices: list[Choice]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    total = summary(choices)
+    table = Table(title=f"{model} with {scheme}", title_justify="left")
+    for heading in ("layer", "shape", "scheme"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("rank", "max rank", "parameters", "of dense"):
+        table.add_column(heading, justify="right")
+    reasons: dict[str, list[str]] = {}
+    small = [choice for choice in choices if choice.weight.dim() < 2]
+    for choice, row in zip(choices, total["layers"], strict=True):
+        if choice in small:
+            continue
+        share = f"{row['parameters'] / choice.weight.numel():.1%}"
+        shape = " x ".join(map(str, row["shape"]))
+        rank = "" if row["rank"] is None else str(row["rank"])
+        table.add_row(
+            row["name"], shape, row["scheme"], rank, str(row["max_rank"]), f"{row['parameters']:,}", share
+        )
+        if choice.reason:
+            reasons.setdefault(choice.reason, []).append(choice.name)
+    rest = sum(choice.weight.numel() for choice in small)
+    table.add_row(f"{len(small)} biases and norms", "", "dense", "", "", f"{rest:,}", "100.0%")
+    table.add_section()
+    table.add_row("total", "", "", "", "", f"{total['parameters']:,}", f"{total['ratio']:.1%}")
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    console.print(
+        f"original {total['original_parameters']:,} parameters, {1 / total['ratio']:.2f} times as many"
+    )
+    for reason, names in reasons.items():
+        console.print(f"dense ({reason}): {', '.join(names)}")

@@ -1,0 +1,220 @@
+"""fedpara run and fedpara resume."""
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedpara.apps.progress import Show, say
+from fedpara.errors import ConfigError, UsageError
+from fedpara.experiments import Experiment, Summary, read_run
+from fedpara.experiments import resume as resume_run
+from fedpara.experiments.config import read_toml, with_values
+from fedpara.experiments.presets import preset as find_preset
+from fedpara.experiments.run import lay_out
+
+Json = Annotated[bool, typer.Option("--json", help="The last line of stdout is one JSON object.")]
+DataDir = Annotated[
+    Path | None, typer.Option("--data-dir", help="Where data sets lie; else FEDPARA_DATA, else the cache.")
+]
+Track = Annotated[str, typer.Option(help="Also log to tensorboard, mlflow or wandb.")]
+
+
+def run(
+    preset: Annotated[str | None, typer.Argument(help="A preset, such as quickstart.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A TOML file of fields; options given here win.")
+    ] = None,
+    dataset: str | None = None,
+    model: str | None = None,
+    scheme: Annotated[str | None, typer.Option(help="original, lowrank, fedpara, pfedpara")] = None,
+    gamma: float | None = None,
+    rank: int | None = None,
+    nonlinearity: Annotated[str | None, typer.Option(help="tanh")] = None,
+    init: Annotated[str | None, typer.Option(help="fan_out, calibrated")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="fedavg, fedprox, scaffold, feddyn, fedadam, ...")
+    ] = None,
+    option: Annotated[list[str] | None, typer.Option(help="The algorithm's own: mu=0.1, alpha=0.1.")] = None,
+    share: Annotated[
+        str | None, typer.Option(help="all, fedper (all but the last layer), none (Local)")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="iid, dirichlet, shards, owner")] = None,
+    alpha: Annotated[float | None, typer.Option(help="Of the Dirichlet split.")] = None,
+    clients: int | None = None,
+    cohort: Annotated[int | None, typer.Option(help="Clients a round.")] = None,
+    rounds: int | None = None,
+    epochs: Annotated[int | None, typer.Option(help="Local epochs a round.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Local steps a round, in place of epochs.")] = None,
+    batch_size: int | None = None,
+    lr: float | None = None,
+    lr_decay: Annotated[float | None, typer.Option(help="A round.")] = None,
+    momentum: float | None = None,
+    weight_decay: float | None = None,
+    clip: Annotated[float | None, typer.Option(help="Gradient norm.")] = None,
+    jacobian: Annotated[float | None, typer.Option(help="lambda of the Jacobian correction.")] = None,
+    augment: Annotated[str | None, typer.Option(help="none, crop-flip")] = None,
+    personal: Annotated[bool | None, typer.Option(help="Score each client's own model.")] = None,
+    link_up: Annotated[str | None, typer.Option(help="float32, float16, bfloat16, int8")] = None,
+    link_down: str | None = None,
+    target: Annotated[float | None, typer.Option(help="Stop at this accuracy, such as 0.8.")] = None,
+    evaluate_every: Annotated[int | None, typer.Option(help="Rounds between evaluations.")] = None,
+    max_norm: Annotated[float | None, typer.Option(help="Refuse updates further away than this.")] = None,
+    seed: int | None = None,
+    engine: Annotated[str | None, typer.Option(help="auto, sequential")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; by default under runs/.")] = None,
+    data_dir: DataDir = None,
+    track: Track = "none",
+    as_json: Json = False,
+) -> None:
+    """Run an experiment into a folder.
+
+    Example: fedpara run --dataset digits --scheme fedpara --gamma 0.1 --rounds 20 --out runs/first
+    """
+    given = {name: value for name, value in locals().items() if value is not None}
+    for name in ("preset", "config", "out", "data_dir", "track", "as_json", "option"):
+        given.pop(name, None)
+    if option:
+        given["options"] = dict(_option(text) for text in option)
+    experiments = _experiments(preset, config, given)
+    folder = out or Path("runs") / f"{preset or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    alone = len(experiments) == 1
+    paths = {name: folder if alone else folder / name for name in experiments}
+    for name, experiment in experiments.items():
+        lay_out(experiment, paths[name], data_dir=data_dir)
+    _finish(folder, _go_on(paths, data_dir, track), as_json)
+
+
+def resume(
+    folder: Annotated[Path, typer.Argument(help="A run folder, or a folder of run folders.")],
+    rounds: Annotated[int | None, typer.Option(help="Go on to this round instead.")] = None,
+    engine: Annotated[str | None, typer.Option(help="auto, sequential")] = None,
+    data_dir: DataDir = None,
+    track: Track = "none",
+    as_json: Json = False,
+) -> None:
+    """Go on with a run where it stopped, to the same bits as if it had not.
+
+    Example: fedpara resume runs/first
+    """
+    if (folder / "config.toml").exists() or not folder.is_dir():
+        paths = {folder.name: folder}
+    else:
+        paths = {path.parent.name: path.parent for path in sorted(folder.glob("*/config.toml"))}
+    if not paths:
+        raise ConfigError(f"{folder} holds no run: expected a folder that `fedpara run` made.")
+    _finish(folder, _go_on(paths, data_dir, track, rounds, engine), as_json)
+
+
+def _experiments(preset: str | None, config: Path | None, given: dict[str, Any]) -> dict[str, Experiment]:
+    if preset is None:
+        base = read_toml(config) if config else Experiment()
+        return {"run": with_values(base, given)}
+    if config is not None:
+        raise UsageError("give a preset or a --config, not both: a preset is a config of its own.")
+    runs = find_preset(preset).runs
+    if len(runs) > 1 and {"scheme", "gamma", "rank"} & given.keys():
+        raise UsageError(
+            f"{preset} compares schemes itself: leave out --scheme, --gamma and --rank, or the preset."
+        )
+    return {name: with_values(experiment, given) for name, experiment in runs.items()}
+
+
+def _go_on(
+    paths: dict[str, Path],
+    data_dir: Path | None,
+    track: str,
+    rounds: int | None = None,
+    engine: str | None = None,
+) -> dict[str, Summary]:
+    from fedpara.experiments.track import tracker
+
+    summaries: dict[str, Summary] = {}
+    for name, path in paths.items():
+        experiment = read_run(path).experiment
+        with tracker(track, path, asdict(experiment)) as log, Show(name, rounds or experiment.rounds) as show:
+
+            def watch(result: Any, timing: dict[str, float], show: Any = show, log: Any = log) -> None:
+                show(result, timing)
+                log(result, timing)
+
+            summaries[name] = resume_run(
+                path, rounds=rounds, engine=engine, data_dir=data_dir, watch=watch, say=say
+            )
+    return summaries
+
+
+def _finish(folder: Path, runs: dict[str, Summary], as_json: bool) -> None:
+    if len(runs) > 1:
+        from fedpara.report.figures import accuracy_against_bytes
+
+        figure = accuracy_against_bytes(runs, folder / "accuracy-against-bytes.png")
+        if not as_json:
+            _table(runs)
+            typer.echo(f"figure: {figure}")
+    elif not as_json:
+        _table(runs)
+    if as_json:
+        typer.echo(json.dumps(_json(folder, runs)))
+    else:
+        first = next(iter(runs.values())).path
+        typer.echo(f"look deeper: fedpara export {first} --format safetensors, or read {first}/metrics.jsonl")
+
+
+def _json(folder: Path, runs: dict[str, Summary]) -> dict[str, Any]:
+    rows = {name: _row(summary) for name, summary in runs.items()}
+    if len(rows) == 1:
+        return next(iter(rows.values()))
+    headline = rows.get("fedpara", next(iter(rows.values())))
+    return {**headline, "run": str(folder), "runs": rows}
+
+
+def _row(summary: Summary) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "run": str(summary.path),
+        "rounds": summary.rounds,
+        "accuracy": summary.accuracy,
+        "bytes_up": summary.bytes_up,
+        "bytes_down": summary.bytes_down,
+        "seconds": round(summary.seconds, 3),
+    }
+    target = summary.experiment.target
+    if target is not None:
+        reached = summary.reached(target)
+        sent = reached["total_up"] + reached["total_down"] if reached else None
+        row["target"] = {"accuracy": target, "rounds": reached["round"] if reached else None, "bytes": sent}
+    return row
+
+
+def _table(runs: dict[str, Summary]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    most = max(summary.bytes_up + summary.bytes_down for summary in runs.values())
+    table = Table()
+    table.add_column("run")
+    for heading in ("rounds", "accuracy", "sent [MB]", "times fewer bytes", "seconds"):
+        table.add_column(heading, justify="right")
+    for name, s in runs.items():
+        sent = s.bytes_up + s.bytes_down
+        accuracy = "-" if s.accuracy is None else f"{s.accuracy:.1%}"
+        table.add_row(
+            name,
+            str(s.rounds),
+            accuracy,
+            f"{sent / 1e6:.2f}",
+            f"{most / max(1, sent):.1f}",
+            f"{s.seconds:.1f}",
+        )
+    Console().print(table)
+
+
+def _option(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name.strip(), float(value)
+    except ValueError:
+        raise UsageError(f"--option {text!r}: expected name=number, such as mu=0.1.") from None

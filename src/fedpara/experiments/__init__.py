@@ -1,0 +1,7 @@
+"""Experiments: configs, presets, run folders, resume."""
+
+from fedpara.experiments.config import Experiment
+from fedpara.experiments.run import resume, run
+from fedpara.experiments.store import Summary, read_run
+
+__all__ = ["Experiment", "Summary", "read_run", "resume", "run"]

@@ -1,0 +1,126 @@
+"""From an Experiment's words to the objects they mean."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedpara import algorithms, data, models, parameterization
+from fedpara.algorithms import Algorithm, Local
+from fedpara.data import Examples, FederatedData
+from fedpara.data.partition import Partition
+from fedpara.engines.task import Task
+from fedpara.errors import ConfigError
+from fedpara.experiments.config import Experiment
+from fedpara.parameterization import Scheme
+from fedpara.wire import Link
+
+DEFAULT_GAMMA = 0.1
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    task: Task
+    data: FederatedData
+    algorithm: Algorithm
+    link: Link
+
+
+def build(experiment: Experiment, data_dir: Path | None = None) -> Parts:
+    algorithm = build_algorithm(experiment)
+    link = Link(up=experiment.link_up, down=experiment.link_down)
+    scheme = build_scheme(experiment)
+    train, test = data.load(experiment.dataset, data_dir)
+    federation = build_federation(experiment, train, test)
+    model = build_model(experiment, train.classes, train.shape, scheme)
+    return Parts(Task(model, test, experiment.augment), federation, algorithm, link)  # type: ignore[arg-type]
+
+
+def build_algorithm(experiment: Experiment) -> Algorithm:
+    local = Local(
+        lr=experiment.lr,
+        lr_decay=experiment.lr_decay,
+        epochs=experiment.epochs,
+        steps=experiment.steps,
+        batch_size=experiment.batch_size,
+        momentum=experiment.momentum,
+        weight_decay=experiment.weight_decay,
+        clip=experiment.clip,
+        jacobian=experiment.jacobian,
+        jacobian_norm=experiment.jacobian_norm,  # type: ignore[arg-type]
+    )
+    return algorithms.build(experiment.algorithm, local, **experiment.options)
+
+
+def build_scheme(experiment: Experiment) -> Scheme | None:
+    """None for the original weights."""
+    if experiment.scheme == "original":
+        return None
+    sizes = {name: getattr(experiment, name) for name in ("gamma", "rank", "ratio")}
+    given = {name: value for name, value in sizes.items() if value is not None} or {"gamma": DEFAULT_GAMMA}
+    if experiment.scheme == "lowrank":
+        if experiment.nonlinearity:
+            raise ConfigError("scheme 'lowrank' has no nonlinearity: leave it out.")
+        return parameterization.LowRank(conv=experiment.conv, **given)  # type: ignore[arg-type]
+    if "ratio" in given:
+        raise ConfigError(f"ratio sizes 'lowrank' only: give {experiment.scheme} a gamma or a rank.")
+    kind = parameterization.SCHEMES[experiment.scheme]
+    return kind(nonlinearity=experiment.nonlinearity, conv=experiment.conv, **given)  # type: ignore[call-arg, arg-type]
+
+
+def build_model(
+    experiment: Experiment, classes: int, shape: tuple[int, ...], scheme: Scheme | None
+) -> nn.Module:
+    """The model as it starts; the same seed gives the same numbers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(experiment.seed)
+        model = models.build(experiment.model, classes=classes, shape=shape)
+        if scheme is not None:
+            parameterization.factorize(model, scheme, models.rule(experiment.model), init=experiment.init)
+    return model
+
+
+def build_federation(experiment: Experiment, train: Examples, test: Examples) -> FederatedData:
+    clients, owners = _clients(experiment, train), experiment.split == "owner"
+    if experiment.data_fraction < 1:
+        clients = _thinned(clients, experiment.data_fraction, experiment.seed)
+    if not experiment.personal:
+        return FederatedData(train, clients)
+    if owners:
+        if test.owners is None:
+            raise ConfigError(
+                f"{experiment.dataset} has no owners in its test set: there is no personal test data."
+            )
+        theirs = data.by_owner(test.owners, roster=train.owners)[: len(clients)]
+        return FederatedData(train, clients, personal=(test, theirs))
+    theirs = data.personal_test(test.labels, clients, train.labels, seed=experiment.seed)
+    return FederatedData(train, clients, personal=(test, theirs))
+
+
+def _clients(experiment: Experiment, train: Examples) -> Partition:
+    n, seed, labels = experiment.clients, experiment.seed, train.labels
+    if experiment.split == "iid":
+        return data.iid(labels, n, seed)
+    if experiment.split == "dirichlet":
+        return data.dirichlet(labels, n, experiment.alpha, seed)
+    if experiment.split == "shards":
+        return data.shards(labels, n, seed, experiment.classes_per_client)
+    if train.owners is None:
+        raise ConfigError(
+            f"{experiment.dataset} does not say who owns an example: choose iid, dirichlet or shards."
+        )
+    owned = data.by_owner(train.owners)
+    if experiment.cohort > min(n, len(owned)):
+        raise ConfigError(
+            f"a cohort of {experiment.cohort} from {min(n, len(owned))} owners: expected no more."
+        )
+    return owned[:n]
+
+
+def _thinned(clients: Partition, fraction: float, seed: int) -> Partition:
+    """The first share of each client's examples in a seeded order, at least one."""
+    generator = np.random.default_rng((seed, 1))
+    rows = [generator.permutation(clients[i]) for i in range(len(clients))]
+    return Partition.of([np.sort(row[: max(1, round(fraction * len(row)))]) for row in rows])

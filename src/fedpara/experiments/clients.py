@@ -1,0 +1,65 @@
+"""OnDisk: what clients keep, a file a client and round, so that a run killed at any moment goes on.
+
+A round writes new files beside the old ones. The checkpoint that follows makes them count: after a restart
+the newest file of a client that is no later than the checkpoint's round is its memory, and later ones are
+dropped. Files are removed only once two checkpoints have passed them, since the newest may be unreadable.
+"""
+
+from pathlib import Path
+
+from fedpara.algorithms import Groups
+from fedpara.experiments.files import read_tensors, write_tensors
+from fedpara.state import State
+
+FAN = 1000
+"""Clients a folder, so that a million of them do not lie in one."""
+
+
+class OnDisk:
+    def __init__(self, folder: Path, checkpoint: int = 0) -> None:
+        self.folder = folder
+        self._versions: dict[int, list[int]] = {}
+        self._touched: set[int] = set()
+        for path in folder.glob("*/*.safetensors"):
+            client, round = (int(part) for part in path.name.split(".")[0].split("-"))
+            if round > checkpoint:
+                path.unlink()
+            else:
+                self._versions.setdefault(client, []).append(round)
+        for rounds in self._versions.values():
+            rounds.sort()
+
+    def get(self, client: int) -> Groups | None:
+        rounds = self._versions.get(client)
+        if not rounds:
+            return None
+        state, _ = read_tensors(self._path(client, rounds[-1]))
+        groups: Groups = {}
+        for name, tensor in state.items():
+            group, _, rest = name.partition("/")
+            groups.setdefault(group, {})[rest] = tensor
+        return groups
+
+    def put(self, client: int, round: int, groups: Groups) -> None:
+        state: State = {
+            f"{group}/{name}": t for group, members in groups.items() for name, t in members.items()
+        }
+        if not state:
+            return
+        write_tensors(self._path(client, round), state, {"round": str(round)}, durable=False)
+        rounds = self._versions.setdefault(client, [])
+        if not rounds or rounds[-1] != round:
+            rounds.append(round)
+        self._touched.add(client)
+
+    def settle(self, previous: int) -> None:
+        """After a checkpoint: drop what neither it nor the one at round `previous` can need."""
+        for client in list(self._touched):
+            rounds = self._versions[client]
+            while len(rounds) > 1 and rounds[1] <= previous:
+                self._path(client, rounds.pop(0)).unlink(missing_ok=True)
+            if len(rounds) == 1:
+                self._touched.discard(client)
+
+    def _path(self, client: int, round: int) -> Path:
+        return self.folder / str(client // FAN) / f"{client}-{round}.safetensors"

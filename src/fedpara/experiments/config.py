@@ -1,0 +1,172 @@
+"""Experiment: one run, written down. Strings become objects in `build.py` and nowhere else."""
+
+import hashlib
+import json
+import tomllib
+from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from fedpara import algorithms, models
+from fedpara.errors import ConfigError
+
+SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
+SPLITS = ("iid", "dirichlet", "shards", "owner")
+
+# What may differ between a run and its continuation without changing a single bit of the rounds they share.
+FREE = ("rounds", "engine", "target")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    dataset: str = "digits"
+    model: str = "cnn"
+    scheme: str = "fedpara"  # original, lowrank, fedpara, pfedpara
+    gamma: float | None = None  # 0.1 where neither rank nor ratio is given
+    rank: int | None = None
+    ratio: float | None = None  # lowrank only
+    nonlinearity: str | None = None  # tanh
+    conv: str = "tensor"  # or reshape
+    init: str | None = None  # fan_out, calibrated; each scheme has its own default
+    algorithm: str = "fedavg"
+    options: dict[str, float] = field(default_factory=dict)  # the algorithm's own: mu, alpha, server_lr, ...
+    share: str = "all"  # fedper: all but the last layer; none: Local
+    split: str = "dirichlet"  # iid, dirichlet, shards, owner
+    alpha: float = 0.5  # of the Dirichlet split
+    clients: int = 100
+    classes_per_client: int = 2  # of the shards split
+    data_fraction: float = 1.0  # of each client's training examples
+    personal: bool = False  # score each client's own model on its own test data
+    cohort: int = 10
+    rounds: int = 20
+    epochs: int | None = 1
+    steps: int | None = None
+    batch_size: int = 32
+    lr: float = 0.1
+    lr_decay: float = 1.0
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip: float | None = None
+    jacobian: float = 0.0  # lambda of the Jacobian correction
+    jacobian_norm: str = "plain"
+    augment: str = "none"  # or crop-flip
+    link_up: str = "float32"
+    link_down: str = "float32"
+    max_norm: float | None = None  # refuse updates further than this from the model
+    evaluate_every: int = 1
+    target: float | None = None  # stop once this accuracy is met
+    seed: int = 0
+    engine: str = "auto"
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for f in fields(self):
+            _check_type(f.name, getattr(self, f.name), hints[f.name])
+        _known("scheme", self.scheme, SCHEMES)
+        _known("split", self.split, SPLITS)
+        _known("model", self.model, models.names())
+        _known("algorithm", self.algorithm, algorithms.names())
+        if self.scheme == "original" and any(v is not None for v in (self.gamma, self.rank, self.ratio)):
+            raise ConfigError("scheme 'original' has no gamma, rank or ratio: leave them out.")
+        for name in ("clients", "cohort", "rounds", "evaluate_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}: expected at least 1.")
+        if self.split != "owner" and self.cohort > self.clients:
+            raise ConfigError(
+                f"a cohort of {self.cohort} from {self.clients} clients: expected no more than there are."
+            )
+        if not self.alpha > 0:
+            raise ConfigError(
+                f"alpha is {self.alpha}: expected a positive number. Small is skewed, large is even."
+            )
+        if not 0 < self.data_fraction <= 1:
+            raise ConfigError(f"data_fraction is {self.data_fraction}: expected above 0 and at most 1.")
+        if self.target is not None and not 0 < self.target <= 1:
+            raise ConfigError(
+                f"target is {self.target}: expected an accuracy above 0 and at most 1, such as 0.8."
+            )
+        if self.seed < 0:
+            raise ConfigError(f"seed is {self.seed}: expected 0 or more.")
+
+    @property
+    def identity(self) -> str:
+        """A digest of everything that decides the rounds' bits; FREE fields may change on resume."""
+        decisive = {name: value for name, value in asdict(self).items() if name not in FREE}
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def to_toml(experiment: Experiment) -> str:
+    """Every field that is set, one line each."""
+    lines = [
+        f"{name} = {json.dumps(v)}"
+        for name, v in asdict(experiment).items()
+        if v is not None and name != "options"
+    ]
+    if experiment.options:
+        lines += ["", "[options]", *(f"{name} = {json.dumps(v)}" for name, v in experiment.options.items())]
+    return "\n".join(lines) + "\n"
+
+
+def read_toml(path: Path, base: Experiment | None = None) -> Experiment:
+    """The experiment a file describes, on top of `base`. An unknown key is named with its line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}.") from None
+    try:
+        given = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}.") from None
+    try:
+        return with_values(base or Experiment(), given)
+    except ConfigError as error:
+        raise ConfigError(f"{path}{_line_of(text, error)}: {error}") from None
+
+
+def with_values(base: Experiment, given: dict[str, Any]) -> Experiment:
+    """`base` with some fields replaced. Giving rank or ratio drops gamma, giving steps drops epochs."""
+    names = [f.name for f in fields(Experiment)]
+    for name in given:
+        if name not in names:
+            raise ConfigError(f"unknown key {name!r}: {_nearest(name, names)}")
+    changed = dict(given)
+    sizes = {"gamma", "rank", "ratio"}
+    if sizes & given.keys():
+        changed = {**dict.fromkeys(sizes), **changed}
+    if given.get("scheme") == "original":
+        changed = {**dict.fromkeys(sizes), **changed}
+    if given.get("steps") is not None:
+        changed.setdefault("epochs", None)
+    if "epochs" in given and given["epochs"] is not None:
+        changed.setdefault("steps", None)
+    return replace(base, **changed)
+
+
+def _check_type(name: str, value: Any, expected: Any) -> None:
+    allowed = (
+        get_args(expected) if get_args(expected) and not str(expected).startswith("dict") else (expected,)
+    )
+    plain = tuple(dict if str(kind).startswith("dict") else kind for kind in allowed)
+    accepted = (*plain, int) if float in plain else plain
+    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in plain):
+        kinds = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in plain)
+        raise ConfigError(f"{name} is {value!r}: expected {kinds}.")
+
+
+def _known(what: str, value: str, known: tuple[str, ...] | list[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"unknown {what} {value!r}: {_nearest(value, known)}")
+
+
+def _nearest(value: str, known: tuple[str, ...] | list[str]) -> str:
+    close = get_close_matches(value, known, n=1, cutoff=0.5)
+    return (f"did you mean {close[0]!r}? " if close else "") + f"Known: {', '.join(known)}."
+
+
+def _line_of(text: str, error: ConfigError) -> str:
+    for number, line in enumerate(text.splitlines(), 1):
+        key = line.partition("=")[0].strip()
+        if key and (f"{key!r}" in str(error) or str(error).startswith(f"{key} is")):
+            return f", line {number}"
+    return ""

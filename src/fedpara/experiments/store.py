@@ -1,0 +1,275 @@
+"""A run is a folder.
+
+    config.toml                    the experiment
+    environment.json               versions, machine, threads
+    model.json                     how the network is built again
+    metrics.jsonl                  one line a round: the same bits for the same config and seed
+    timing.jsonl                   one line a round: seconds, clients a second
+    checkpoint.safetensors         round, model, server's variables; .previous is the one before
+    clients/                       what clients keep
+    log.txt                        starts, resumes, refusals, the engine and why
+
+A round's metrics are written before its checkpoint, so a kill between the two leaves a line too many, never
+one too few: opening the folder cuts the metrics back to the checkpoint.
+"""
+
+import fcntl
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import safetensors
+import torch
+
+from fedpara.engines.loop import Progress, Round
+from fedpara.errors import ConfigError, RunError
+from fedpara.experiments.clients import OnDisk
+from fedpara.experiments.config import Experiment, read_toml, to_toml
+from fedpara.experiments.files import read_lines, read_tensors, write_bytes, write_tensors
+from fedpara.state import State
+
+CHECKPOINT = "checkpoint.safetensors"
+PREVIOUS = "checkpoint.previous.safetensors"
+
+
+class RunFolder:
+    def __init__(self, path: Path, experiment: Experiment) -> None:
+        self.path = path
+        self.experiment = experiment
+        self._lock = _lock(path)
+        self.notes: list[str] = []
+        self.progress = self._newest_checkpoint()
+        at = self.progress.round if self.progress else 0
+        self._previous = at
+        self.memory = OnDisk(path / "clients", at)
+        for name in ("metrics.jsonl", "timing.jsonl"):
+            _cut(path / name, at)
+
+    def save(self, result: Round, timing: dict[str, float]) -> None:
+        """One round: its lines, then its checkpoint."""
+        _append(self.path / "metrics.jsonl", metrics_of(result))
+        _append(self.path / "timing.jsonl", {"round": result.number, **timing})
+        current = self.path / CHECKPOINT
+        if current.exists():
+            current.replace(self.path / PREVIOUS)
+        state, metadata = _flatten(result.progress)
+        write_tensors(current, state, {**metadata, "identity": self.experiment.identity})
+        self.memory.settle(self._previous)
+        self._previous = result.number
+
+    @property
+    def finished(self) -> bool:
+        """All rounds are done, or the target accuracy was met."""
+        done = self.progress.round if self.progress else 0
+        target = self.experiment.target
+        met = target is not None and any((m["accuracy"] or 0) >= target for m in self.metrics())
+        return met or done >= self.experiment.rounds
+
+    def log(self, text: str) -> None:
+        """One line of log.txt: what happened beside the rounds, and when."""
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        with (self.path / "log.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{stamp} {text}\n")
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_lines(self.path / "metrics.jsonl")
+
+    def timing(self) -> list[dict[str, Any]]:
+        return read_lines(self.path / "timing.jsonl")
+
+    def _newest_checkpoint(self) -> Progress | None:
+        paths = [self.path / name for name in (CHECKPOINT, PREVIOUS) if (self.path / name).exists()]
+        for path in paths:
+            try:
+                state, metadata = read_tensors(path)
+            except RunError as error:
+                self.notes.append(f"{error} The checkpoint before it is used.")
+                continue
+            if metadata.get("identity") != self.experiment.identity:
+                raise RunError(
+                    f"{path} belongs to another config than {self.path / 'config.toml'}: the folder was mixed up. "
+                    "Restore the config it was made with, or start a new run folder."
+                )
+            return _unflatten(state, metadata)
+        if paths:
+            raise RunError(f"no checkpoint in {self.path} can be read: start the run anew in another folder.")
+        return None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run folder says, without opening it for writing."""
+
+    path: Path
+    experiment: Experiment
+    metrics: list[dict[str, Any]]
+    timing: list[dict[str, Any]]
+
+    @property
+    def rounds(self) -> int:
+        return int(self.metrics[-1]["round"]) if self.metrics else 0
+
+    @property
+    def accuracy(self) -> float | None:
+        measured = [line["accuracy"] for line in self.metrics if line["accuracy"] is not None]
+        return float(measured[-1]) if measured else None
+
+    @property
+    def bytes_up(self) -> int:
+        return int(self.metrics[-1]["total_up"]) if self.metrics else 0
+
+    @property
+    def bytes_down(self) -> int:
+        return int(self.metrics[-1]["total_down"]) if self.metrics else 0
+
+    @property
+    def seconds(self) -> float:
+        return float(sum(line["seconds"] for line in self.timing))
+
+    def reached(self, accuracy: float) -> dict[str, Any] | None:
+        """The first round whose accuracy is at least this."""
+        return next(
+            (m for m in self.metrics if m["accuracy"] is not None and m["accuracy"] >= accuracy), None
+        )
+
+
+def create(path: Path, experiment: Experiment, model: dict[str, Any]) -> RunFolder:
+    """A new folder. One that holds a run already is refused with the command to go on.
+
+    `model` says how the network is built again: its name, classes and the shape of an example.
+    """
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{path} is a file: a run needs a folder. Choose another --out.")
+    if (path / "config.toml").exists():
+        raise ConfigError(
+            f"{path} holds a run already, and nothing is overwritten. Go on with it: fedpara resume {path}. "
+            "Or choose another --out."
+        )
+    if path.exists() and any(path.iterdir()):
+        raise ConfigError(f"{path} is not empty and holds no run: choose an empty or new folder for --out.")
+    path.mkdir(parents=True, exist_ok=True)
+    write_bytes(path / "environment.json", (json.dumps(environment(), indent=2) + "\n").encode())
+    write_bytes(path / "model.json", (json.dumps(model) + "\n").encode())
+    write_bytes(path / "config.toml", to_toml(experiment).encode())
+    return RunFolder(path, experiment)
+
+
+def open_run(path: Path, experiment: Experiment | None = None) -> RunFolder:
+    return RunFolder(path, experiment or read_config(path))
+
+
+def read_run(path: Path) -> Summary:
+    experiment = read_config(path)
+    return Summary(path, experiment, read_lines(path / "metrics.jsonl"), read_lines(path / "timing.jsonl"))
+
+
+def read_config(path: Path) -> Experiment:
+    if not (path / "config.toml").exists():
+        raise ConfigError(
+            f"{path} is not a run folder: it has no config.toml. `fedpara run --out {path}` makes one."
+        )
+    return read_toml(path / "config.toml")
+
+
+def final_state(path: Path) -> tuple[State, int]:
+    """The model's shared state in the newest readable checkpoint, and its round."""
+    for name in (CHECKPOINT, PREVIOUS):
+        if (path / name).exists():
+            try:
+                progress = _unflatten(*read_tensors(path / name))
+            except RunError:
+                continue
+            return {**progress.x, **progress.buffers}, progress.round
+    raise RunError(f"{path} has no readable checkpoint: the run has not finished its first round.")
+
+
+def metrics_of(result: Round) -> dict[str, Any]:
+    return {
+        "round": result.number,
+        "accuracy": result.accuracy,
+        "loss": result.loss,
+        "before": result.before,
+        "after": result.after,
+        "train_loss": result.train_loss if result.train_loss == result.train_loss else None,
+        "up": result.bytes_up,
+        "down": result.bytes_down,
+        "total_up": result.progress.bytes_up,
+        "total_down": result.progress.bytes_down,
+        "clients": len(result.cohort) - len(result.refused),
+        "refused": [{"client": client, "reason": reason} for client, reason in result.refused],
+        "notes": list(result.notes),
+    }
+
+
+def environment() -> dict[str, Any]:
+    return {
+        "fedpara": _version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "safetensors": safetensors.__version__,
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+    }
+
+
+def _version() -> str:
+    import fedpara
+
+    return fedpara.__version__
+
+
+def _lock(path: Path) -> int:
+    handle = os.open(path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise RunError(f"{path} is in use by another process: wait for it to end, or stop it.") from None
+    return handle
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    with path.open("ab") as file:
+        file.write(json.dumps(line).encode() + b"\n")
+
+
+def _cut(path: Path, last: int) -> None:
+    """Keep the lines up to round `last`, drop what was cut short or came after."""
+    if path.exists():
+        kept = [line for line in read_lines(path) if int(line["round"]) <= last]  # type: ignore[call-overload]
+        write_bytes(path, b"".join(json.dumps(line).encode() + b"\n" for line in kept))
+
+
+def _flatten(progress: Progress) -> tuple[State, dict[str, str]]:
+    state = {f"x/{name}": tensor for name, tensor in progress.x.items()}
+    state |= {f"buffers/{name}": tensor for name, tensor in progress.buffers.items()}
+    for group, members in progress.server.items():
+        state |= {f"server/{group}/{name}": tensor for name, tensor in members.items()}
+    numbers = {"round": progress.round, "bytes_up": progress.bytes_up, "bytes_down": progress.bytes_down}
+    groups = json.dumps(sorted(progress.server))
+    return state, {**{name: str(value) for name, value in numbers.items()}, "groups": groups}
+
+
+def _unflatten(state: State, metadata: dict[str, str]) -> Progress:
+    def under(prefix: str) -> State:
+        return {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
+
+    server = {group: under(f"server/{group}/") for group in json.loads(metadata["groups"])}
+    numbers = {name: int(metadata[name]) for name in ("round", "bytes_up", "bytes_down")}
+    return Progress(
+        numbers["round"], under("x/"), under("buffers/"), server, numbers["bytes_up"], numbers["bytes_down"]
+    )

@@ -1,0 +1,193 @@
+"""The merged model on disk gives torch's outputs, at any batch size, or nothing is written."""
+
+import logging
+import sys
+from pathlib import Path
+
+import onnxruntime
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import fedpara as fp
+from fedpara import models
+from fedpara.errors import FedParaError, MissingExtraError, StateError, UsageError
+from fedpara.interop import SavedState, export, read_state
+from fedpara.parameterization import forms
+
+HERE = Path(fp.__file__).parent
+CNN = {"name": "cnn", "classes": 10, "shape": [1, 8, 8]}
+
+
+def factorized(name: str, shape: tuple[int, ...]) -> tuple[nn.Module, SavedState]:
+    torch.manual_seed(0)
+    model = models.build(name, classes=10, shape=shape)
+    fp.factorize(model, fp.FedPara(gamma=0.1, nonlinearity="tanh"), models.rule(name), init="calibrated")
+    description = {"name": name, "classes": 10, "shape": list(shape)}
+    return model.eval(), SavedState(model.state_dict(), forms(model), description)
+
+
+def onnx_outputs(path, x: Tensor) -> Tensor:
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+
+
+@pytest.fixture
+def torch_log(caplog):
+    """torch's loggers do not propagate to the root, where caplog listens."""
+    logging.getLogger("torch").addHandler(caplog.handler)
+    yield caplog
+    logging.getLogger("torch").removeHandler(caplog.handler)
+
+
+def test_safetensors_needs_no_model(tmp_path):
+    model, saved = factorized("cnn", (1, 8, 8))
+    plain = fp.merge(model)
+
+    report = export(SavedState(saved.state, saved.forms), tmp_path / "m.safetensors")
+
+    written = load_file(report.path)
+    assert written.keys() == plain.state_dict().keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in plain.state_dict().items())
+    assert report.parameters == sum(p.numel() for p in plain.parameters())
+    assert (report.bytes, report.max_difference) == ((tmp_path / "m.safetensors").stat().st_size, 0.0)
+
+
+def test_merged_safetensors_still_say_what_they_are(tmp_path):
+    model, saved = factorized("cnn", (1, 8, 8))
+    export(saved, tmp_path / "m.safetensors")
+    again = read_state(tmp_path / "m.safetensors")
+    assert (again.forms, again.model) == ({}, CNN)
+
+    report = export(again, tmp_path / "m.pt2", "pt2")
+
+    x = torch.randn(5, 1, 8, 8)
+    program = torch.export.load(report.path).module()
+    torch.testing.assert_close(program(x), model(x))
+    assert report.max_difference <= 1e-5
+    assert str(HERE).encode() not in report.path.read_bytes()
+
+
+def test_a_model_is_exported_as_it_stands_and_left_alone(tmp_path):
+    layers = [nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.Dropout(), nn.Flatten()]
+    model = fp.factorize(nn.Sequential(*layers), fp.FedPara(gamma=0.1), force=True).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    report = export(model, tmp_path / "m.pt2", "pt2", example=torch.randn(1, 3, 8, 8))
+
+    assert model.training
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    x = torch.randn(3, 3, 8, 8)
+    torch.testing.assert_close(torch.export.load(report.path).module()(x), fp.merge(model).eval()(x))
+
+
+def test_onnx_gives_the_outputs_of_torch_at_any_batch_size(tmp_path, torch_log, recwarn):
+    model, saved = factorized("cnn", (1, 8, 8))
+    report = export(saved, tmp_path / "m.onnx", "onnx")
+    assert [r.getMessage() for r in torch_log.records if r.levelno >= logging.WARNING] == []
+    assert len(recwarn) == 0
+
+    for batch in (1, 7):
+        x = torch.randn(batch, 1, 8, 8)
+        torch.testing.assert_close(onnx_outputs(report.path, x), model(x), atol=1e-5, rtol=1e-4)
+    assert 0 <= report.max_difference <= 1e-4
+    assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
+    assert str(HERE).encode() not in report.path.read_bytes()
+
+
+def test_onnx_takes_the_integers_of_an_lstm(tmp_path):
+    model, saved = factorized("lstm", (2,))
+    report = export(saved, tmp_path / "m.onnx", "onnx")
+    x = torch.randint(10, (5, 2))
+    torch.testing.assert_close(onnx_outputs(report.path, x), model(x), atol=1e-5, rtol=1e-4)
+
+
+def test_the_users_own_model_is_found_by_its_target(tmp_path):
+    model = fp.factorize(models.mlp(), fp.FedPara(gamma=0.1))
+    own = {"target": "fedpara.models:mlp", "shape": [1, 28, 28]}
+    report = export(SavedState(model.state_dict(), forms(model), own), tmp_path / "m.pt2", "pt2")
+    x = torch.randn(3, 1, 28, 28)
+    torch.testing.assert_close(torch.export.load(report.path).module()(x), model(x))
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(30, 20), nn.Linear(30, 20)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x) + self.b(y), self.a(x)
+
+
+def test_a_model_of_several_inputs_and_outputs(tmp_path):
+    model = fp.factorize(TwoInputs(), fp.FedPara(rank=2))
+    saved = SavedState(model.state_dict(), forms(model))
+    example = (torch.randn(2, 30), torch.randn(2, 30))
+    report = export(saved, tmp_path / "m.pt2", "pt2", model=TwoInputs(), example=example)
+    program = torch.export.load(report.path).module()
+    x, y = torch.randn(4, 30), torch.randn(4, 30)
+    for given, expected in zip(program(x, y), model(x, y), strict=True):
+        torch.testing.assert_close(given, expected)
+
+
+class Branching(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class Alphabet(nn.Linear):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"scores": super().forward(x)}
+
+
+def test_what_cannot_be_exported_is_explained_and_not_written(tmp_path):
+    example = torch.randn(2, 3)
+    with pytest.raises(
+        UsageError, match=r"Branching could not be exported as pt2.*Safetensors needs no tracing"
+    ):
+        export(Branching(3, 2), tmp_path / "m.pt2", "pt2", example=example)
+    with pytest.raises(UsageError, match="could not be exported as pt2"):
+        export(nn.Linear(4, 2), tmp_path / "m.pt2", "pt2", example=example)
+    with pytest.raises(UsageError, match="returns dict: expected a tensor"):
+        export(Alphabet(3, 2), tmp_path / "m.pt2", "pt2", example=example)
+    with pytest.raises(UsageError, match="give an example"):
+        export(nn.Linear(3, 2), tmp_path / "m.pt2", "pt2")
+    with pytest.raises(UsageError, match="give the plain model"):
+        export(SavedState(nn.Linear(3, 2).state_dict()), tmp_path / "m.pt2", "pt2")
+    with pytest.raises(StateError, match="does not fit the model"):
+        export(SavedState(nn.Linear(3, 2).state_dict(), {}, CNN), tmp_path / "m.pt2", "pt2")
+    with pytest.raises(UsageError, match="unknown format 'tflite': expected one of safetensors, onnx, pt2"):
+        export(nn.Linear(3, 2), tmp_path / "m", "tflite")
+    assert list(tmp_path.iterdir()) == []
+
+
+class Noisy(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.rand(x.shape[0], 2)
+
+
+def test_a_difference_above_the_tolerance_is_refused(tmp_path):
+    example = torch.randn(2, 3)
+    with pytest.raises(FedParaError, match=r"pt2 model differs from torch by .* Nothing was written"):
+        export(Noisy(3, 2), tmp_path / "m.pt2", "pt2", example=example)
+    assert list(tmp_path.iterdir()) == []
+    assert 0 < export(Noisy(3, 2), tmp_path / "m.pt2", "pt2", example=example, tolerance=2).max_difference < 2
+
+
+def test_a_file_is_overwritten_only_when_told(tmp_path):
+    path = tmp_path / "m.safetensors"
+    path.write_text("mine")
+    with pytest.raises(UsageError, match="exists"):
+        export(nn.Linear(3, 2), path)
+    assert path.read_text() == "mine"
+    export(nn.Linear(3, 2), path, overwrite=True)
+    assert load_file(path).keys() == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxruntime", "onnxscript"])
+def test_a_missing_package_is_named_with_its_cure(tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=rf"{package}: pip install 'fedpara\[onnx\]'"):
+        export(nn.Linear(3, 2), tmp_path / "m.onnx", "onnx", example=torch.randn(2, 3))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,186 @@
+"""How factors start: the deviation of what they compose, by simulation, and a user's own start."""
+
+from math import prod, sqrt
+
+import pytest
+import torch
+from torch import nn
+
+import fedpara as fp
+from fedpara import models
+from fedpara.errors import SchemeError
+from fedpara.parameterization import calibrated, fan_out, forms, write
+from fedpara.parameterization.initialise import PRIVATE_SCALE
+
+KINDS = {
+    "fedpara": lambda gamma: fp.FedPara(gamma=gamma),
+    "tanh": lambda gamma: fp.FedPara(gamma=gamma, nonlinearity="tanh"),
+    "reshape": lambda gamma: fp.FedPara(gamma=gamma, conv="reshape"),
+    "pfedpara": lambda gamma: fp.PFedPara(gamma=gamma),
+    "pfedpara tanh": lambda gamma: fp.PFedPara(gamma=gamma, nonlinearity="tanh"),
+    "lowrank": lambda gamma: fp.LowRank(gamma=gamma),
+}
+
+
+def weights(*nets: nn.Module) -> list[tuple[int, ...]]:
+    return sorted({tuple(p.shape) for net in nets for p in net.parameters() if p.dim() >= 2})
+
+
+SHAPES = weights(
+    models.vgg16(), models.resnet18(), models.lstm(), models.mlp(), models.mlp(classes=62), models.cnn()
+)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def rms(w: torch.Tensor) -> float:
+    return float(w.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gamma", [0.1, 0.5, 0.9])
+def test_calibrated_composes_at_he_scale_for_every_shape_of_the_models(kind, gamma):
+    assert {(512, 512, 3, 3), (64, 3, 3, 3), (128, 64, 1, 1), (1024, 8), (256, 784), (62, 256)} <= set(SHAPES)
+    for shape in SHAPES:
+        form = write(KINDS[kind](gamma), shape)
+        he = sqrt(2 / prod(shape[1:]))
+        for seed in range(1 if form.dense_parameters > 2**15 else 5):
+            w = form.compose(calibrated(form, seeded(seed)))
+            assert rms(w) == pytest.approx(he, rel=0.1), (shape, seed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(8, 1), (6, 2), (9, 1, 1, 1), (2, 3)])
+def test_calibrated_where_tanh_cannot_reach_he_scale(kind, shape):
+    """fan_in 1 asks for a deviation of 1.41: tanh stays below 1, and stays off its flat part."""
+    form = write(KINDS[kind](0.5), shape)
+    w = form.compose(calibrated(form, seeded()))
+    he = sqrt(2 / prod(shape[1:]))
+    if form.scheme.nonlinearity and he >= 0.9:
+        assert 0.5 < rms(w) <= he
+        assert max(float(f.abs().max()) for f in calibrated(form, seeded())) < 100
+    else:
+        assert rms(w) == pytest.approx(he, rel=0.1)
+
+
+@pytest.mark.parametrize("shape", [(256, 784), (128, 64, 3, 3)])
+def test_calibrated_shares(shape):
+    """FedPara: both inner weights alike. pFedPara: W2 at the scale that personalises, W1 the rest."""
+    form = write(fp.FedPara(gamma=0.5), shape)
+    w1, w2 = form.inner(calibrated(form, seeded()))
+    assert rms(w1) == pytest.approx(rms(w2), rel=1e-3)
+    form = write(fp.PFedPara(gamma=0.5), shape)
+    w1, w2 = form.inner(calibrated(form, seeded()))
+    assert rms(w2) == pytest.approx(PRIVATE_SCALE, rel=1e-3)
+    assert rms(w1) < rms(w2)
+    factors = dict(zip(form.factors, calibrated(form, seeded()), strict=True))
+    for x, y in (("x1", "y1"), ("x2", "y2")):
+        assert float(factors[x].std()) == pytest.approx(float(factors[y].std()), rel=0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calibrated_of_a_single_entry(kind):
+    form = write(KINDS[kind](0.5), (1, 1))
+    for seed in range(20):
+        assert all(f.isfinite().all() and f.ne(0).all() for f in calibrated(form, seeded(seed)))
+
+
+@pytest.mark.parametrize("kind", ["fedpara", "reshape", "lowrank"])
+def test_fan_out_deviations(kind):
+    """X, Y: sqrt(2/r). T: sqrt(2/(k r)), k the kernel's area."""
+    form = write(KINDS[kind](0.5), (512, 512, 3, 3))
+    for name, factor in zip(form.factors, fan_out(form, seeded()), strict=True):
+        area = 9 if name.startswith("t") else 1
+        assert float(factor.std()) == pytest.approx(sqrt(2 / (form.rank * area)), rel=0.02), name
+
+
+def test_fan_out_of_a_matrix():
+    form = write(fp.FedPara(rank=64), (1024, 512))
+    for factor in fan_out(form, seeded()):
+        assert float(factor.std()) == pytest.approx(sqrt(2 / 64), rel=0.02)
+    w1, _ = form.inner(fan_out(form, seeded()))
+    assert rms(w1) == pytest.approx(2 / sqrt(64), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "init"),
+    [
+        (fp.FedPara(gamma=0.5), fan_out),
+        (fp.PFedPara(gamma=0.5), calibrated),
+        (fp.LowRank(gamma=0.5), calibrated),
+    ],
+)
+def test_each_schemes_own_start(scheme, init):
+    layer = fp.factorize(nn.Linear(24, 20), scheme, force=True, generator=seeded(3))
+    (form,) = forms(layer).values()
+    for got, expected in zip(list(layer.state_dict().values())[1:], init(form, seeded(3)), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("init", ["fan_out", "calibrated", fan_out, None])
+def test_a_generator_makes_it_reproducible(init):
+    def start(seed):
+        torch.manual_seed(99)
+        net = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Linear(16, 12))
+        before = torch.get_rng_state()
+        state = fp.factorize(
+            net, fp.FedPara(gamma=0.1), force=True, init=init, generator=seeded(seed)
+        ).state_dict()
+        assert torch.equal(torch.get_rng_state(), before)
+        return state
+
+    one, same, other = start(1), start(1), start(2)
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not any(torch.equal(one[name], other[name]) for name in one if ".x" in name or ".t" in name)
+
+
+def test_without_a_generator_the_global_seed_counts():
+    def start(seed):
+        torch.manual_seed(seed)
+        return fp.factorize(nn.Linear(24, 20), fp.FedPara(gamma=0.1)).state_dict()
+
+    one, same, other = start(1), start(1), start(2)
+    assert torch.equal(one["weight.x1"], same["weight.x1"])
+    assert not torch.equal(one["weight.x1"], other["weight.x1"])
+
+
+def test_the_weights_type_is_kept():
+    layer = fp.factorize(nn.Linear(24, 20).to(torch.bfloat16), fp.FedPara(gamma=0.1))
+    assert {t.dtype for t in layer.state_dict().values()} == {torch.bfloat16}
+
+
+def test_a_users_own_start():
+    seen = []
+
+    def ones(form, generator):
+        seen.append((form.shape, generator))
+        return [torch.full(shape, i + 1.0) for i, shape in enumerate(form.factors.values())]
+
+    generator = seeded()
+    net = nn.Sequential(nn.Linear(24, 20), nn.Linear(20, 24))
+    fp.factorize(net, fp.FedPara(rank=3), init=ones, generator=generator)
+    assert seen == [((20, 24), generator), ((24, 20), generator)]
+    assert net[0].weight.eq(3 * (1 * 2) * 3 * (3 * 4)).all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda form, g: fan_out(form, g)[:3],
+        lambda form, g: [f.T for f in fan_out(form, g)],
+        lambda form, g: [f.tolist() for f in fan_out(form, g)],
+        lambda form, g: fan_out(form, g)[::-1],
+    ],
+    ids=["too few", "transposed", "not tensors", "another order"],
+)
+def test_a_start_that_does_not_fit_is_refused(wrong):
+    layer = nn.Linear(24, 20)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    with pytest.raises(
+        SchemeError, match=r"'<lambda>' returned .* expected \{'x1': \(20, 3\), 'y1': \(24, 3\)"
+    ):
+        fp.factorize(layer, fp.FedPara(rank=3), init=wrong)
+    assert type(layer) is nn.Linear
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
