@@ -8,6 +8,7 @@ The rows of a table are measured in one process, in turns, so that a slow moment
 """
 
 import argparse
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -131,10 +132,10 @@ def step_table(
 
     times = in_turns({name: (step,) for name, step in steps.items()}, device, repeats)
     seconds = {name: [turn[0] for turn in turns] for name, turns in times.items()}
-    how = f"{'compiled' if compiled else 'eager'}{', CUDA graph' if device.type == 'cuda' else ''}"
+    how = "bfloat16 autocast, CUDA graph" if device.type == "cuda" else "float32"
     print(
-        f"\nVGG16, SGD step of {clients} stacked clients, batch {batch}, dropout {dropout}, gamma {GAMMA}, bfloat16 "
-        f"autocast, {how}; ms, median (least) of {repeats}"
+        f"\nVGG16, SGD step of {clients} stacked clients, batch {batch}, dropout {dropout}, gamma {GAMMA}, {how}, "
+        f"{'compiled' if compiled else 'eager'}; ms, median (least) of {repeats}"
     )
     print(f"{'':28}{'all clients':>18}{'a client':>12}")
     for name, row in seconds.items():
@@ -160,7 +161,7 @@ def _train(
     """state -= lr gradient, in place. The gradients of what is `held` are returned, and it stays as it is."""
 
     def loss(state: State, x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):
+        with autocast(x.device):
             logits = functional_call(model, compose_state(state, written), (x,))
         return F.cross_entropy(logits.float(), y)
 
@@ -171,8 +172,7 @@ def _train(
 
 
 def _compose(written: Mapping[str, Form], factors: State) -> State:
-    device = next(iter(factors.values())).device
-    with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+    with autocast(next(iter(factors.values())).device):
         return compose_state(factors, written)
 
 
@@ -180,13 +180,18 @@ def _there_and_back(written: Mapping[str, Form], factors: State, upstream: State
     """The kernels from their factors, a gradient of the kernels back to the factors, the factors' update."""
 
     def one_client(factors: State, upstream: State) -> tuple[State, State]:
-        kernels, back = vjp(partial(_compose, written), factors)
+        kernels, back, *_ = vjp(partial(_compose, written), factors)
         return kernels, back(upstream)[0]
 
     kernels, gradient = vmap(one_client)(factors, upstream)
     torch._foreach_add_(list(factors.values()), [gradient[n] for n in factors], alpha=-LR)
     result: State = kernels
     return result
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """bfloat16 on the GPU; on a CPU without bfloat16 units it would take minutes a step."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False)
 
 
 def captured(step: Step) -> Step:
@@ -221,17 +226,18 @@ def in_turns(
 
 
 def elapsed(step: Step, device: torch.device) -> float:
+    """Seconds by CUDA events, or of CPU time, in which other programs on the machine do not count."""
     if device.type != "cuda":
-        began = time.perf_counter()
+        began = time.process_time()
         step()
-        return time.perf_counter() - began
+        return time.process_time() - began
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    began_, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    began_.record()
+    first.record()
     step()
-    ended.record()
+    last.record()
     torch.cuda.synchronize()
-    return began_.elapsed_time(ended) / 1e3
+    return float(first.elapsed_time(last)) / 1e3
 
 
 def hardware(device: torch.device) -> str:
@@ -242,7 +248,8 @@ def hardware(device: torch.device) -> str:
         return f"{torch.cuda.get_device_name(device)}; {versions}"
     lscpu = subprocess.run(["lscpu"], capture_output=True, text=True).stdout if shutil.which("lscpu") else ""
     model = [line.partition(":")[2].strip() for line in lscpu.splitlines() if line.startswith("Model name")]
-    return f"{' '.join(model) or platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads; {versions}"
+    threads = torch.get_num_threads()
+    return f"{' '.join(model) or platform.machine()}, {os.cpu_count()} cores, {threads} used; {versions}"
 
 
 def _leaves(factors: Sequence[Tensor]) -> list[Tensor]:
@@ -272,6 +279,7 @@ def main() -> None:
     )
     parser.add_argument("--smoke", action="store_true", help="2 clients, batch 2, 2 repeats; not for figures")
     args = parser.parse_args()
+    torch.set_num_threads(1)
     if args.smoke:
         args.clients = args.batch = args.repeats = 2
     compiled = not args.smoke if args.compile is None else args.compile

@@ -75,7 +75,7 @@ def test_a_failed_write_leaves_nothing(tmp_path):
 def test_the_next_writer_sweeps_up_after_a_killed_one(tmp_path):
     path = cache.location(tmp_path, "set")
     path.parent.mkdir()
-    old, fresh = (path.with_name(f"set.safetensors.{pid}.ab.tmp") for pid in (1, 2))
+    old, fresh = (path.with_name(f".{token}.part.safetensors") for token in ("a1", "b2"))
     for left in (old, fresh):
         left.write_bytes(b"half")
     os.utime(old, (1, 1))

@@ -347,3 +347,36 @@ def test_a_recurrent_class_of_ones_own_with_factors_in_its_children_only():
     model = fp.factorize(WithHead(), fp.FedPara(rank=2), lambda n, m, p: n == "head" and p == "weight")
     assert set(forms(deepcopy(model))) == {"head.weight"}
     assert torch.allclose(fp.merge(model).head.weight, model.head.weight)
+
+
+def test_a_wrapper_that_answers_for_what_it_wraps():
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+            self.gate = nn.Parameter(torch.randn(12, 16))
+
+        def __getattr__(self, name: str):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("inner"), name)
+
+        def forward(self, x):
+            return self.inner(x) * nn.functional.linear(x, self.gate)
+
+    torch.manual_seed(0)
+    inner = fp.factorize(nn.Sequential(nn.Linear(16, 12)), fp.FedPara(rank=2))
+    model, x = Wrapper(inner), torch.randn(3, 16)
+    assert set(forms(model)) == {"inner.0.weight"}
+    assert set(model.state_dict()) == {
+        "gate",
+        "inner.0.bias",
+        *(f"inner.0.weight.{f}" for f in ("x1", "y1", "x2", "y2")),
+    }
+    model.load_state_dict(deepcopy(model).state_dict())
+    merged = fp.merge(model)
+    assert torch.allclose(merged(x), model(x), rtol=1e-5, atol=1e-6)
+    fp.factorize(merged, fp.FedPara(rank=2))
+    assert set(forms(merged)) == {"gate", "inner.0.weight"}
+    assert not forms(fp.merge(merged))

@@ -5,17 +5,14 @@ source is read again. It is written beside its final name and moved there whole:
 """
 
 import json
-import os
-import secrets
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from fedpara.data.sources import Arrays
-from fedpara.errors import DataError
+from fedpara.errors import DataError, FedParaError
+from fedpara.files import sweep, write_tensors
 
 VERSION = "1"
 FOLDER = "fedpara-cache"
@@ -61,26 +58,11 @@ def read(path: Path, sources: str) -> Arrays | None:
 
 def write(path: Path, arrays: Arrays, sources: str, examples: tuple[int, int]) -> None:
     metadata = {"version": VERSION, "sources": sources, "examples": f"{examples[0]} {examples[1]}"}
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(path)
-        try:
-            save_file(arrays, temporary, metadata)
-            os.chmod(temporary, 0o666 & path.parent.stat().st_mode)  # as readable as the folder it lies in
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except (OSError, SafetensorError) as error:
+        sweep(path.parent, older_than=STALE_SECONDS)
+        write_tensors(path, arrays, metadata)
+    except (OSError, FedParaError) as error:
         raise DataError(
             f"the cache {path} could not be written ({error}); every load reads the source again."
         ) from None
-
-
-def _sweep(path: Path) -> None:
-    """Remove what killed writers left. A living writer touches its file all the time."""
-    for left in path.parent.glob(f"{path.name}.*.tmp"):
-        if time.time() - left.stat().st_mtime > STALE_SECONDS:
-            left.unlink(missing_ok=True)

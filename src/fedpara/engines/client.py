@@ -3,15 +3,18 @@
 x, down <- message;  y = local steps from (x, own private part);  message <- y's shared part, extras
 """
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from fedpara.algorithms import Algorithm, Groups
 from fedpara.data import Examples
 from fedpara.engines.program import Program
 from fedpara.engines.streams import torch_numbers
-from fedpara.engines.worker import Score, Worker
-from fedpara.errors import RunError
-from fedpara.state import State, subtract
+from fedpara.engines.worker import Score, Trained, Worker
+from fedpara.errors import RunError, UpdateRejected
+from fedpara.state import State
 from fedpara.wire import Header, Link, Spec, admit, encode, guard, pack, spec_of, unpack
 
 PRIVATE = "private"
@@ -63,6 +66,11 @@ class Protocol:
         groups = unpack(state)
         return groups.pop(""), groups
 
+    def first(self, model: State) -> Groups:
+        """What a client holds before its first round."""
+        x = {name: model[name] for name in self.program.shared}
+        return {PRIVATE: self.program.start(self.program.kept), **self.algorithm.client_init(x)}
+
     def header(self, round: int, sender: str = "server", examples: int = 0) -> Header:
         return Header(round, self.algorithm.name, self.program.scheme, sender, examples)
 
@@ -82,30 +90,71 @@ def client_round(
 
     With `test` the client's own model is scored before and after the local steps.
     """
-    program, algorithm = protocol.program, protocol.algorithm
     model, down = received
-    x = {name: model[name] for name in program.shared}
-    if memory is None:
-        memory = {PRIVATE: program.start(program.kept), **algorithm.client_init(x)}
-    own = {name: state for name, state in memory.items() if name != PRIVATE}
+    memory = memory or protocol.first(model)
     state = {**model, **memory[PRIVATE]}
     before = worker.evaluate(state, test) if test is not None else None
     trained = worker.train(
-        state, examples, algorithm, x, down, own, seed=protocol.seed, round=round, who=client
+        state,
+        examples,
+        protocol.algorithm,
+        {name: model[name] for name in protocol.program.shared},
+        down,
+        own_variables(memory),
+        seed=protocol.seed,
+        round=round,
+        who=client,
     )
-    if not trained.loss == trained.loss or trained.loss in (float("inf"), float("-inf")):
+    after = worker.evaluate(trained.state, test) if test is not None else None
+    reply = reply_of(
+        protocol, trained, model, down, memory, round=round, client=client, examples=len(examples)
+    )
+    return replace(reply[0], before=before, after=after), reply[1]
+
+
+def reply_of(
+    protocol: Protocol,
+    trained: Trained,
+    model: State,
+    down: Groups,
+    memory: Groups,
+    *,
+    round: int,
+    client: int,
+    examples: int,
+) -> tuple[Reply, Groups]:
+    """What a trained client sends, and what it keeps. A client that diverged ends the run."""
+    program, algorithm = protocol.program, protocol.algorithm
+    wrong = "" if math.isfinite(trained.loss) else f"its loss is {trained.loss}"
+    if not wrong and not _finite(trained.parameters):
+        wrong = "its parameters are no longer finite"
+    if wrong:
         raise RunError(
-            f"client {client} diverged in round {round}: its loss is {trained.loss}. The state before this round is "
-            "kept. Lower the learning rate, or set a gradient clip."
+            f"client {client} diverged in round {round}: {wrong}. The state before this round is kept. "
+            "Lower the learning rate, or set a gradient clip."
         )
-    after = worker.evaluate({**trained.parameters, **trained.buffers}, test) if test is not None else None
+    x = {name: model[name] for name in program.shared}
     y = {name: trained.parameters[name] for name in program.shared}
-    extra, own = algorithm.finish(x, y, down, own, trained.steps, algorithm.local.lr_at(round))
+    eta = algorithm.local.lr_at(round)
+    extra, own = algorithm.finish(x, y, down, own_variables(memory), trained.steps, eta)
     sent = {**y, **{name: trained.buffers[name] for name in program.shared_buffers}}
-    message = _encode_up(protocol, sent, model, extra, round, client, len(examples))
-    trained_state = {**trained.parameters, **trained.buffers}
-    private = {name: trained_state[name] for name in program.kept}
-    return Reply(client, message, "", trained.loss, before, after), {PRIVATE: private, **own}
+    private = {name: trained.state[name] for name in program.kept}
+    try:
+        message = _encode_up(protocol, sent, model, extra, round, client, examples)
+    except UpdateRejected as error:  # too large for a narrow uplink
+        return Reply(client, reason=str(error)), {PRIVATE: private, **own}
+    return Reply(client, message, "", trained.loss), {PRIVATE: private, **own}
+
+
+def _finite(state: State) -> bool:
+    """By the largest entries: a sum of squares would overflow long before a number does."""
+    tensors = [tensor for tensor in state.values() if tensor.numel()]
+    return not tensors or bool(torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite().all())
+
+
+def own_variables(memory: Groups) -> Groups:
+    """The algorithm's part of what a client keeps."""
+    return {name: state for name, state in memory.items() if name != PRIVATE}
 
 
 def change_coded(link: Link) -> bool:
@@ -113,11 +162,21 @@ def change_coded(link: Link) -> bool:
     return link.up != "float32"
 
 
+def as_change(y: State, x: State) -> State:
+    """y - x. Integers (BatchNorm's step counter) travel as they are on every link."""
+    return {name: tensor - x[name] if tensor.is_floating_point() else tensor for name, tensor in y.items()}
+
+
+def from_change(d: State, x: State) -> State:
+    """The inverse: x + d"""
+    return {name: x[name] + tensor if tensor.is_floating_point() else tensor for name, tensor in d.items()}
+
+
 def _encode_up(
     protocol: Protocol, sent: State, model: State, extra: Groups, round: int, client: int, examples: int
 ) -> bytes:
     if change_coded(protocol.link):
-        sent = subtract(sent, {name: model[name] for name in sent})
+        sent = as_change(sent, model)
     state = pack({"": sent, **extra})
     guard(state, protocol.program.private)
     generator = torch_numbers(protocol.seed, "link-up", round, client) if protocol.link.up == "int8" else None

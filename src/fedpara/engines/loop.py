@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol as Interface
 
 from fedpara.algorithms import Groups, Update
-from fedpara.engines.client import Protocol, Reply, change_coded
+from fedpara.engines.client import Protocol, Reply, change_coded, from_change
 from fedpara.engines.streams import cohort, torch_numbers
 from fedpara.engines.worker import Score
-from fedpara.errors import UpdateRejected, WireError
-from fedpara.state import State, add, mean
+from fedpara.errors import RunError, UpdateRejected, WireError
+from fedpara.state import State, mean
 from fedpara.wire import Meter, admit, encode, guard, pack, unpack
 
 
@@ -21,8 +21,15 @@ class Engine(Interface):
     @property
     def name(self) -> str: ...
 
+    @property
+    def why(self) -> str:
+        """How the clients are run, and what could not be done and why."""
+
     def train(self, round: int, clients: Sequence[int], message: bytes, personal: bool) -> Iterable[Reply]:
         """One reply a client of the cohort, in the cohort's order."""
+
+    def keep(self, round: int, clients: Sequence[int]) -> None:
+        """The server took these clients' updates: only they keep what the round made of them."""
 
     def evaluate(self, state: State) -> Score | None: ...
 
@@ -84,9 +91,8 @@ def play(
 ) -> Iterator[Round]:
     """Round after round, from `start` on; ends early once the target accuracy is met."""
     progress = start or beginning(protocol)
-    meter = Meter()
     while progress.round < schedule.rounds:
-        result = _round(protocol, engine, schedule, personal, progress, meter)
+        result = _round(protocol, engine, schedule, personal, progress)
         yield result
         progress = result.progress
         if schedule.target is not None and result.accuracy is not None and result.accuracy >= schedule.target:
@@ -94,54 +100,85 @@ def play(
 
 
 def _round(
-    protocol: Protocol, engine: Engine, schedule: Schedule, personal: bool, progress: Progress, meter: Meter
+    protocol: Protocol, engine: Engine, schedule: Schedule, personal: bool, progress: Progress
 ) -> Round:
     t = progress.round + 1
     chosen = cohort(protocol.seed, t, schedule.clients, schedule.cohort)
-    message = _broadcast(protocol, progress, t)
-    sent, _ = protocol.read_down(message, t)
-    scores = personal and schedule.evaluates(t)
-    updates: list[Update] = []
-    buffers: list[State] = []
-    replies: list[Reply] = []
-    refused: list[tuple[int, str]] = []
-    for reply in engine.train(t, chosen, message, scores):
-        meter.down(t, reply.client, message)
-        if reply.message is None:
-            refused.append((reply.client, reply.reason))
-            continue
-        meter.up(t, reply.client, reply.message)
-        try:
-            update, averaged = _admit(protocol, schedule, reply, sent, t)
-        except WireError as error:
-            refused.append((reply.client, str(error)))
-            continue
-        updates.append(update)
-        buffers.append(averaged)
-        replies.append(reply)
-    notes: tuple[str, ...] = ()
-    x, server = progress.x, progress.server
-    averages = progress.buffers
-    if updates:
-        x, server = protocol.algorithm.aggregate(x, server, updates, schedule.clients)
+    try:
+        message = _broadcast(protocol, progress, t)
+        sent, _ = protocol.read_down(message, t)
+    except UpdateRejected as error:
+        raise RunError(
+            f"the model cannot be sent in round {t}: {error} The state before it is kept."
+        ) from None
+    meter = Meter()
+    for client in chosen:
+        meter.down(t, client, message)
+    replies = engine.train(t, chosen, message, personal and schedule.evaluates(t))
+    got = _collect(protocol, schedule, t, chosen, sent, replies, meter)
+    x, server, averages = progress.x, progress.server, progress.buffers
+    if got.updates:
+        x, server = protocol.algorithm.aggregate(x, server, got.updates, schedule.clients)
         if averages:
-            averages = mean(buffers, [float(update.examples) for update in updates])
+            averages = mean(got.buffers, [float(update.examples) for update in got.updates])
     else:
-        notes = (f"round {t} had no usable update: the model is kept as it was",)
-    traffic = meter.rounds[-1]
-    after = Progress(
-        t, x, averages, server, progress.bytes_up + traffic.up, progress.bytes_down + traffic.down
-    )
+        got.notes.append(f"round {t} had no usable update: the model is kept as it was")
+    engine.keep(t, [reply.client for reply in got.replies])
+    up, down = meter.total_up, meter.total_down
     result = Round(
-        after,
+        Progress(t, x, averages, server, progress.bytes_up + up, progress.bytes_down + down),
         tuple(chosen),
-        sum(reply.loss for reply in replies) / len(replies) if replies else float("nan"),
-        traffic.up,
-        traffic.down,
-        tuple(refused),
-        notes=notes,
+        sum(reply.loss for reply in got.replies) / len(got.replies) if got.replies else float("nan"),
+        up,
+        down,
+        tuple(got.refused),
+        notes=tuple(got.notes),
     )
-    return _evaluated(protocol, engine, schedule, replies, result)
+    return _evaluated(protocol, engine, schedule, got.replies, result)
+
+
+@dataclass
+class _Collected:
+    """What came back. `replies` are those whose updates were taken, without their messages."""
+
+    updates: list[Update] = field(default_factory=list)
+    buffers: list[State] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
+    refused: list[tuple[int, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def _collect(
+    protocol: Protocol,
+    schedule: Schedule,
+    round: int,
+    chosen: Sequence[int],
+    sent: State,
+    replies: Iterable[Reply],
+    meter: Meter,
+) -> _Collected:
+    """One update a client that was asked, whatever an engine or a network hands over."""
+    got = _Collected()
+    waiting = dict.fromkeys(chosen)
+    for reply in replies:
+        if reply.client not in waiting:
+            got.notes.append(f"client {reply.client} answered twice or was not asked: that reply is dropped")
+            continue
+        del waiting[reply.client]
+        if reply.message is None:
+            got.refused.append((reply.client, reply.reason))
+            continue
+        meter.up(round, reply.client, reply.message)
+        try:
+            update, averaged = _admit(protocol, schedule, reply, sent, round)
+        except WireError as error:
+            got.refused.append((reply.client, str(error)))
+            continue
+        got.updates.append(update)
+        got.buffers.append(averaged)
+        got.replies.append(replace(reply, message=None))
+    got.refused += [(client, "it sent no reply") for client in waiting]
+    return got
 
 
 def _broadcast(protocol: Protocol, progress: Progress, round: int) -> bytes:
@@ -171,7 +208,7 @@ def _admit(
     groups = unpack(state)
     model = groups.pop("")
     if changes:
-        model = add({name: sent[name] for name in model}, model)
+        model = from_change(model, sent)
     program = protocol.program
     y = {name: model[name] for name in program.shared}
     averaged = {name: model[name] for name in program.shared_buffers}

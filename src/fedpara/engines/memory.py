@@ -1,5 +1,6 @@
 """What clients keep from round to round: private parameters, control variates. Made at a client's first round."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from fedpara.algorithms import Groups
@@ -26,3 +27,27 @@ class InMemory:
 
     def __len__(self) -> int:
         return len(self._groups)
+
+
+class Held:
+    """A memory whose newest round waits for the server's word.
+
+    Only clients whose updates were taken keep what the round made of them: a control variate that moved
+    without the server's would no longer be a part of its mean.
+    """
+
+    def __init__(self, memory: ClientMemory) -> None:
+        self._memory = memory
+        self._waiting: dict[int, Groups] = {}
+
+    def get(self, client: int) -> Groups | None:
+        return self._memory.get(client)
+
+    def hold(self, client: int, groups: Groups) -> None:
+        self._waiting[client] = groups
+
+    def keep(self, round: int, clients: Sequence[int]) -> None:
+        """What these clients hold is theirs; what any other holds is dropped."""
+        for client in clients:
+            self._memory.put(client, round, self._waiting[client])
+        self._waiting = {}

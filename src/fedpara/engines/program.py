@@ -69,14 +69,18 @@ def take_apart(model: nn.Module, share: Share = "all") -> Program:
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The model's own tensors by readable name; one that several modules share is named once."""
-    seen: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        seen.setdefault(id(tensor), name)
-    return {name: t for name, t in model.state_dict(keep_vars=True).items() if seen[id(t)] == name}
+    twins = shared_names(model)
+    return {name: t for name, t in model.state_dict(keep_vars=True).items() if name not in twins}
+
+
+def shared_names(model: nn.Module) -> dict[str, str]:
+    """For a tensor with several names, its first one by each of the others."""
+    first: dict[int, str] = {}
+    named = model.state_dict(keep_vars=True).items()
+    return {name: found for name, t in named if (found := first.setdefault(id(t), name)) != name}
 
 
 def describe(model: nn.Module) -> str:
     """A short name of how the weights are written, for message headers: both ends must agree on it."""
-    kinds = {f"{form.scheme.name}:{form.rank}" for form in parameterization.forms(model).values()}
-    names = sorted({kind.partition(":")[0] for kind in kinds})
-    return "+".join(names) or "dense"
+    names = {form.scheme.name for form in parameterization.forms(model).values()}
+    return "+".join(sorted(names)) or "dense"

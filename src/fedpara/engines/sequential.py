@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from fedpara.data import FederatedData
 from fedpara.engines.client import Protocol, Reply, client_round
-from fedpara.engines.memory import ClientMemory
+from fedpara.engines.memory import ClientMemory, Held
 from fedpara.engines.task import Task
 from fedpara.engines.worker import Score, Worker
 from fedpara.state import State
@@ -13,11 +13,19 @@ from fedpara.state import State
 class Sequential:
     name = "sequential"
 
-    def __init__(self, protocol: Protocol, task: Task, data: FederatedData, memory: ClientMemory) -> None:
+    def __init__(
+        self,
+        protocol: Protocol,
+        task: Task,
+        data: FederatedData,
+        memory: ClientMemory,
+        why: str = "one client after another on the CPU",
+    ) -> None:
+        self.why = why
         self.protocol = protocol
         self.task = task
         self.data = data
-        self.memory = memory
+        self.memory = Held(memory)
         self.worker = Worker(protocol.program, task.augment)
 
     def train(self, round: int, clients: Sequence[int], message: bytes, personal: bool) -> Iterator[Reply]:
@@ -36,8 +44,11 @@ class Sequential:
                 client=client,
                 test=self.data.client_test(client) if personal else None,
             )
-            self.memory.put(client, round, kept)
+            self.memory.hold(client, kept)
             yield reply
+
+    def keep(self, round: int, clients: Sequence[int]) -> None:
+        self.memory.keep(round, clients)
 
     def evaluate(self, state: State) -> Score | None:
         """The global model on the task's test set."""

@@ -1,28 +1,33 @@
 """simulate: a whole federated run in one call."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from fedpara.algorithms import Algorithm
 from fedpara.data import FederatedData
+from fedpara.engines.batched import Batched, unfit
 from fedpara.engines.client import PRIVATE, Protocol
 from fedpara.engines.loop import Engine, Progress, Round, Schedule, play
 from fedpara.engines.memory import ClientMemory, InMemory
-from fedpara.engines.program import Share, take_apart
+from fedpara.engines.program import Share, shared_names, take_apart
 from fedpara.engines.sequential import Sequential
 from fedpara.engines.task import Task
 from fedpara.errors import ConfigError, RunError
+from fedpara.parameterization import forms
 from fedpara.state import State
 from fedpara.wire import Link
 
-ENGINES: dict[str, Callable[[Protocol, Task, FederatedData, ClientMemory], Engine]] = {
-    "sequential": Sequential,
-}
+ENGINES = ("auto", "sequential", "batched")
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What a run came to. `state` is the model's whole state; private parts are those it started with."""
+    """What a run came to. `state` is the model's whole state; private parts are those it started with.
+
+    Of `rounds` only the last holds the server's tensors.
+    """
 
     protocol: Protocol
     memory: ClientMemory
@@ -34,11 +39,17 @@ class Run:
 
     @property
     def state(self) -> State:
-        return {**self.protocol.program.initial, **self.progress.x, **self.progress.buffers}
+        return self._whole({})
 
     def client_state(self, client: int) -> State:
         """The whole state of one client's own model: the shared part and what it keeps."""
-        return {**self.state, **(self.memory.get(client) or {}).get(PRIVATE, {})}
+        return self._whole((self.memory.get(client) or {}).get(PRIVATE, {}))
+
+    def _whole(self, private: State) -> State:
+        """Under every name of `model.state_dict()`, those of tied weights too."""
+        program = self.protocol.program
+        state = {**program.initial, **self.progress.x, **self.progress.buffers, **private}
+        return state | {twin: state[name] for twin, name in shared_names(program.model).items()}
 
     @property
     def accuracy(self) -> float:
@@ -72,7 +83,7 @@ def simulate(
     on_round: Callable[[Round], None] | None = None,
 ) -> Run:
     """Run `algorithm` on the federation for `rounds` rounds with `cohort` clients each."""
-    protocol, schedule, engine_, personal = prepare(
+    protocol, schedule, personal = prepare(
         task,
         data,
         algorithm,
@@ -86,14 +97,22 @@ def simulate(
         personal=personal,
         max_norm=max_norm,
         target=target,
-        memory=(memory := memory or InMemory()),
     )
+    memory = InMemory() if memory is None else memory
+    chosen = build_engine(engine, protocol, task, data, memory, cohort)
     results: list[Round] = []
-    for result in play(protocol, engine_, schedule, personal):
+    for result in play(protocol, chosen, schedule, personal):
+        if results:
+            results[-1] = _without_tensors(results[-1])
         results.append(result)
         if on_round is not None:
             on_round(result)
     return Run(protocol, memory, tuple(results))
+
+
+def _without_tensors(result: Round) -> Round:
+    """A history of models would fill the memory: 200 rounds of VGG16 are 12 GB."""
+    return replace(result, progress=replace(result.progress, x={}, buffers={}, server={}))
 
 
 def prepare(
@@ -111,9 +130,8 @@ def prepare(
     personal: bool | None,
     max_norm: float | None,
     target: float | None,
-    memory: ClientMemory,
-) -> tuple[Protocol, Schedule, Engine, bool]:
-    """Everything checked and built, nothing run yet."""
+) -> tuple[Protocol, Schedule, bool]:
+    """Everything checked, nothing run yet: what both ends know, the rounds, and whether clients are scored."""
     for name, value in (("rounds", rounds), ("cohort", cohort), ("evaluate_every", evaluate_every)):
         if value < 1:
             raise ConfigError(f"{name} is {value}: expected at least 1.")
@@ -123,19 +141,39 @@ def prepare(
         raise ConfigError(f"seed is {seed}: expected 0 or more.")
     if max_norm is not None and not max_norm > 0:
         raise ConfigError(f"max_norm is {max_norm}: expected a positive bound.")
+    if target is not None and not 0 < target <= 1:
+        raise ConfigError(f"target is {target}: expected an accuracy above 0 and at most 1, such as 0.8.")
+    if engine not in ENGINES:
+        raise ConfigError(f"unknown engine {engine!r}: expected one of {', '.join(ENGINES)}.")
+    if task.augment == "crop-flip" and len(data.train.shape) != 3:
+        raise ConfigError(f"crop-flip of examples of shape {data.train.shape}: expected images. Use 'none'.")
+    if algorithm.local.jacobian and not forms(task.model):
+        raise ConfigError(
+            "the Jacobian correction needs factorized weights: factorize the model, or leave it out."
+        )
     program = take_apart(task.model, share)
     if personal is None:
         personal = data.has_personal
     if personal and not data.has_personal:
         raise ConfigError("personal evaluation was asked for, and no client has test data of its own.")
+    if target is not None and not personal and (program.private or task.test is None):
+        raise ConfigError(
+            f"a target of {target} and no accuracy to hold it against: expected test data, and where parts of the "
+            "model are private, each client's own."
+        )
     protocol = Protocol(program, algorithm, link, seed)
     schedule = Schedule(rounds, len(data), cohort, evaluate_every, max_norm, target)
-    return protocol, schedule, build_engine(engine)(protocol, task, data, memory), personal
+    return protocol, schedule, personal
 
 
-def build_engine(name: str) -> Callable[[Protocol, Task, FederatedData, ClientMemory], Engine]:
+def build_engine(
+    name: str, protocol: Protocol, task: Task, data: FederatedData, memory: ClientMemory, cohort: int
+) -> Engine:
     if name == "auto":
-        return Sequential
-    if name not in ENGINES:
-        raise ConfigError(f"unknown engine {name!r}: expected auto or one of {', '.join(ENGINES)}.")
-    return ENGINES[name]
+        name = "batched" if torch.cuda.is_available() else "sequential"
+    if name == "sequential":
+        return Sequential(protocol, task, data, memory)
+    reason = unfit(protocol, task, data)
+    if reason:
+        return Sequential(protocol, task, data, memory, why=f"not batched: {reason}")
+    return Batched(protocol, task, data, memory, size=cohort)

@@ -21,7 +21,7 @@ from fedpara.data import Examples, normalise
 from fedpara.engines.augment import crop_flip
 from fedpara.engines.batches import batches
 from fedpara.engines.program import Program, named_tensors
-from fedpara.engines.streams import numbers, torch_seed
+from fedpara.engines.streams import numbers, own_layers
 from fedpara.engines.task import Augment
 from fedpara.state import State
 
@@ -34,6 +34,10 @@ class Trained:
     buffers: State
     loss: float
     steps: int
+
+    @property
+    def state(self) -> State:
+        return {**self.parameters, **self.buffers}
 
 
 @dataclass(frozen=True)
@@ -48,14 +52,15 @@ class Score:
 
 
 class Worker:
-    def __init__(self, program: Program, augment: Augment = "none") -> None:
+    def __init__(
+        self, program: Program, augment: Augment = "none", device: torch.device | None = None
+    ) -> None:
         self.program = program
         self.augment = augment
-        self.model = deepcopy(program.model)
+        self.model = deepcopy(program.model).to(device or torch.device("cpu"))
         named = named_tensors(self.model)
         self.parameters = {name: named[name] for name in program.parameters}
         self.buffers = {name: named[name] for name in program.buffers}
-        self.random = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in self.model.modules())
         self._plain: nn.Module | None = None
 
     def train(
@@ -75,24 +80,24 @@ class Worker:
         self._load(state)
         local, eta = algorithm.local, algorithm.local.lr_at(round)
         inputs = normalise(examples.inputs, examples.mean, examples.std)
-        generator = numbers(seed, "batches", round, who)
-        if self.random:
-            torch.manual_seed(torch_seed(seed, "layers", round, who))
+        order = numbers(seed, "batches", round, who)
+        crops = numbers(seed, "augment", round, who) if self.augment == "crop-flip" else None
         self.model.train()
         velocity: State = {}
         total, steps = torch.zeros(()), 0
-        for batch in batches(len(examples), local, generator):
-            index = torch.from_numpy(batch)
-            images, labels = inputs[index], examples.labels[index]
-            if self.augment == "crop-flip":
-                images = crop_flip(images, generator)
-            gradient, loss = self._gradient(images, labels, local, eta)
-            if local.clip is not None:
-                gradient = clip_by_norm(gradient, local.clip)
-            gradient = self._corrected(gradient, algorithm, x, down, client)
-            velocity = self._step(gradient, velocity, local, eta)
-            total += loss
-            steps += 1
+        with own_layers(seed, round, who):
+            for batch in batches(len(examples), local, order):
+                index = torch.from_numpy(batch)
+                images, labels = inputs[index], examples.labels[index]
+                if crops is not None:
+                    images = crop_flip(images, crops)
+                gradient, loss = self._gradient(images, labels, local, eta)
+                if local.clip is not None:
+                    gradient = clip_by_norm(gradient, local.clip)
+                gradient = self._corrected(gradient, algorithm, x, down, client)
+                velocity = self._step(gradient, velocity, local, eta)
+                total += loss
+                steps += 1
         parameters = {name: t.detach().clone() for name, t in self.parameters.items()}
         buffers = {name: t.detach().clone() for name, t in self.buffers.items()}
         return Trained(parameters, buffers, float(total) / max(1, steps), steps)
@@ -119,7 +124,9 @@ class Worker:
         if local.jacobian:
             return self._jacobian_gradient(images, labels, local, eta)
         loss = cross_entropy(self.model(images), labels)
-        gradients = torch.autograd.grad(loss, list(self.parameters.values()))
+        gradients = torch.autograd.grad(
+            loss, list(self.parameters.values()), allow_unused=True, materialize_grads=True
+        )
         return dict(zip(self.parameters, gradients, strict=True)), loss.detach()
 
     def _jacobian_gradient(
@@ -128,9 +135,10 @@ class Worker:
         if self._plain is None:
             self._plain = parameterization.merge(self.model)
         plain, forms = self._plain, parameterization.forms(self.model)
-        buffers = self.buffers
 
         def loss(state: State) -> Tensor:
+            # Copies: a transform may not write to what lies outside it.
+            buffers = {name: tensor.clone() for name, tensor in self.buffers.items()}
             return cross_entropy(functional_call(plain, {**state, **buffers}, (images,)), labels)
 
         parameters = {name: tensor.detach() for name, tensor in self.parameters.items()}
@@ -138,6 +146,10 @@ class Worker:
         gradient, value = parameterization.corrected_grad(
             loss, parameters, forms, eta=eta, lambda_=local.jacobian, norm=local.jacobian_norm
         )
+        if self.buffers:
+            # The transform kept the new statistics to itself: one more forward pass brings them up to date.
+            with torch.no_grad():
+                self.model(images)
         return gradient, value.detach()
 
     def _corrected(

@@ -5,6 +5,7 @@ the newest file of a client that is no later than the checkpoint's round is its 
 dropped. Files are removed only once two checkpoints have passed them, since the newest may be unreadable.
 """
 
+import json
 from pathlib import Path
 
 from fedpara.algorithms import Groups
@@ -33,11 +34,11 @@ class OnDisk:
         rounds = self._versions.get(client)
         if not rounds:
             return None
-        state, _ = read_tensors(self._path(client, rounds[-1]))
-        groups: Groups = {}
+        state, metadata = read_tensors(self._path(client, rounds[-1]))
+        groups: Groups = {group: {} for group in json.loads(metadata["groups"])}
         for name, tensor in state.items():
             group, _, rest = name.partition("/")
-            groups.setdefault(group, {})[rest] = tensor
+            groups[group][rest] = tensor
         return groups
 
     def put(self, client: int, round: int, groups: Groups) -> None:
@@ -46,7 +47,9 @@ class OnDisk:
         }
         if not state:
             return
-        write_tensors(self._path(client, round), state, {"round": str(round)}, durable=False)
+        path = self._path(client, round)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_tensors(path, state, {"groups": json.dumps(list(groups))}, durable=False)
         rounds = self._versions.setdefault(client, [])
         if not rounds or rounds[-1] != round:
             rounds.append(round)

@@ -1,58 +1,70 @@
-"""Files that are whole or not there: written beside, then moved into place."""
+"""The two kinds of files in a run folder: tensors with a digest, and lines of JSON that only grow."""
 
 import hashlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
-from fedpara.errors import RunError
+from fedpara import files
+from fedpara.errors import RunError, StateError
 from fedpara.state import State
 
-
-def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with beside.open("wb") as file:
-            file.write(content)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+Line = dict[str, Any]
 
 
 def write_tensors(path: Path, state: State, metadata: Mapping[str, str], durable: bool = True) -> None:
     """A safetensors file whose metadata carries a digest of its tensors."""
     contiguous = {name: tensor.contiguous() for name, tensor in state.items()}
-    write_bytes(path, save(contiguous, {**metadata, "sha256": _digest(contiguous)}), durable)
+    files.write_tensors(path, contiguous, {**metadata, "sha256": _digest(contiguous)}, durable)
 
 
 def read_tensors(path: Path) -> tuple[State, dict[str, str]]:
     """The tensors and the metadata; RunError for a file that is cut or altered."""
     try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read as safetensors ({error}): it is cut or damaged.") from None
-    if metadata.get("sha256") != _digest(state):
+        state, metadata = files.read_tensors(path)
+    except StateError as error:
+        raise RunError(str(error)) from None
+    if metadata.pop("sha256", None) != _digest(state):
         raise RunError(f"{path} does not match its digest: it was altered or damaged.")
     return state, metadata
 
 
-def read_lines(path: Path) -> list[dict[str, object]]:
+def read_lines(path: Path) -> list[Line]:
     """The whole lines of a .jsonl file; a last line cut short by a kill is left out."""
+    return [line for _, line in _whole_lines(path)]
+
+
+def append_line(path: Path, line: Line, durable: bool = True) -> None:
+    """If `durable`, on the disk when this returns: a checkpoint written later must not outlive it."""
+    with path.open("ab") as file:
+        file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def keep_rounds(path: Path, last: int) -> None:
+    """Drop what was cut short and what came after round `last`."""
+    kept = b"".join(raw + b"\n" for raw, line in _whole_lines(path) if line["round"] <= last)
+    if path.exists() and path.read_bytes() != kept:
+        files.write_bytes(path, kept)
+
+
+def _whole_lines(path: Path) -> list[tuple[bytes, Line]]:
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    return [json.loads(line) for line in lines if line]
+    raw = path.read_bytes().split(b"\n")[:-1]
+    try:
+        lines = [json.loads(line) for line in raw]
+        if all(type(line["round"]) is int for line in lines):
+            return list(zip(raw, lines, strict=True))
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise RunError(f"{path} is damaged: expected a JSON object with a round in every line.")
 
 
 def _digest(state: State) -> str:

@@ -85,7 +85,7 @@ def _go(parts: Parts, folder: RunFolder, watch: Watcher | None, say: Speaker | N
             target=experiment.target,
             memory=folder.memory,
         )
-        tell(f"engine {engine.name}: {experiment.engine} was asked for")
+        tell(f"engine {engine.name} ({experiment.engine} was asked for): {engine.why}")
         started = time.perf_counter()
         for result in play(protocol, engine, schedule, personal, folder.progress):
             seconds = time.perf_counter() - started

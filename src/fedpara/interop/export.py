@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fedpara.errors import FedParaError, MissingExtraError, UsageError
+from fedpara.files import replacing
 from fedpara.interop.rebuild import Description, rebuild, shape_of
-from fedpara.interop.saved import SavedState, read_state, replacing, save_state
+from fedpara.interop.saved import SavedState, read_state, save_state
 from fedpara.parameterization import forms, load, merge
 from fedpara.state import State, nbytes
 

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from fedpara.errors import SchemeError, StateError, UsageError
-from fedpara.interop.saved import check_factors, form_of, read_tensors, replacing, write_tensors
+from fedpara.files import read_tensors, replacing, write_tensors
+from fedpara.interop.saved import check_factors, form_of
 from fedpara.parameterization import FedPara, Form
 from fedpara.parameterization import forms as forms_of
 from fedpara.parameterization.schemes import ConvStyle

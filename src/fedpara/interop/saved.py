@@ -10,21 +10,18 @@ So the file can be merged with no model at hand. A safetensors file without this
 
 import json
 import os
-import secrets
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from fedpara.errors import FedParaError, SchemeError, StateError, UsageError
+from fedpara.errors import SchemeError, StateError
+from fedpara.files import read_tensors, write_tensors
 from fedpara.interop.rebuild import EXPECTED, Description, is_description
 from fedpara.parameterization import SCHEMES, Form, Scheme, compose_state
 from fedpara.state import State
@@ -111,48 +108,6 @@ def check_factors(state: Mapping[str, Tensor], forms: Mapping[str, Form]) -> Non
                     f"{name} is {given}: expected {tuple(shape)}, since {weight} {form.shape} is written as "
                     f"{form.scheme.name} of rank {form.rank}. Use the forms of the model the state comes from."
                 )
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to. Moved there whole at the end; gone if anything fails."""
-    if os.path.isdir(path) or not os.path.isdir(path.parent):
-        raise UsageError(f"{path} is not a place for a file: expected a file name in a folder that exists.")
-    temporary = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")
-    try:
-        try:
-            temporary.touch()
-            mode = temporary.stat().st_mode
-            yield temporary
-            # Some writers make a private file of their own and move it there.
-            temporary.chmod(mode)
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise FedParaError(f"{path} could not be written: {error}.") from error
-
-
-def write_tensors(path: Path, tensors: State, metadata: dict[str, str]) -> None:
-    if "__metadata__" in tensors:
-        raise StateError("a tensor is named '__metadata__', which safetensors keeps for itself: rename it.")
-    with replacing(path) as temporary:
-        try:
-            save_file(tensors, temporary, metadata)
-        except (SafetensorError, ValueError) as error:
-            raise StateError(f"{path} could not be written as safetensors: {error}") from error
-
-
-def read_tensors(path: Path) -> tuple[State, dict[str, str]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            # A copy each: what is mapped from the file would change with it.
-            state = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            return state, file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        raise StateError(f"{path} cannot be read ({error}): expected a whole safetensors file.") from error
 
 
 def _describe(weight: str, form: Form) -> dict[str, object]:

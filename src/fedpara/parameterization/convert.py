@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from fedpara.errors import SchemeError, StateError
 from fedpara.parameterization import initialise
 from fedpara.parameterization.fit import fit
-from fedpara.parameterization.naming import attach, detach, expect
+from fedpara.parameterization.naming import attach, detach, expect, is_parametrized
 from fedpara.parameterization.plan import Choice, Where, plan
 from fedpara.parameterization.schemes import Form, Scheme
 from fedpara.state import State
@@ -194,7 +194,7 @@ def _prepare(choice: Choice, init: initialise.Init | str | None, generator: Gene
 
 def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, str, Factors]]:
     for module in model.modules():
-        if parametrize.is_parametrized(module):
+        if is_parametrized(module):
             for parameter, chain in module.parametrizations.items():  # type: ignore[union-attr, operator]
                 if isinstance(chain[0], Factors):
                     yield module, parameter, chain[0]
@@ -226,15 +226,17 @@ def _own_class(copy: nn.Module) -> None:
 
 
 def _restore(owner: nn.Module, parameter: str, dense: nn.Parameter) -> None:
-    if parametrize.is_parametrized(owner, parameter):
-        parametrize.remove_parametrizations(owner, parameter, leave_parametrized=True)
-    elif "parametrizations" in owner._modules and not parametrize.is_parametrized(owner):
-        # Registration stopped between the change of class and the first property.
-        del owner.parametrizations
-        owner.__class__ = type(owner).__bases__[0]
-    setattr(owner, parameter, dense)
     parameters = owner._parameters
-    for name in [name for name in getattr(owner, ORDER) if name in parameters]:
+    if is_parametrized(owner, parameter):
+        parametrize.remove_parametrizations(owner, parameter, leave_parametrized=True)
+        setattr(owner, parameter, dense)
+    else:
+        if "parametrizations" in owner._modules and not is_parametrized(owner):
+            # Registration stopped between the change of class and the first property.
+            del owner.parametrizations
+            owner.__class__ = type(owner).__bases__[0]
+        parameters[parameter] = dense
+    for name in [name for name in vars(owner)[ORDER] if name in parameters]:
         parameters[name] = parameters.pop(name)
 
 

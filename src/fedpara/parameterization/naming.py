@@ -17,23 +17,27 @@ HOOKS = "_fedpara_hooks"
 
 
 def attach(module: nn.Module) -> None:
-    if not hasattr(module, HOOKS):
+    if HOOKS not in vars(module):
         handles = (
             module.register_state_dict_post_hook(_to_readable),
             module.register_load_state_dict_pre_hook(_to_internal),
         )
         setattr(module, HOOKS, handles)
         module.load_state_dict = MethodType(_load_state_dict, module)  # type: ignore[method-assign]
-        if isinstance(module, nn.RNNBase) and parametrize.is_parametrized(module):
+        if isinstance(module, nn.RNNBase) and is_parametrized(module):
             _drop_flat_weights_on_copy(module)
 
 
 def detach(module: nn.Module) -> None:
-    for handle in getattr(module, HOOKS, ()):
-        handle.remove()
-    if hasattr(module, HOOKS):
-        delattr(module, HOOKS)
+    if HOOKS in vars(module):
+        for handle in vars(module).pop(HOOKS):
+            handle.remove()
         del module.load_state_dict
+
+
+def is_parametrized(module: nn.Module, parameter: str | None = None) -> bool:
+    """torch's question, to the module itself: a wrapper may answer for what it wraps."""
+    return "parametrizations" in module._modules and parametrize.is_parametrized(module, parameter)
 
 
 def expect(state: Mapping[str, Tensor], shapes: Mapping[str, Size]) -> None:
@@ -101,7 +105,7 @@ def _check_factors(module: nn.Module, state: Mapping[str, Tensor], prefix: str, 
 
 def _names(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     """(`weight.x1`, `parametrizations.weight.original0`, the factor) of each factor this module owns."""
-    if not parametrize.is_parametrized(module):
+    if not is_parametrized(module):
         return
     for parameter, chain in module.parametrizations.items():  # type: ignore[union-attr, operator]
         form = getattr(chain[0], "form", None)

@@ -1,0 +1,227 @@
+"""The local step of many clients as one program on stacked tensors.
+
+    step = vmap over lanes of:  g = grad of the masked mean loss;  clip;  correct;  sgd_step
+
+Everything a step reads lies on the device in fixed places: the data set, the plan [lane, step, batch] of
+example indices and its counter, the learning rate, the lanes' states. So on a GPU the step is compiled,
+captured once as a CUDA graph, and replayed: the host does nothing per step.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.functional import cross_entropy, pad
+
+from fedpara.algorithms import Algorithm, Groups, clip_by_norm, sgd_step
+from fedpara.data import Examples, normalise
+from fedpara.engines.augment import PAD
+from fedpara.engines.task import Augment
+from fedpara.parameterization import Form, compose_state, corrected_grad
+from fedpara.state import State
+
+Precision = Literal["float32", "tf32", "bfloat16"]
+
+
+@dataclass
+class Lanes:
+    """The fixed places. `own` and `velocity` are stacked like the parameters; `x` and `down` are one for all."""
+
+    parameters: State
+    velocity: State
+    buffers: State
+    own: Groups
+    x: State
+    down: Groups
+    plan: Tensor  # int64 [lane, step, batch]
+    sizes: Tensor  # int64 [lane, step]: examples in that step's batch, 0 where the lane is done
+    counter: Tensor  # int64 [1]
+    lr: Tensor
+    losses: Tensor  # [lane], summed since it was last cleared
+
+
+def stack(states: list[State], device: torch.device) -> State:
+    return {name: torch.stack([s[name] for s in states]).to(device) for name in states[0]}
+
+
+def one_step(
+    plain: nn.Module,
+    forms: Mapping[str, Form],
+    algorithm: Algorithm,
+    precision: Precision,
+    shared: tuple[str, ...],
+    masked: bool,
+) -> Callable[..., tuple[State, State, State, Tensor]]:
+    """A pure function of one lane; `vmap` makes it one of all. Unless `masked`, every batch is full."""
+    local = algorithm.local
+
+    def loss(
+        weights: State, buffers: State, images: Tensor, labels: Tensor, size: Tensor
+    ) -> tuple[Tensor, State]:
+        fresh = {name: tensor.clone() for name, tensor in buffers.items()}
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+            logits = functional_call(plain, {**weights, **fresh}, (images,))
+        each = cross_entropy(logits.float(), labels, reduction="none")
+        if not masked:
+            return each.mean(), fresh
+        mask = torch.arange(len(labels), device=labels.device) < size
+        return torch.where(mask, each, 0.0).sum() / size.clamp(min=1), fresh
+
+    def composed(parameters: State, *rest: object) -> tuple[Tensor, State]:
+        with torch.autocast(rest[1].device.type, torch.bfloat16, enabled=precision == "bfloat16"):  # type: ignore[attr-defined]
+            weights = compose_state(parameters, forms)
+        return loss(weights, *rest)  # type: ignore[arg-type]
+
+    def gradient(parameters: State, lr: Tensor, *rest: object) -> tuple[State, Tensor, State]:
+        if local.jacobian:
+            g, value = corrected_grad(
+                lambda weights: loss(weights, *rest)[0],  # type: ignore[arg-type]
+                parameters,
+                forms,
+                eta=lr,
+                lambda_=local.jacobian,
+                norm=local.jacobian_norm,
+            )
+            return g, value, {}
+        g, (value, fresh) = grad_and_value(composed, has_aux=True)(parameters, *rest)
+        return g, value, fresh
+
+    def step(
+        parameters: State,
+        velocity: State,
+        buffers: State,
+        own: Groups,
+        images: Tensor,
+        labels: Tensor,
+        size: Tensor,
+        x: State,
+        down: Groups,
+        lr: Tensor,
+    ) -> tuple[State, State, State, Tensor]:
+        g, value, fresh = gradient(parameters, lr, buffers, images, labels, size)
+        if local.clip is not None:
+            g = clip_by_norm(g, local.clip)
+        y = {name: parameters[name] for name in shared}
+        g = {**g, **algorithm.correct({name: g[name] for name in shared}, y, x, down, own)}
+        stepped, moved = sgd_step(parameters, g, velocity, lr, local)
+        if masked:
+            stepped, moved, fresh = (
+                {name: torch.where(size > 0, new[name], old[name]) for name in new}
+                for new, old in ((stepped, parameters), (moved, velocity), (fresh, buffers))
+            )
+            value = torch.where(size > 0, value, 0.0)
+        return stepped, moved, fresh, value.detach()
+
+    return step
+
+
+def make_tick(
+    step: Callable[..., tuple[State, State, State, Tensor]],
+    examples: Examples,
+    lanes: Lanes,
+    augment: Augment,
+) -> Callable[[], None]:
+    """One step of all lanes: read the plan at the counter, step, write back, count."""
+    stepped = vmap(step, in_dims=(0, 0, 0, 0, 0, 0, 0, None, None, None), randomness="different")
+    count, width = lanes.plan.shape[0], lanes.plan.shape[2]
+
+    def tick() -> None:
+        index = lanes.plan.index_select(1, lanes.counter).reshape(-1)
+        size = lanes.sizes.index_select(1, lanes.counter)[:, 0]
+        images = gather(examples, index, augment)
+        images = images.reshape(count, width, *images.shape[1:])
+        labels = examples.labels.index_select(0, index).reshape(count, width)
+        parameters, velocity, buffers, value = stepped(
+            lanes.parameters,
+            lanes.velocity,
+            lanes.buffers,
+            lanes.own,
+            images,
+            labels,
+            size,
+            lanes.x,
+            lanes.down,
+            lanes.lr,
+        )
+        for old, new in (
+            (lanes.parameters, parameters),
+            (lanes.velocity, velocity),
+            (lanes.buffers, buffers),
+        ):
+            for name, tensor in new.items():
+                old[name].copy_(tensor)
+        lanes.losses.add_(value)
+        lanes.counter.add_(1)
+
+    return tick
+
+
+def gather(examples: Examples, index: Tensor, augment: Augment) -> Tensor:
+    """The normalised inputs at `index`, cropped and flipped on the device if asked."""
+    inputs = normalise(examples.inputs.index_select(0, index), examples.mean, examples.std)
+    if augment == "none":
+        return inputs
+    count, channels, height, width = inputs.shape
+    device = inputs.device
+    offsets = torch.randint(0, 2 * PAD + 1, (2, count, 1), device=device)
+    flips = torch.randint(0, 2, (count, 1), device=device).bool()
+    across = torch.arange(width, device=device)
+    rows = offsets[0] + torch.arange(height, device=device)
+    columns = offsets[1] + torch.where(flips, width - 1 - across, across)
+    padded = pad(inputs, (PAD, PAD, PAD, PAD))
+    i = torch.arange(count, device=device).view(-1, 1, 1, 1)
+    c = torch.arange(channels, device=device).view(1, -1, 1, 1)
+    return padded[i, c, rows.view(count, 1, height, 1), columns.view(count, 1, 1, width)]
+
+
+def capture(tick: Callable[[], None], lanes: Lanes, compile: bool, notes: list[str]) -> Callable[[], None]:
+    """The tick compiled and captured as a CUDA graph; `notes` says what could not be done and why.
+
+    Warming up steps the lanes for real: their contents are put back afterwards.
+    """
+    if compile:
+        compiled = torch.compile(tick, dynamic=False)
+        try:
+            _warm_up(compiled, lanes, 1)
+            tick = compiled
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            notes.append(f"not compiled: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+    _warm_up(tick, lanes, 3)
+    graph = torch.cuda.CUDAGraph()
+    saved = _contents(lanes)
+    with torch.cuda.graph(graph):
+        tick()
+    _put_back(lanes, saved)
+    return graph.replay
+
+
+def _warm_up(tick: Callable[[], None], lanes: Lanes, times: int) -> None:
+    saved = _contents(lanes)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(times):
+            lanes.counter.zero_()
+            tick()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    _put_back(lanes, saved)
+
+
+def _moving(lanes: Lanes) -> list[Tensor]:
+    states = (lanes.parameters, lanes.velocity, lanes.buffers)
+    return [t for state in states for t in state.values()] + [lanes.counter, lanes.losses]
+
+
+def _contents(lanes: Lanes) -> list[Tensor]:
+    return [tensor.clone() for tensor in _moving(lanes)]
+
+
+def _put_back(lanes: Lanes, saved: list[Tensor]) -> None:
+    for tensor, old in zip(_moving(lanes), saved, strict=True):
+        tensor.copy_(old)

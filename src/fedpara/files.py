@@ -1,0 +1,83 @@
+"""Files that are whole or not there: written beside their name, then moved into place.
+
+A writer that is killed leaves at most a `.part` file beside; `sweep` removes those.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fedpara.errors import FedParaError, StateError, UsageError
+from fedpara.state import State
+
+
+@contextmanager
+def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
+    """A name beside `path` to write to. Moved there whole at the end; gone if anything fails.
+
+    Unless `durable`, the content may still be lost with the machine's power, never with the process.
+    """
+    if os.path.isdir(path) or not os.path.isdir(path.parent):
+        raise UsageError(f"{path} is not a place for a file: expected a file name in a folder that exists.")
+    temporary = path.with_name(f".{secrets.token_hex(8)}.part{path.suffix}")
+    try:
+        try:
+            temporary.touch()
+            mode = temporary.stat().st_mode
+            yield temporary
+            # Some writers make a private file of their own and move it there.
+            temporary.chmod(mode)
+            if durable:
+                with open(temporary, "rb") as file:
+                    os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise FedParaError(f"{path} could not be written: {error}.") from error
+
+
+def sweep(folder: Path, older_than: float = 0.0) -> None:
+    """Remove what killed writers left in the folder and below it.
+
+    Where others may be writing, give a time in seconds: a living writer touches its file all the time.
+    """
+    for left in folder.rglob(".*.part*"):
+        with suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime >= older_than:
+                left.unlink()
+
+
+def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
+    with replacing(path, durable) as temporary:
+        temporary.write_bytes(content)
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], durable: bool = True
+) -> None:
+    """A safetensors file. Tensors are contiguous and share no memory."""
+    if "__metadata__" in tensors:
+        raise StateError("a tensor is named '__metadata__', which safetensors keeps for itself: rename it.")
+    with replacing(path, durable) as temporary:
+        try:
+            save_file(dict(tensors), temporary, dict(metadata))
+        except (SafetensorError, ValueError) as error:
+            raise StateError(f"{path} could not be written as safetensors: {error}") from error
+
+
+def read_tensors(path: Path) -> tuple[State, dict[str, str]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            # A copy each: what is mapped from the file would change with it.
+            state = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            return state, file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise StateError(f"{path} cannot be read ({error}): expected a whole safetensors file.") from error

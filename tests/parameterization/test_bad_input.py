@@ -1,0 +1,382 @@
+"""Bad input: a FedParaError that says what, expected, got and cure, and a model left as it was."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import fedpara as fp
+from fedpara.errors import SchemeError, StateError, UsageError
+from fedpara.parameterization import compose_state, fan_out, fit_errors, forms, load, plan, write
+
+FEDPARA = fp.FedPara(rank=2)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(72, 10), nn.LSTM(10, 8)
+    )
+
+
+class Snapshot:
+    """Everything of a model that a failed call could have changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        self.parameters = [(name, id(p), p.requires_grad) for name, p in model.named_parameters()]
+        self.classes = [type(m) for m in model.modules()]
+        self.attributes = [sorted(vars(m)) for m in model.modules()]
+        self.hooks = [
+            (len(m._state_dict_hooks), len(m._load_state_dict_pre_hooks), len(m._forward_pre_hooks))
+            for m in model.modules()
+        ]
+
+    def assert_unchanged(self) -> None:
+        now = Snapshot(self.model)
+        assert list(now.state) == list(self.state)
+        assert all(torch.equal(now.state[name], tensor) for name, tensor in self.state.items())
+        assert now.parameters == self.parameters
+        assert now.classes == self.classes
+        assert now.attributes == self.attributes
+        assert now.hooks == self.hooks
+
+
+@pytest.mark.parametrize("kind", [fp.FedPara, fp.PFedPara, fp.LowRank])
+@pytest.mark.parametrize("gamma", [-0.1, 1.1, float("nan"), float("inf"), "0.5"])
+def test_gamma_outside_0_to_1(kind, gamma):
+    with pytest.raises(
+        SchemeError, match=rf"gamma must lie in \[0, 1\]: got {gamma!r}\. 0 is the least rank"
+    ):
+        kind(gamma=gamma)
+
+
+@pytest.mark.parametrize("kind", [fp.FedPara, fp.PFedPara, fp.LowRank])
+@pytest.mark.parametrize("rank", [0, -3, 1.5, 2.0, True, float("nan"), "2"])
+def test_a_rank_that_is_no_whole_number_from_1(kind, rank):
+    with pytest.raises(SchemeError, match=rf"whole number of at least 1: got {rank!r}\. With gamma instead"):
+        kind(rank=rank)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "limit"), [(fp.FedPara(rank=7), 3), (fp.PFedPara(rank=4), 3), (fp.LowRank(rank=8), 7)]
+)
+def test_a_rank_above_r_max(scheme, limit):
+    layer = nn.Linear(16, 14)
+    before = Snapshot(layer)
+    with pytest.raises(
+        SchemeError, match=rf"weight: rank {scheme.rank} is above {limit}.*14 x 16.*lower the rank"
+    ):
+        fp.factorize(layer, scheme, lambda n, m, p: p == "weight")
+    before.assert_unchanged()
+    with pytest.raises(SchemeError, match=r"64 x 32 x 9"):
+        write(fp.FedPara(rank=30), (64, 32, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: fp.FedPara(), "exactly one of gamma, rank: got none"),
+        (lambda: fp.FedPara(gamma=0.1, rank=3), "exactly one of gamma, rank: got gamma and rank"),
+        (lambda: fp.LowRank(ratio=0.0), r"ratio must lie in \(0, 1\]: got 0.0. It is the share"),
+        (lambda: fp.LowRank(ratio=1.5), r"ratio must lie in \(0, 1\]: got 1.5"),
+        (lambda: fp.LowRank(gamma=0.1, ratio=0.5), "exactly one of gamma, rank, ratio: got gamma and ratio"),
+        (lambda: fp.FedPara(gamma=0.1, nonlinearity="relu"), "must be None or 'tanh': got 'relu'"),
+        (
+            lambda: fp.PFedPara(gamma=0.1, conv="flat"),
+            r"'tensor' \(Prop. 3\) or 'reshape' \(Prop. 1\): got 'flat'",
+        ),
+    ],
+)
+def test_schemes_that_cannot_be(build, text):
+    with pytest.raises(SchemeError, match=text):
+        build()
+
+
+@pytest.mark.parametrize("init", [None, "fit", "calibrated"])
+def test_where_matches_nothing(init):
+    model = network()
+    before = Snapshot(model)
+    with pytest.raises(
+        SchemeError, match=r"no weight of Sequential.*0.weight: not chosen.*expected `where`.*inspect"
+    ):
+        fp.factorize(model, FEDPARA, lambda name, module, parameter: name == "classifier", init=init)
+    before.assert_unchanged()
+
+
+def test_nothing_would_become_smaller():
+    layer = nn.Linear(3, 3)
+    before = Snapshot(layer)
+    with pytest.raises(
+        SchemeError, match=r"\(weight: its factors \(12\) would be no smaller than it \(9\).*force=True"
+    ):
+        fp.factorize(layer, fp.FedPara(gamma=0.5))
+    before.assert_unchanged()
+    (choice,) = [c for c in plan(layer, fp.FedPara(gamma=0.5)) if c.name == "weight"]
+    assert (choice.form, choice.parameters) == (None, 9)
+    assert set(forms(fp.factorize(layer, fp.FedPara(gamma=0.5), force=True))) == {"weight"}
+
+
+def test_a_model_without_parameters():
+    with pytest.raises(SchemeError, match=r"no weight of ReLU was factorized \(it has none\)"):
+        fp.factorize(nn.ReLU(), FEDPARA)
+
+
+@pytest.mark.parametrize("again", [fp.FedPara(gamma=0.1), fp.LowRank(ratio=0.5)])
+def test_a_factorized_model_is_not_factorized_again(again):
+    model = fp.factorize(network(), FEDPARA)
+    before = Snapshot(model)
+    for target in (model, nn.Sequential(model)):
+        with pytest.raises(
+            SchemeError, match=r"factorized already \(.*0.weight is made of factors\).*Merge it first"
+        ):
+            fp.factorize(target, again)
+    before.assert_unchanged()
+    assert set(forms(fp.factorize(fp.merge(model), again, force=True))) == set(forms(model))
+
+
+@pytest.mark.parametrize("scheme", [FEDPARA, fp.PFedPara(gamma=0.5), fp.LowRank(ratio=0.5)])
+def test_a_one_dimensional_parameter(scheme):
+    model = network()
+    before = Snapshot(model)
+    expected = r"1.bias: \w+ cannot write a weight of shape \(8,\): expected two or more dimensions.*`where`"
+    with pytest.raises(SchemeError, match=expected):
+        fp.factorize(
+            model, scheme, lambda name, module, parameter: name in {"1", "3"} and parameter == "bias"
+        )
+    before.assert_unchanged()
+    for shape in ((), (4,), (0, 4), (4, 0, 3)):
+        with pytest.raises(SchemeError, match="two or more dimensions"):
+            write(scheme, shape)
+
+
+def test_parameters_that_no_factors_can_make():
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(8, 9, dtype=torch.int64), requires_grad=False)
+
+    with pytest.raises(
+        SchemeError, match=r"table holds int64: expected floating-point.*Leave this parameter out"
+    ):
+        fp.factorize(Counts(), FEDPARA, lambda *_: True)
+    with pytest.raises(SchemeError, match=r"no weight of Counts.*table: not chosen"):
+        fp.factorize(Counts(), FEDPARA)
+    with pytest.raises(SchemeError, match=r"0.weight has no shape yet.*Pass one batch"):
+        fp.factorize(nn.Sequential(nn.LazyLinear(9)), FEDPARA)
+
+
+@pytest.mark.parametrize("odd", [None, 1, "fedpara", 0.5], ids=repr)
+def test_where_answers_something_else(odd):
+    model = network()
+    before = Snapshot(model)
+    with pytest.raises(
+        SchemeError, match=rf"`where` answered {odd!r} for 0.weight: expected True, False or a scheme"
+    ):
+        fp.factorize(model, FEDPARA, lambda *_: odd)
+    before.assert_unchanged()
+
+
+@pytest.mark.parametrize("init", ["xavier", 5])
+def test_an_init_that_is_none(init):
+    model = network()
+    before = Snapshot(model)
+    with pytest.raises(SchemeError, match=rf"{init!r}.*fan_out|must be a name or a function.*got {init!r}"):
+        fp.factorize(model, FEDPARA, init=init)
+    before.assert_unchanged()
+
+
+def test_where_and_init_that_raise_in_the_middle_change_nothing():
+    model = network()
+    before = Snapshot(model)
+    calls = []
+
+    def init(form, generator):
+        calls.append(form.shape)
+        if len(calls) == 3:
+            raise ZeroDivisionError("the third weight")
+        return fan_out(form, generator)
+
+    def where(name, module, parameter):
+        if name == "4":
+            raise KeyError("the last layer")
+        return parameter == "weight" and name != "1"
+
+    with pytest.raises(ZeroDivisionError, match="third"):
+        fp.factorize(model, FEDPARA, init=init)
+    assert calls == [(8, 3, 3, 3), (10, 72), (32, 10)]
+    before.assert_unchanged()
+    with pytest.raises(KeyError, match="last layer"):
+        fp.factorize(model, FEDPARA, where)
+    before.assert_unchanged()
+
+
+def test_a_weight_that_is_not_finite_cannot_be_fitted():
+    model = network()
+    with torch.no_grad():
+        model[3].weight[2, 5] = float("nan")
+    model[3].weight.data[0, 0] = float("inf")
+    classes = [type(m) for m in model.modules()]
+    with pytest.raises(
+        SchemeError, match=r"3.weight: 2 of 720 entries are NaN or infinite: expected .* another init"
+    ):
+        fp.factorize(model, FEDPARA, lambda n, m, p: n == "3" and p == "weight", init="fit")
+    assert [type(m) for m in model.modules()] == classes
+    assert [n for n, _ in model[3].named_parameters()] == ["weight", "bias"]
+
+
+class Sealed(nn.Linear):
+    """Refuses the subclass that torch makes to hold a weight's property."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("sealed")
+
+
+class Transparent(nn.Module):
+    """Looks through to what it wraps, so that torch finds `weight` there still after it took it away here."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 14))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.inner = inner
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+@pytest.mark.parametrize(
+    ("stubborn", "error"),
+    [(lambda: Sealed(16, 14), TypeError), (lambda: Transparent(nn.Linear(16, 14)), AssertionError)],
+    ids=["sealed", "transparent"],
+)
+@pytest.mark.parametrize("init", [None, "calibrated"])
+def test_a_registration_that_fails_midway_is_taken_back(stubborn, error, init):
+    torch.manual_seed(0)
+    shared = nn.Linear(10, 20)
+    model = nn.Sequential(shared, nn.Embedding(20, 10), nn.LSTM(20, 8), stubborn(), nn.Linear(16, 14))
+    model[1].weight = shared.weight
+    before = Snapshot(model)
+    x = torch.randn(3, 2, 20)
+    recurrent = model[2](x)[0].detach()
+    with pytest.raises(error):
+        fp.factorize(model, FEDPARA, init=init)
+    before.assert_unchanged()
+    assert model[1].weight is shared.weight
+    assert torch.equal(model[2](x)[0], recurrent)
+    fp.factorize(model, FEDPARA, lambda n, m, p: n in {"0", "2"} and p.startswith("weight"))
+    assert {"0.weight", "1.weight", "2.weight_ih_l0"} <= set(forms(model))
+
+
+def without(state, *prefixes):
+    return {name: tensor for name, tensor in state.items() if not name.startswith(prefixes)}
+
+
+FAULTS = {
+    "missing": (lambda s: without(s, "3.weight.y2"), "missing 3.weight.y2"),
+    "misshapen": (
+        lambda s: {**s, "3.weight.y2": torch.zeros(72, 3)},
+        "3.weight.y2 has shape (72, 3): expected (72, 2)",
+    ),
+    "extra": (lambda s: {**s, "3.weight.x3": torch.zeros(10, 2)}, "Unknown 3.weight.x3"),
+    "the core of a matrix": (lambda s: {**s, "3.weight.t1": torch.zeros(2, 2)}, "Unknown 3.weight.t1"),
+    "dense": (lambda s: {**without(s, "3.weight."), "3.weight": torch.zeros(10, 72)}, "Unknown 3.weight."),
+    "dense beside factors": (lambda s: {**s, "3.weight": torch.zeros(10, 72)}, "Unknown 3.weight."),
+    "not a tensor": (lambda s: {**s, "3.weight.y2": [1.0]}, "3.weight.y2 is a list: expected a tensor"),
+}
+WAYS = {
+    "load": load,
+    "load_state_dict": lambda model, state: model.load_state_dict(state),
+    "merge": fp.merge,
+    "load_state_dict of a part": lambda model, state: model[3].load_state_dict(
+        {name[2:]: tensor for name, tensor in state.items() if name.startswith("3.")}
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_that_does_not_fit_leaves_every_tensor_as_it_was(fault, way):
+    model = fp.factorize(network(), FEDPARA)
+    before = Snapshot(model)
+    other = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    spoil, text = FAULTS[fault]
+    with pytest.raises(StateError, match=re.escape(text.replace("3.", "") if "part" in way else text)):
+        WAYS[way](model, spoil(other))
+    before.assert_unchanged()
+    load(model, other)
+    assert torch.equal(model.state_dict()["3.weight.y2"], other["3.weight.y2"])
+
+
+@pytest.mark.parametrize("how", ["load", "merge"])
+@pytest.mark.parametrize("name", ["0.bias", "1.weight"])
+def test_dense_tensors_that_do_not_fit_either(name, how):
+    model = fp.factorize(network(), FEDPARA)
+    before = Snapshot(model)
+    state = {k: v + 1 for k, v in model.state_dict().items()}
+    act = load if how == "load" else fp.merge
+    for bad in (
+        {k: v for k, v in state.items() if k != name},
+        {**state, name: torch.zeros(3)},
+        {**state, "5.bias": state[name]},
+    ):
+        with pytest.raises(StateError, match=f"{name}|5.bias"):
+            act(model, bad)
+        before.assert_unchanged()
+
+
+def test_a_misshapen_factor_is_refused_by_a_lenient_load_too():
+    model = fp.factorize(network(), FEDPARA)
+    before = Snapshot(model)
+    with pytest.raises(StateError, match=r"3\.weight\.y2 has shape"):
+        model.load_state_dict({"0.bias": torch.zeros(8), "3.weight.y2": torch.zeros(72, 3)}, strict=False)
+    before.assert_unchanged()
+
+
+def test_a_state_of_another_rank_says_so():
+    state = fp.factorize(network(), fp.FedPara(rank=1)).state_dict()
+    with pytest.raises(
+        StateError, match=r"has shape \(8, 1\): expected \(8, 2\).*another rank or gamma; factorize"
+    ):
+        fp.factorize(network(), FEDPARA).load_state_dict(state)
+
+
+def test_dense_weights_are_told_where_to_go():
+    model = fp.factorize(network(), FEDPARA)
+    with pytest.raises(
+        StateError, match=r"missing 0.weight.x1.*Unknown 0.weight.*before factorize.*init=\"fit\""
+    ):
+        model.load_state_dict(network().state_dict())
+
+
+def test_composing_a_state_without_a_factor():
+    model = fp.factorize(network(), FEDPARA)
+    state = model.state_dict()
+    del state["3.weight.x2"]
+    with pytest.raises(StateError, match=r"no factor '3.weight.x2': 3.weight is written as x1, y1, x2, y2"):
+        compose_state(state, forms(model))
+
+
+def test_there_is_nothing_to_merge():
+    with pytest.raises(SchemeError, match=r"Sequential holds no factorized weight.*Factorize it first"):
+        fp.merge(network())
+
+
+def test_assigning_a_weight_of_another_shape():
+    layer = fp.factorize(nn.Linear(16, 14), FEDPARA)
+    before = Snapshot(layer)
+    with pytest.raises(SchemeError, match=r"shape \(14, 16\) cannot be fitted to one of \(14, 15\)"):
+        layer.weight = torch.zeros(14, 15)
+    before.assert_unchanged()
+    assert fit_errors(layer) == {}
+
+
+def test_one_except_clause_catches_them_all():
+    assert issubclass(SchemeError, UsageError)
+    assert issubclass(UsageError, fp.FedParaError)
+    assert issubclass(StateError, fp.FedParaError)
