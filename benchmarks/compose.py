@@ -7,11 +7,14 @@
 The rows of a table are measured in one process, in turns, so that a slow moment falls on all of them.
 """
 
+from __future__ import annotations
+
 import argparse
 import importlib.metadata
 import importlib.util
 import os
 import platform
+import random
 import shutil
 import subprocess
 import time
@@ -213,15 +216,18 @@ def captured(step: Step) -> Step:
 def in_turns(
     rows: Mapping[str, Sequence[Step]], device: torch.device, repeats: int
 ) -> dict[str, list[list[float]]]:
-    """Seconds of each part of each row, once a turn; every turn begins with another row. Three turns warm up."""
-    names = list(rows)
-    times: dict[str, list[list[float]]] = {name: [] for name in names}
-    for turn in range(-3, repeats):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            spent = [elapsed(part, device) for part in rows[name]]
-            if turn >= 0:
-                times[name].append(spent)
+    """Seconds of each part of each row, once a turn, the rows of a turn in random order.
+
+    A row runs once unmeasured before it is measured, so that it finds memory and caches as it leaves them
+    itself and not as the row before did.
+    """
+    order = random.Random(0)
+    times: dict[str, list[list[float]]] = {name: [] for name in rows}
+    for _ in range(repeats):
+        for name in order.sample(list(rows), len(rows)):
+            for part in rows[name]:
+                part()
+            times[name].append([elapsed(part, device) for part in rows[name]])
     return times
 
 

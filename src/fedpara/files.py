@@ -17,6 +17,9 @@ from torch import Tensor
 from fedpara.errors import FedParaError, StateError, UsageError
 from fedpara.state import State
 
+PART = ".*.part*"
+"""The names of files that are not whole yet."""
+
 
 @contextmanager
 def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
@@ -49,7 +52,7 @@ def sweep(folder: Path, older_than: float = 0.0) -> None:
 
     Where others may be writing, give a time in seconds: a living writer touches its file all the time.
     """
-    for left in folder.rglob(".*.part*"):
+    for left in folder.rglob(PART):
         with suppress(FileNotFoundError):
             if time.time() - left.stat().st_mtime >= older_than:
                 left.unlink()

@@ -16,9 +16,12 @@ State = dict[str, Tensor]
 
 
 def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float = 1.0) -> State:
-    """a + scale b"""
+    """a + scale b; integer tensors (BatchNorm's step counter) take a whole scale only, such as 1 or -1."""
     _same_names(a, b)
-    return {name: torch.add(a[name], b[name], alpha=scale) for name in a}
+    whole = int(scale) if scale == int(scale) else scale
+    return {
+        name: torch.add(a[name], b[name], alpha=scale if a[name].is_floating_point() else whole) for name in a
+    }
 
 
 def subtract(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> State:

@@ -12,6 +12,8 @@ from fedpara.apps.inspect import inspect
 from fedpara.apps.run import resume, run
 from fedpara.errors import FedParaError, UsageError
 
+INTERRUPTED = 130
+
 app = typer.Typer(
     name="fedpara",
     help="FedPara: low-rank Hadamard products for communication-efficient federated learning.",
@@ -51,9 +53,10 @@ def main() -> None:
         error.show()
         code = 2
     except (KeyboardInterrupt, click.exceptions.Abort):
-        typer.echo("interrupted: what was finished is saved, `fedpara resume` goes on with it.", err=True)
-        code = 130
+        code = INTERRUPTED
     except FedParaError as error:
         typer.echo(f"fedpara: {error}", err=True)
         code = 2 if isinstance(error, UsageError) else 1
+    if code == INTERRUPTED:  # which typer, too, makes of Ctrl-C
+        typer.echo("interrupted: what was finished is saved, `fedpara resume` goes on with it.", err=True)
     sys.exit(code or 0)

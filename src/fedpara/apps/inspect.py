@@ -11,7 +11,7 @@ from torch import nn
 
 from fedpara import models
 from fedpara.errors import UsageError
-from fedpara.experiments.build import DEFAULT_GAMMA, build_scheme
+from fedpara.experiments.build import build_scheme
 from fedpara.experiments.config import Experiment
 from fedpara.interop import build_target
 from fedpara.parameterization import Choice, Scheme, plan
@@ -39,23 +39,13 @@ def inspect(
 
     Example: fedpara inspect vgg16 --scheme fedpara --gamma 0.1 --classes 10
     """
-    if gamma is None and rank is None and ratio is None:
-        gamma = DEFAULT_GAMMA
-    wanted = build_scheme(
-        replace(
-            Experiment(),
-            scheme=scheme,
-            gamma=gamma,
-            rank=rank,
-            ratio=ratio,
-            nonlinearity=nonlinearity,
-            conv=conv,
-        )
-    )
-    if wanted is None:
+    if scheme == "original":
         raise UsageError(
             "scheme 'original' leaves every weight as it is: choose fedpara, pfedpara or lowrank."
         )
+    fields = {"scheme": scheme, "gamma": gamma, "rank": rank, "ratio": ratio}
+    wanted = build_scheme(replace(Experiment(), nonlinearity=nonlinearity, conv=conv, **fields))  # type: ignore[arg-type]
+    assert wanted is not None
     network, rule = load_model(model, classes)
     choices = plan(network, wanted, None if every else rule, force=force)
     if as_json:
@@ -91,7 +81,7 @@ def _row(choice: Choice) -> dict[str, Any]:
     if form is None:
         full = min(shape[0], choice.weight.numel() // shape[0]) if len(shape) > 1 else 1
         made = {"scheme": "dense", "rank": None, "max_rank": full, "parameters": choice.weight.numel()}
-        return {"name": choice.name, "shape": shape, **made, "reason": choice.reason}
+        return {"name": choice.name, "shape": shape, **made}
     made = {
         "scheme": form.scheme.name,
         "rank": form.rank,

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from fedpara import models
-from fedpara.errors import UsageError
+from fedpara.errors import RunError, UsageError
 from fedpara.experiments.build import build_model, build_scheme
 from fedpara.experiments.store import final_state, read_config
 from fedpara.interop import SavedState, read_state
@@ -32,7 +32,12 @@ def _of_run(path: Path) -> SavedState:
     """The global model; where parts are private, those parts as the model started with them."""
     experiment = read_config(path)
     state, _ = final_state(path)
-    description = json.loads((path / "model.json").read_text())
+    try:
+        description = json.loads((path / "model.json").read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"{path / 'model.json'} cannot be read ({error}): it says how the network is built."
+        ) from None
     network = build_model(
         experiment, description["classes"], tuple(description["shape"]), build_scheme(experiment)
     )

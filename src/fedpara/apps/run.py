@@ -15,6 +15,7 @@ from fedpara.experiments import resume as resume_run
 from fedpara.experiments.config import read_toml, with_values
 from fedpara.experiments.presets import preset as find_preset
 from fedpara.experiments.run import lay_out
+from fedpara.experiments.track import require, tracker
 
 Json = Annotated[bool, typer.Option("--json", help="The last line of stdout is one JSON object.")]
 DataDir = Annotated[
@@ -79,6 +80,7 @@ def run(
         given.pop(name, None)
     if option:
         given["options"] = dict(_option(text) for text in option)
+    require(track)
     experiments = _experiments(preset, config, given)
     folder = out or Path("runs") / f"{preset or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
     alone = len(experiments) == 1
@@ -130,8 +132,6 @@ def _go_on(
     rounds: int | None = None,
     engine: str | None = None,
 ) -> dict[str, Summary]:
-    from fedpara.experiments.track import tracker
-
     summaries: dict[str, Summary] = {}
     for name, path in paths.items():
         experiment = read_run(path).experiment

@@ -127,11 +127,12 @@ def make_tick(
     """One step of all lanes: read the plan at the counter, step, write back, count."""
     stepped = vmap(step, in_dims=(0, 0, 0, 0, 0, 0, 0, None, None, None), randomness="different")
     count, width = lanes.plan.shape[0], lanes.plan.shape[2]
+    scale = per_channel(examples)
 
     def tick() -> None:
         index = lanes.plan.index_select(1, lanes.counter).reshape(-1)
         size = lanes.sizes.index_select(1, lanes.counter)[:, 0]
-        images = gather(examples, index, augment)
+        images = gather(examples, scale, index, augment)
         images = images.reshape(count, width, *images.shape[1:])
         labels = examples.labels.index_select(0, index).reshape(count, width)
         parameters, velocity, buffers, value = stepped(
@@ -159,9 +160,23 @@ def make_tick(
     return tick
 
 
-def gather(examples: Examples, index: Tensor, augment: Augment) -> Tensor:
+def per_channel(examples: Examples) -> tuple[Tensor, Tensor] | None:
+    """Mean and deviation as tensors on the device: a captured graph cannot fetch them from the host."""
+    if examples.mean is None or examples.std is None:
+        return None
+    both = torch.tensor([examples.mean, examples.std], device=examples.inputs.device)
+    return both[0].view(-1, 1, 1), both[1].view(-1, 1, 1)
+
+
+def gather(
+    examples: Examples, scale: tuple[Tensor, Tensor] | None, index: Tensor, augment: Augment
+) -> Tensor:
     """The normalised inputs at `index`, cropped and flipped on the device if asked."""
-    inputs = normalise(examples.inputs.index_select(0, index), examples.mean, examples.std)
+    inputs = examples.inputs.index_select(0, index)
+    if scale is None:
+        inputs = normalise(inputs, None, None)
+    else:
+        inputs = (inputs.float() / 255 - scale[0]) / scale[1]
     if augment == "none":
         return inputs
     count, channels, height, width = inputs.shape
@@ -183,6 +198,7 @@ def capture(tick: Callable[[], None], lanes: Lanes, compile: bool, notes: list[s
     Warming up steps the lanes for real: their contents are put back afterwards.
     """
     if compile:
+        torch._dynamo.reset()  # another experiment's program in this process is not to count as a recompilation
         compiled = torch.compile(tick, dynamic=False)
         try:
             _warm_up(compiled, lanes, 1)
@@ -197,7 +213,12 @@ def capture(tick: Callable[[], None], lanes: Lanes, compile: bool, notes: list[s
     with torch.cuda.graph(graph):
         tick()
     _put_back(lanes, saved)
-    return graph.replay
+
+    def replay(held: Callable[[], None] = tick) -> None:
+        """The graph knows its inputs by address only: what the tick closes over must stay alive with it."""
+        graph.replay()
+
+    return replay
 
 
 def _warm_up(tick: Callable[[], None], lanes: Lanes, times: int) -> None:

@@ -84,6 +84,8 @@ def build_model(
 
 def build_federation(experiment: Experiment, train: Examples, test: Examples) -> FederatedData:
     clients, owners = _clients(experiment, train), experiment.split == "owner"
+    if experiment.keep is not None:
+        clients = clients[: experiment.keep]
     if experiment.data_fraction < 1:
         clients = _thinned(clients, experiment.data_fraction, experiment.seed)
     if not experiment.personal:

@@ -27,8 +27,10 @@ class OnDisk:
                 path.unlink()
             else:
                 self._versions.setdefault(client, []).append(round)
-        for rounds in self._versions.values():
+        for client, rounds in self._versions.items():
             rounds.sort()
+            if len(rounds) > 1:
+                self._touched.add(client)
 
     def get(self, client: int) -> Groups | None:
         rounds = self._versions.get(client)

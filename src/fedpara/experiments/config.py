@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import tomllib
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -9,13 +10,19 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from fedpara import algorithms, models
+from fedpara.engines.program import Share
+from fedpara.engines.simulate import ENGINES
+from fedpara.engines.task import Augment
 from fedpara.errors import ConfigError
 
 SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
 SPLITS = ("iid", "dirichlet", "shards", "owner")
 
-# What may differ between a run and its continuation without changing a single bit of the rounds they share.
+# What may differ between a run and its continuation without changing the rounds they share: a run's last round
+# is always evaluated, and that is all.
 FREE = ("rounds", "engine", "target")
+
+_SPEAKS_OF = r"^(\w+) is |^unknown key '([^']+)'|^unknown (\w+) |hyper-parameter '([^']+)'"
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,7 @@ class Experiment:
     split: str = "dirichlet"  # iid, dirichlet, shards, owner
     alpha: float = 0.5  # of the Dirichlet split
     clients: int = 100
+    keep: int | None = None  # of these only the first so many are in the federation
     classes_per_client: int = 2  # of the shards split
     data_fraction: float = 1.0  # of each client's training examples
     personal: bool = False  # score each client's own model on its own test data
@@ -67,6 +75,10 @@ class Experiment:
         _known("split", self.split, SPLITS)
         _known("model", self.model, models.names())
         _known("algorithm", self.algorithm, algorithms.names())
+        _known("engine", self.engine, ENGINES)
+        _known("share", self.share, get_args(Share))
+        _known("augment", self.augment, get_args(Augment))
+        _check_options(self.algorithm, self.options)
         if self.scheme == "original" and any(v is not None for v in (self.gamma, self.rank, self.ratio)):
             raise ConfigError("scheme 'original' has no gamma, rank or ratio: leave them out.")
         for name in ("clients", "cohort", "rounds", "evaluate_every"):
@@ -75,6 +87,11 @@ class Experiment:
         if self.split != "owner" and self.cohort > self.clients:
             raise ConfigError(
                 f"a cohort of {self.cohort} from {self.clients} clients: expected no more than there are."
+            )
+        if self.keep is not None and not self.cohort <= self.keep <= self.clients:
+            raise ConfigError(
+                f"keep is {self.keep}: expected at least the cohort of {self.cohort} and at most the "
+                f"{self.clients} clients."
             )
         if not self.alpha > 0:
             raise ConfigError(
@@ -98,13 +115,11 @@ class Experiment:
 
 def to_toml(experiment: Experiment) -> str:
     """Every field that is set, one line each."""
-    lines = [
-        f"{name} = {json.dumps(v)}"
-        for name, v in asdict(experiment).items()
-        if v is not None and name != "options"
-    ]
-    if experiment.options:
-        lines += ["", "[options]", *(f"{name} = {json.dumps(v)}" for name, v in experiment.options.items())]
+    values = asdict(experiment)
+    options = values.pop("options")
+    lines = [f"{name} = {_literal(value)}" for name, value in values.items() if value is not None]
+    if options:
+        lines += ["", "[options]", *(f"{name} = {_literal(value)}" for name, value in options.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -114,6 +129,8 @@ def read_toml(path: Path, base: Experiment | None = None) -> Experiment:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"cannot read the config {path}: it is not text. Expected TOML in UTF-8.") from None
     try:
         given = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -154,6 +171,12 @@ def _check_type(name: str, value: Any, expected: Any) -> None:
         raise ConfigError(f"{name} is {value!r}: expected {kinds}.")
 
 
+def _check_options(algorithm: str, options: dict[str, float]) -> None:
+    for name in {"name", "local"} & options.keys():  # the words `build` keeps for itself
+        raise ConfigError(f"{algorithm} has no hyper-parameter {name!r}.")
+    algorithms.build(algorithm, algorithms.Local(), **options)
+
+
 def _known(what: str, value: str, known: tuple[str, ...] | list[str]) -> None:
     if value not in known:
         raise ConfigError(f"unknown {what} {value!r}: {_nearest(value, known)}")
@@ -164,9 +187,16 @@ def _nearest(value: str, known: tuple[str, ...] | list[str]) -> str:
     return (f"did you mean {close[0]!r}? " if close else "") + f"Known: {', '.join(known)}."
 
 
+def _literal(value: bool | int | float | str) -> str:
+    """JSON's words are TOML's, but for infinity."""
+    return repr(value) if type(value) is float else json.dumps(value, ensure_ascii=False)
+
+
 def _line_of(text: str, error: ConfigError) -> str:
+    """Where the key stands that the error speaks of."""
+    spoken = re.search(_SPEAKS_OF, str(error))
+    key = next(filter(None, spoken.groups())) if spoken else None
     for number, line in enumerate(text.splitlines(), 1):
-        key = line.partition("=")[0].strip()
-        if key and (f"{key!r}" in str(error) or str(error).startswith(f"{key} is")):
+        if key and re.match(rf"\s*(?:\w+\.)*[\"']?{re.escape(key)}[\"']?\s*[=.]", line):
             return f", line {number}"
     return ""

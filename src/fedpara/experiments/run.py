@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from fedpara.engines.loop import Round, play
-from fedpara.engines.simulate import prepare
+from fedpara.engines.client import Protocol
+from fedpara.engines.loop import Round, Schedule, play
+from fedpara.engines.simulate import build_engine, prepare
 from fedpara.experiments.build import Parts, build
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.store import RunFolder, Summary, create, open_run, read_config, read_run
@@ -23,14 +24,16 @@ def run(
     watch: Watcher | None = None,
     say: Speaker | None = None,
 ) -> Summary:
-    """A new run folder, filled. Everything is built before the folder is, so a mistake leaves nothing behind."""
+    """A new run folder, filled. Everything is checked before the folder is made: a mistake leaves nothing behind."""
     parts = build(experiment, data_dir)
+    _prepared(experiment, parts)
     return _go(parts, create(path, experiment, _model_of(experiment, parts)), watch, say)
 
 
 def lay_out(experiment: Experiment, path: Path, *, data_dir: Path | None = None) -> None:
     """The folder of a run that has not begun; `resume` begins it."""
     parts = build(experiment, data_dir)
+    _prepared(experiment, parts)
     create(path, experiment, _model_of(experiment, parts)).close()
 
 
@@ -53,57 +56,66 @@ def resume(
     return _go(parts, open_run(path, experiment), watch, say)
 
 
-def _go(parts: Parts, folder: RunFolder, watch: Watcher | None, say: Speaker | None) -> Summary:
-    experiment = folder.experiment
+def _prepared(experiment: Experiment, parts: Parts) -> tuple[Protocol, Schedule, bool]:
+    return prepare(
+        parts.task,
+        parts.data,
+        parts.algorithm,
+        rounds=experiment.rounds,
+        cohort=experiment.cohort,
+        seed=experiment.seed,
+        link=parts.link,
+        share=experiment.share,  # type: ignore[arg-type]
+        engine=experiment.engine,
+        evaluate_every=experiment.evaluate_every,
+        personal=experiment.personal,
+        max_norm=experiment.max_norm,
+        target=experiment.target,
+    )
 
+
+def _go(parts: Parts, folder: RunFolder, watch: Watcher | None, say: Speaker | None) -> Summary:
     def tell(text: str) -> None:
         folder.log(text)
         if say is not None:
             say(text)
 
-    for note in folder.notes:
-        tell(note)
-    if folder.progress:
-        tell(f"resumed after round {folder.progress.round}")
-    if folder.finished:
-        folder.close()
-        return read_run(folder.path)
     try:
-        protocol, schedule, engine, personal = prepare(
-            parts.task,
-            parts.data,
-            parts.algorithm,
-            rounds=experiment.rounds,
-            cohort=experiment.cohort,
-            seed=experiment.seed,
-            link=parts.link,
-            share=experiment.share,  # type: ignore[arg-type]
-            engine=experiment.engine,
-            evaluate_every=experiment.evaluate_every,
-            personal=experiment.personal,
-            max_norm=experiment.max_norm,
-            target=experiment.target,
-            memory=folder.memory,
-        )
-        tell(f"engine {engine.name} ({experiment.engine} was asked for): {engine.why}")
-        started = time.perf_counter()
-        for result in play(protocol, engine, schedule, personal, folder.progress):
-            seconds = time.perf_counter() - started
-            timing = {"seconds": seconds, "clients_per_second": len(result.cohort) / seconds}
-            folder.save(result, timing)
-            for client, reason in result.refused:
-                tell(f"round {result.number}: client {client} refused: {reason}")
-            for note in result.notes:
-                tell(note)
-            if watch is not None:
-                watch(result, timing)
-            started = time.perf_counter()
+        for note in folder.notes:
+            tell(note)
+        if folder.progress:
+            tell(f"resumed after round {folder.progress.round}")
+        if not folder.finished:
+            _play(parts, folder, watch, tell)
     except BaseException as error:
         folder.log(f"stopped: {type(error).__name__}: {error}")
         raise
     finally:
         folder.close()
     return read_run(folder.path)
+
+
+def _play(parts: Parts, folder: RunFolder, watch: Watcher | None, tell: Speaker) -> None:
+    experiment = folder.experiment
+    protocol, schedule, personal = _prepared(experiment, parts)
+    engine = build_engine(
+        experiment.engine, protocol, parts.task, parts.data, folder.memory, experiment.cohort
+    )
+    tell(f"engine {engine.name} ({experiment.engine} was asked for): {engine.why}")
+    if protocol.program.private and not personal:
+        tell("no accuracy is measured: parts of the model are private, and --personal was not asked for")
+    started = time.perf_counter()
+    for result in play(protocol, engine, schedule, personal, folder.progress):
+        seconds = time.perf_counter() - started
+        timing = {"seconds": seconds, "clients_per_second": len(result.cohort) / seconds}
+        folder.save(result, timing)
+        for client, reason in result.refused:
+            tell(f"round {result.number}: client {client} refused: {reason}")
+        for note in result.notes:
+            tell(note)
+        if watch is not None:
+            watch(result, timing)
+        started = time.perf_counter()
 
 
 def _model_of(experiment: Experiment, parts: Parts) -> dict[str, object]:

@@ -15,6 +15,7 @@ one too few: opening the folder cuts the metrics back to the checkpoint.
 
 import fcntl
 import json
+import math
 import os
 import platform
 import sys
@@ -31,30 +32,40 @@ from fedpara.engines.loop import Progress, Round
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments.clients import OnDisk
 from fedpara.experiments.config import Experiment, read_toml, to_toml
-from fedpara.experiments.files import read_lines, read_tensors, write_bytes, write_tensors
+from fedpara.experiments.files import append_line, keep_rounds, read_lines, read_tensors, write_tensors
+from fedpara.files import PART, sweep, write_bytes
 from fedpara.state import State
 
 CHECKPOINT = "checkpoint.safetensors"
 PREVIOUS = "checkpoint.previous.safetensors"
+LAID_FIRST = (".lock", "environment.json", "model.json")
+"""What a kill may leave of a folder whose config was not written yet: it is still as good as empty."""
 
 
 class RunFolder:
-    def __init__(self, path: Path, experiment: Experiment) -> None:
+    """A run folder held by this process alone, at its newest good checkpoint."""
+
+    def __init__(self, path: Path, experiment: Experiment, lock: int | None = None) -> None:
         self.path = path
         self.experiment = experiment
-        self._lock = _lock(path)
         self.notes: list[str] = []
-        self.progress = self._newest_checkpoint()
-        at = self.progress.round if self.progress else 0
-        self._previous = at
-        self.memory = OnDisk(path / "clients", at)
-        for name in ("metrics.jsonl", "timing.jsonl"):
-            _cut(path / name, at)
+        self._lock = _lock(path) if lock is None else lock
+        try:
+            sweep(path)
+            self.progress = self._newest_checkpoint()
+            at = self.progress.round if self.progress else 0
+            self._previous = at
+            self.memory = OnDisk(path / "clients", at)
+            for name in ("metrics.jsonl", "timing.jsonl"):
+                keep_rounds(path / name, at)
+        except BaseException:
+            self.close()
+            raise
 
     def save(self, result: Round, timing: dict[str, float]) -> None:
         """One round: its lines, then its checkpoint."""
-        _append(self.path / "metrics.jsonl", metrics_of(result))
-        _append(self.path / "timing.jsonl", {"round": result.number, **timing})
+        append_line(self.path / "metrics.jsonl", metrics_of(result))
+        append_line(self.path / "timing.jsonl", {"round": result.number, **timing}, durable=False)
         current = self.path / CHECKPOINT
         if current.exists():
             current.replace(self.path / PREVIOUS)
@@ -87,21 +98,41 @@ class RunFolder:
         return read_lines(self.path / "timing.jsonl")
 
     def _newest_checkpoint(self) -> Progress | None:
-        paths = [self.path / name for name in (CHECKPOINT, PREVIOUS) if (self.path / name).exists()]
+        """The newest one that is whole and whose rounds are all in the metrics."""
+        current, previous = self.path / CHECKPOINT, self.path / PREVIOUS
+        paths = [path for path in (current, previous) if path.exists()]
+        reasons: list[str] = []
         for path in paths:
             try:
                 state, metadata = read_tensors(path)
             except RunError as error:
-                self.notes.append(f"{error} The checkpoint before it is used.")
+                reasons.append(str(error))
                 continue
             if metadata.get("identity") != self.experiment.identity:
                 raise RunError(
                     f"{path} belongs to another config than {self.path / 'config.toml'}: the folder was mixed up. "
                     "Restore the config it was made with, or start a new run folder."
                 )
-            return _unflatten(state, metadata)
+            progress = _unflatten(state, metadata)
+            if [line["round"] for line in self.metrics()][: progress.round] != [
+                *range(1, progress.round + 1)
+            ]:
+                reasons.append(
+                    f"{self.path / 'metrics.jsonl'} lacks rounds up to {progress.round} of {path}."
+                )
+                continue
+            if reasons:
+                # The next checkpoint moves this name aside: it must not bury the good one under a damaged one.
+                path.replace(current)
+            self.notes += [
+                f"{reason} The checkpoint before it, of round {progress.round}, is used."
+                for reason in reasons
+            ]
+            return progress
         if paths:
-            raise RunError(f"no checkpoint in {self.path} can be read: start the run anew in another folder.")
+            raise RunError(
+                f"no checkpoint in {self.path} can be used: {' '.join(reasons)} Start the run anew in another folder."
+            )
         return None
 
 
@@ -149,22 +180,48 @@ def create(path: Path, experiment: Experiment, model: dict[str, Any]) -> RunFold
     """
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{path} is a file: a run needs a folder. Choose another --out.")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the run folder {path} cannot be made: {error.strerror}. Choose another --out."
+        ) from None
+    _refuse_used(path)
+    lock = _lock(path)
+    try:
+        _refuse_used(path)
+        write_bytes(path / "environment.json", (json.dumps(environment(), indent=2) + "\n").encode())
+        write_bytes(path / "model.json", (json.dumps(model) + "\n").encode())
+        write_bytes(path / "config.toml", to_toml(experiment).encode())
+    except BaseException:
+        os.close(lock)
+        raise
+    return RunFolder(path, experiment, lock)
+
+
+def _refuse_used(path: Path) -> None:
     if (path / "config.toml").exists():
         raise ConfigError(
             f"{path} holds a run already, and nothing is overwritten. Go on with it: fedpara resume {path}. "
             "Or choose another --out."
         )
-    if path.exists() and any(path.iterdir()):
+    if any(entry.name not in LAID_FIRST and not entry.match(PART) for entry in path.iterdir()):
         raise ConfigError(f"{path} is not empty and holds no run: choose an empty or new folder for --out.")
-    path.mkdir(parents=True, exist_ok=True)
-    write_bytes(path / "environment.json", (json.dumps(environment(), indent=2) + "\n").encode())
-    write_bytes(path / "model.json", (json.dumps(model) + "\n").encode())
-    write_bytes(path / "config.toml", to_toml(experiment).encode())
-    return RunFolder(path, experiment)
 
 
-def open_run(path: Path, experiment: Experiment | None = None) -> RunFolder:
-    return RunFolder(path, experiment or read_config(path))
+def open_run(path: Path, experiment: Experiment) -> RunFolder:
+    """The folder to go on with. `experiment` may differ from its config in FREE fields, and is written there."""
+    folder = RunFolder(path, experiment)
+    try:
+        done = folder.progress.round if folder.progress else 0
+        if experiment.rounds < done:
+            raise ConfigError(f"rounds is {experiment.rounds}: expected at least the {done} that are done.")
+        if experiment != read_config(path):
+            write_bytes(path / "config.toml", to_toml(experiment).encode())
+    except BaseException:
+        folder.close()
+        raise
+    return folder
 
 
 def read_run(path: Path) -> Summary:
@@ -196,10 +253,10 @@ def metrics_of(result: Round) -> dict[str, Any]:
     return {
         "round": result.number,
         "accuracy": result.accuracy,
-        "loss": result.loss,
+        "loss": _finite(result.loss),
         "before": result.before,
         "after": result.after,
-        "train_loss": result.train_loss if result.train_loss == result.train_loss else None,
+        "train_loss": _finite(result.train_loss),
         "up": result.bytes_up,
         "down": result.bytes_down,
         "total_up": result.progress.bytes_up,
@@ -233,7 +290,10 @@ def _version() -> str:
 
 
 def _lock(path: Path) -> int:
-    handle = os.open(path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        handle = os.open(path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written to: {error.strerror}.") from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -242,16 +302,9 @@ def _lock(path: Path) -> int:
     return handle
 
 
-def _append(path: Path, line: dict[str, Any]) -> None:
-    with path.open("ab") as file:
-        file.write(json.dumps(line).encode() + b"\n")
-
-
-def _cut(path: Path, last: int) -> None:
-    """Keep the lines up to round `last`, drop what was cut short or came after."""
-    if path.exists():
-        kept = [line for line in read_lines(path) if int(line["round"]) <= last]  # type: ignore[call-overload]
-        write_bytes(path, b"".join(json.dumps(line).encode() + b"\n" for line in kept))
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _flatten(progress: Progress) -> tuple[State, dict[str, str]]:

@@ -1,12 +1,15 @@
 """Trackers: the same numbers, also where a team already looks. Optional packages, imported on use."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from fedpara.engines import Round
 from fedpara.errors import ConfigError, MissingExtraError
+from fedpara.files import write_bytes
 
 Log = Callable[[Round, dict[str, float]], None]
 TRACKERS = ("none", "tensorboard", "mlflow", "wandb")
@@ -27,20 +30,24 @@ def scalars(result: Round, timing: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None and value == value}
 
 
+def require(kind: str) -> None:
+    """ConfigError for an unknown tracker, MissingExtraError for one whose package is not installed."""
+    if kind not in TRACKERS:
+        raise ConfigError(f"unknown tracker {kind!r}: expected one of {', '.join(TRACKERS)}.")
+    package = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}.get(kind)
+    if package is not None and find_spec(package) is None:
+        extra = "fedpara[track]" if kind != "wandb" else "wandb"
+        raise MissingExtraError(f"--track {kind} needs the package {package}: pip install '{extra}'.")
+
+
 @contextmanager
 def tracker(kind: str, folder: Path, config: dict[str, Any]) -> Iterator[Log]:
     """A function that logs a round to the named tracker; files of file-based ones lie in the run folder."""
-    if kind not in TRACKERS:
-        raise ConfigError(f"unknown tracker {kind!r}: expected one of {', '.join(TRACKERS)}.")
+    require(kind)
     if kind == "none":
         yield lambda result, timing: None
         return
-    try:
-        log, close = {"tensorboard": _tensorboard, "mlflow": _mlflow, "wandb": _wandb}[kind](folder, config)
-    except ImportError as error:
-        raise MissingExtraError(
-            f"--track {kind} needs the package {error.name}: pip install 'fedpara[track]'."
-        ) from None
+    log, close = {"tensorboard": _tensorboard, "mlflow": _mlflow, "wandb": _wandb}[kind](folder, config)
     try:
         yield log
     finally:
@@ -60,19 +67,29 @@ def _tensorboard(folder: Path, config: dict[str, Any]) -> tuple[Log, Callable[[]
 
 
 def _mlflow(folder: Path, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
+    """To MLFLOW_TRACKING_URI, else to files in the run folder. A resumed run goes on in the one it began in."""
+    # mlflow 3 keeps its file store for those who ask for it by this name.
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient(tracking_uri=(folder / "mlruns").absolute().as_uri())
-    known = client.get_experiment_by_name("fedpara")
-    run = client.create_run(known.experiment_id if known else client.create_experiment("fedpara"))
-    for name, value in config.items():
-        client.log_param(run.info.run_id, name, value)
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").absolute().as_uri()
+    client = MlflowClient(tracking_uri=uri)
+    begun = folder / "mlflow-run.txt"
+    if begun.exists():
+        run_id = begun.read_text().strip()
+    else:
+        known = client.get_experiment_by_name("fedpara")
+        experiment = known.experiment_id if known else client.create_experiment("fedpara")
+        run_id = client.create_run(experiment, run_name=folder.name).info.run_id
+        for name, value in config.items():
+            client.log_param(run_id, name, value)
+        write_bytes(begun, f"{run_id}\n".encode())
 
     def log(result: Round, timing: dict[str, float]) -> None:
         for name, value in scalars(result, timing).items():
-            client.log_metric(run.info.run_id, name, value, step=result.number)
+            client.log_metric(run_id, name, value, step=result.number)
 
-    return log, lambda: client.set_terminated(run.info.run_id)
+    return log, lambda: client.set_terminated(run_id)
 
 
 def _wandb(folder: Path, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:

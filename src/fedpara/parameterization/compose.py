@@ -6,10 +6,11 @@ fedpara   s(W1) * s(W2)                              s: identity or tanh (append
 pfedpara  s(W1) * (s(W2) + 1)                        section 2.3
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 Nonlinearity = Callable[[Tensor], Tensor]
 
@@ -26,20 +27,33 @@ def matrix(x: Tensor, y: Tensor) -> Tensor:
     return x @ y.mT
 
 
-def kernel(x: Tensor, y: Tensor, t: Tensor) -> Tensor:
-    """W[o, i, k...] = sum_a X[o, a] Z[a, i, k...],  Z[a, i, k...] = sum_b Y[i, b] T[a, b, k...]
+def kernels(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """W[o, i, k...] = sum_ab X[o, a] T[a, b, k...] Y[i, b] for each (X, Y, T), all of the same shapes.
 
-    The small product first, so that the large one is a single GEMM whose result is already the kernel.
-    On the GPU Z is laid out [a, k, i] and the kernel comes out channels-last, which its convolutions want;
-    on the CPU that order would cost a copy in every convolution, and GroupNorm under vmap refuses it.
+    On the CPU the small product comes first, Z = T x_2 Y, so that the large one, X Z, is a single GEMM whose
+    result is the kernel as it lies in memory. On the GPU the core's second index is moved last and X comes
+    first: the inner weights of a layer are one batch of two GEMMs, the rank is padded to the tensor cores'
+    multiple of 8, and the kernel comes out channels-last, which its convolutions want (and which, on the CPU,
+    would cost a copy in every convolution and is refused by GroupNorm under vmap).
     """
-    r, k = t.shape[0], t.shape[2:]
-    core = t.reshape(r, r, -1)
-    if t.is_cuda:
-        z = (core.mT @ y.mT).reshape(r, -1)
-        return (x @ z).reshape(x.shape[0], *k, y.shape[0]).movedim(-1, 1)
-    z = (y @ core).reshape(r, -1)
-    return (x @ z).reshape(x.shape[0], y.shape[0], *k)
+    if parts[0][0].is_cuda:
+        return _channels_last(parts)
+    return [_contiguous(x, y, t) for x, y, t in parts]
+
+
+def _contiguous(x: Tensor, y: Tensor, t: Tensor) -> Tensor:
+    r = t.shape[0]
+    z = (y @ t.reshape(r, r, -1)).reshape(r, -1)
+    return (x @ z).reshape(x.shape[0], y.shape[0], *t.shape[2:])
+
+
+def _channels_last(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    x, y, t = (torch.stack(list(same)) for same in zip(*parts, strict=True))
+    k, spare = t.shape[3:], -t.shape[1] % 8
+    x, y = pad(x, (0, spare)), pad(y, (0, spare))
+    core = pad(t.flatten(3).transpose(2, 3), (0, spare, 0, 0, 0, spare))
+    inner = (x @ core.flatten(2)).reshape(len(parts), -1, core.shape[3]) @ y.mT
+    return list(inner.reshape(len(parts), x.shape[1], *k, y.shape[1]).movedim(-1, 2).unbind())
 
 
 def fedpara(w1: Tensor, w2: Tensor, s: Nonlinearity = identity) -> Tensor:

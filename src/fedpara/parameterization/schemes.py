@@ -85,7 +85,7 @@ class Form:
         each = 3 if self.is_kernel else 2
         parts = [factors[i : i + each] for i in range(0, len(factors), each)]
         if self.is_kernel:
-            return [compose.kernel(x, y, t) for x, y, t in parts]
+            return compose.kernels(parts)
         return [compose.matrix(x, y).reshape(self.shape) for x, y in parts]
 
     def compose(self, factors: Sequence[Tensor]) -> Tensor:

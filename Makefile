@@ -1,0 +1,40 @@
+# `make demo` and `make test` are all one needs: each makes .venv first, once.
+# Python 3.11 or newer and pip must be there. Another interpreter: make test PYTHON=/path/to/python3.12
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+JOBS ?= 2
+
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(firstword $(foreach name,python3 python3.11 python3.12 python3.13,\
+	$(if $(shell $(name) -c '$(NEW_ENOUGH)' 2>/dev/null && echo yes),$(name))))
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+
+.PHONY: demo test check install
+
+demo: $(READY)
+	@$(BIN)/fedpara inspect vgg16 --gamma 0.1
+	@$(BIN)/python examples/01_factorize.py
+
+# One thread a worker: with more, the workers' threads fight over the cores.
+test: check
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
+
+check: $(READY)
+	$(BIN)/ruff format --check --quiet
+	$(BIN)/ruff check --quiet
+	$(BIN)/mypy --no-error-summary
+	@echo $(BIN)/lint-imports; found=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$found"; exit 1; }
+
+install: $(READY)
+
+# torch first and by its exact version: a looser request may fetch gigabytes of CUDA packages.
+$(READY): pyproject.toml constraints.txt
+	@test -n '$(PYTHON)' || { echo 'fedpara needs Python 3.11 or newer and found none. Name one: make PYTHON=/path/to/python3.11'; exit 2; }
+	@$(PYTHON) -c '$(NEW_ENOUGH)' || { echo "fedpara needs Python 3.11 or newer: $(PYTHON) is $$($(PYTHON) --version 2>&1)."; exit 2; }
+	@echo 'Installing into $(VENV): a few minutes, once.'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) torch==2.13.0
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,494 @@
+"""The command line as a user meets it: what it prints, what it leaves, how it ends."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fedpara as fp
+from fedpara import data, models
+from fedpara.apps.cli import main
+from fedpara.data import normalise
+from fedpara.experiments import Experiment, read_run, run
+from fedpara.experiments.build import build_model, build_scheme
+from fedpara.experiments.store import final_state
+from fedpara.experiments.track import TRACKERS
+
+TINY = ["--model", "mlp", "--scheme", "fedpara", "--init", "calibrated", "--clients", "8", "--cohort", "2"]
+TINY += ["--steps", "1", "--lr", "0.05"]
+KEYS = ["run", "rounds", "accuracy", "bytes_up", "bytes_down", "seconds"]
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys, tmp_path):
+    """Calls the program in an empty folder: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FEDPARA_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["fedpara", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return end.value.code, out, err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "command", ["inspect", "run", "resume", "export", "data list", "data verify", "data prepare"]
+)
+def test_help_shows_an_example(cli, command):
+    code, out, _ = cli(*command.split(), "--help")
+    assert code == 0
+    assert re.search(rf"Example:\s+fedpara {command} ", out.replace("\n", " ") + " ")
+
+
+def test_the_version_and_the_bare_call(cli):
+    assert cli("--version")[:2] == (0, f"fedpara {fp.__version__}\n")
+    code, out, err = cli()
+    assert code == 2
+    assert all(command in out + err for command in ("inspect", "run", "resume", "export", "data"))
+
+
+def test_inspect_prints_a_table(cli):
+    code, out, _ = cli("inspect", "vgg16", "--scheme", "fedpara", "--gamma", "0.1", "--classes", "10")
+    assert code == 0
+    assert "1,545,442" in out
+    assert "original 15,253,578 parameters, 9.87 times as many" in out
+    row = next(line for line in out.splitlines() if "512 x 512 x 3 x 3" in line)
+    assert "fedpara" in row
+    assert "dense (" in out
+
+
+def test_inspect_for_programs(cli):
+    code, out, _ = cli("inspect", "vgg16", "--gamma", "0.1", "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert list(report) == ["parameters", "original_parameters", "ratio", "layers"]
+    assert (report["parameters"], report["original_parameters"]) == (1_545_442, 15_253_578)
+    assert report["ratio"] == pytest.approx(1_545_442 / 15_253_578)
+    for layer in report["layers"]:
+        assert list(layer) == ["name", "shape", "scheme", "rank", "max_rank", "parameters"]
+    assert sum(layer["parameters"] for layer in report["layers"]) == report["parameters"]
+    written = [layer for layer in report["layers"] if layer["scheme"] == "fedpara"]
+    assert len(written) == 13
+    assert all(layer["rank"] ** 2 >= layer["max_rank"] for layer in written)
+    dense = [layer for layer in report["layers"] if layer["scheme"] == "dense"]
+    assert all(layer["rank"] is None for layer in dense)
+
+
+def test_inspect_gives_the_model_its_scheme_by_default(cli):
+    plain, rank, low = (
+        json.loads(cli("inspect", "mlp", *options, "--json")[1])
+        for options in ([], ["--rank", "3"], ["--scheme", "lowrank", "--ratio", "0.2"])
+    )
+    assert plain == json.loads(cli("inspect", "mlp", "--gamma", "0.1", "--json")[1])
+    assert {layer["rank"] for layer in rank["layers"] if layer["scheme"] == "fedpara"} == {3}
+    assert low["ratio"] == pytest.approx(0.2, abs=0.03)
+
+
+def test_inspect_reads_a_module_of_the_users_own(cli, tmp_path):
+    (tmp_path / "theirs.py").write_text(
+        "from torch import nn\n"
+        "def build():\n    return nn.Sequential(nn.Linear(100, 80), nn.ReLU(), nn.Linear(80, 3))\n"
+        "def broken():\n    raise KeyError('weights')\n"
+        "number = 3\n"
+    )
+    code, out, _ = cli("inspect", "theirs:build", "--gamma", "0", "--json")
+    assert code == 0
+    layers = {layer["name"]: layer for layer in json.loads(out)["layers"]}
+    assert layers["0.weight"]["shape"] == [80, 100]
+    assert layers["0.weight"]["rank"] == 9
+    assert layers["2.weight"]["scheme"] == "dense"
+    code, out, _ = cli("inspect", "theirs:build")
+    assert code == 0
+    assert "dense (" in out
+    for target, says in (
+        ("theirs:biuld", "Did you mean 'build'"),
+        ("theirs:broken", "KeyError"),
+        ("theirs:number", "no function 'number'"),
+        ("nowhere:build", "could not be imported"),
+        ("theirs:", "does not name a function"),
+    ):
+        code, out, err = cli("inspect", target)
+        assert (code, out) == (2, "")
+        assert says in err
+
+
+def test_run_for_programs(cli, tmp_path):
+    code, out, err = cli("run", *TINY, "--rounds", "2", "--out", "first", "--json")
+    assert code == 0
+    last = json.loads(out.splitlines()[-1])
+    assert list(last) == KEYS
+    summary = read_run(tmp_path / "first")
+    assert last["run"] == "first"
+    assert last["rounds"] == 2
+    assert last["accuracy"] == summary.accuracy
+    assert (last["bytes_up"], last["bytes_down"]) == (summary.bytes_up, summary.bytes_down)
+    assert "round 2/2" in err
+    assert summary.experiment == Experiment(
+        model="mlp",
+        init="calibrated",
+        clients=8,
+        cohort=2,
+        epochs=None,
+        steps=1,
+        lr=0.05,
+        rounds=2,
+        scheme="fedpara",
+    )
+
+
+def test_run_for_people(cli, tmp_path):
+    code, out, _ = cli("run", *TINY, "--rounds", "1")
+    assert code == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert f"look deeper: fedpara export runs/{folder.name}" in out
+    assert "accuracy" in out
+
+
+def test_every_field_can_be_said_on_the_command_line_or_in_a_file(cli, tmp_path):
+    (tmp_path / "my.toml").write_text(
+        "model = 'mlp'\nscheme = 'lowrank'\ngamma = 0.3\nclients = 9\ncohort = 2\nrounds = 1\nlr = 0.01\n"
+        "algorithm = 'fedprox'\n[options]\nmu = 0.5\n"
+    )
+    words = (
+        "--rank 2 --seed 3 --link-up float16 --link-down bfloat16 --momentum 0.1 --weight-decay 0.01 --clip 2"
+    )
+    words += (
+        " --lr-decay 0.9 --evaluate-every 1 --max-norm 50 --split iid --batch-size 8 --epochs 1 --engine auto"
+    )
+    assert cli("run", "--config", "my.toml", "--out", "a", *words.split())[0] == 0
+    assert read_run(tmp_path / "a").experiment == Experiment(
+        model="mlp",
+        scheme="lowrank",
+        rank=2,
+        clients=9,
+        cohort=2,
+        rounds=1,
+        lr=0.01,
+        algorithm="fedprox",
+        options={"mu": 0.5},
+        seed=3,
+        link_up="float16",
+        link_down="bfloat16",
+        momentum=0.1,
+        weight_decay=0.01,
+        clip=2.0,
+        lr_decay=0.9,
+        max_norm=50.0,
+        split="iid",
+        batch_size=8,
+        epochs=1,
+    )
+    options = ["--scheme", "original", "--option", "server_lr=0.02", "--option", "beta1=0.5"]
+    assert cli("run", *TINY[:2], "--algorithm", "fedadam", *options, "--rounds", "1", "--out", "b")[0] == 0
+    assert read_run(tmp_path / "b").experiment.options == {"server_lr": 0.02, "beta1": 0.5}
+
+
+def test_a_target_is_reported(cli):
+    words = ["run", *TINY, "--rounds", "2", "--out", "a", "--json", "--target"]
+    last = json.loads(cli(*words, "0.01")[1].splitlines()[-1])
+    assert last["rounds"] == 1
+    assert last["target"] == {
+        "accuracy": 0.01,
+        "rounds": 1,
+        "bytes": last["bytes_up"] + last["bytes_down"],
+    }
+    words[words.index("a")] = "b"
+    missed = json.loads(cli(*words, "1.0")[1].splitlines()[-1])
+    assert missed["target"] == {"accuracy": 1.0, "rounds": None, "bytes": None}
+
+
+def test_personal_scores_are_the_accuracy_of_private_models(cli):
+    words = [
+        "run",
+        "--model",
+        "mlp",
+        "--scheme",
+        "pfedpara",
+        "--clients",
+        "5",
+        "--cohort",
+        "2",
+        "--steps",
+        "1",
+    ]
+    words += ["--rounds", "1", "--json"]
+    code, out, err = cli(*words, "--out", "a")
+    assert (code, json.loads(out)["accuracy"]) == (0, None)
+    assert "no accuracy is measured" in err
+    code, out, err = cli(*words, "--personal", "--out", "b")
+    assert 0 <= json.loads(out)["accuracy"] <= 1
+    assert "no accuracy" not in err
+
+
+def test_the_preset_compares_and_draws(cli, tmp_path):
+    small = [
+        "--model",
+        "mlp",
+        "--clients",
+        "5",
+        "--cohort",
+        "2",
+        "--rounds",
+        "2",
+        "--epochs",
+        "1",
+        "--lr",
+        "0.01",
+    ]
+    code, out, _ = cli("run", "quickstart", *small, "--out", "demo")
+    assert code == 0
+    for name in ("original", "lowrank", "fedpara", "pfedpara"):
+        assert read_run(tmp_path / "demo" / name).rounds == 2
+        assert re.search(rf"{name} .*%", out)
+    assert "times fewer bytes" in out
+    assert "look deeper: fedpara" in out
+    assert (tmp_path / "demo" / "accuracy-against-bytes.png").read_bytes().startswith(b"\x89PNG")
+    code, out, _ = cli("resume", "demo", "--json")
+    last = json.loads(out.splitlines()[-1])
+    assert list(last) == [*KEYS, "runs"]
+    assert list(last["runs"]) == ["fedpara", "lowrank", "original", "pfedpara"]
+    assert all(list(row) == KEYS for row in last["runs"].values())
+
+
+def test_resume_goes_on_and_says_where_it_was(cli, tmp_path):
+    assert cli("run", *TINY, "--rounds", "2", "--out", "a")[0] == 0
+    code, out, err = cli("resume", "a", "--rounds", "4", "--json")
+    assert code == 0
+    assert json.loads(out)["rounds"] == 4
+    assert "resumed after round 2" in err
+    assert cli("run", *TINY, "--rounds", "4", "--out", "b")[0] == 0
+    assert (tmp_path / "a/metrics.jsonl").read_bytes() == (tmp_path / "b/metrics.jsonl").read_bytes()
+
+
+PROGRAM = "from fedpara.apps.cli import main; main()"
+
+
+def test_ctrl_c_leaves_a_resumable_run(cli, tmp_path):
+    words = ["run", *TINY, "--rounds", "100000", "--out", "long"]
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        metrics = tmp_path / "long" / "metrics.jsonl"
+        while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == b""
+    assert b"fedpara resume" in err
+    assert b"Traceback" not in err
+    done = read_run(tmp_path / "long").rounds
+    assert done > 2
+    assert "stopped: KeyboardInterrupt" in (tmp_path / "long" / "log.txt").read_text()
+    assert cli("resume", "long", "--rounds", done + 1)[0] == 0
+    assert cli("run", *TINY, "--rounds", done + 1, "--out", "short")[0] == 0
+    assert metrics.read_bytes() == (tmp_path / "short" / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("scheme", ["original", "fedpara"])
+def test_an_exported_run_is_a_plain_model(cli, tmp_path, scheme):
+    experiment = Experiment(
+        model="mlp", scheme=scheme, clients=8, cohort=2, rounds=2, epochs=None, steps=2, lr=0.01
+    )
+    run(experiment, tmp_path / "run")
+    code, out, _ = cli("export", "run", "--format", "safetensors", "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert report["path"] == "run/model.merged.safetensors"
+    plain = models.mlp(64, classes=10)
+    plain.load_state_dict(load_file(tmp_path / report["path"]))
+    assert report["parameters"] == sum(p.numel() for p in plain.parameters())
+
+    trained = build_model(experiment, 10, (1, 8, 8), build_scheme(experiment))
+    trained.load_state_dict(final_state(tmp_path / "run")[0])
+    _, test = data.load("digits")
+    images = normalise(test.inputs, test.mean, test.std)
+    with torch.no_grad():
+        logits = plain(images)
+        torch.testing.assert_close(logits, trained(images), rtol=1e-5, atol=1e-5)
+    accuracy = float((logits.argmax(1) == test.labels).double().mean())
+    assert accuracy == pytest.approx(read_run(tmp_path / "run").accuracy, abs=1e-12)
+
+    code, _, err = cli("export", "run")
+    assert code == 2
+    assert "exists" in err
+    assert cli("export", "run", "--overwrite")[0] == 0
+    assert cli("export", "run", "--out", "other.safetensors")[0] == 0
+    assert (tmp_path / "other.safetensors").exists()
+
+
+def test_what_cannot_be_exported_is_said(cli, tmp_path):
+    lay = Experiment(model="mlp", scheme="original", clients=8, cohort=2, rounds=1, epochs=None, steps=1)
+    run(lay, tmp_path / "run")
+    for arguments, code, says in (
+        (["nowhere"], 2, "does not exist"),
+        (["run", "--format", "tflite"], 2, "unknown format 'tflite'"),
+        ([tmp_path], 2, "not a run folder"),
+        ([tmp_path / "run" / "config.toml"], 1, "expected a whole safetensors file"),
+    ):
+        found, _, err = cli("export", *arguments)
+        assert (found, says in err) == (code, True), err
+    (tmp_path / "run" / "model.json").unlink()
+    code, _, err = cli("export", "run")
+    assert code == 1
+    assert "model.json cannot be read" in err
+    (tmp_path / "run" / "checkpoint.safetensors").unlink()
+    code, _, err = cli("export", "run")
+    assert code == 1
+    assert "no readable checkpoint" in err
+
+
+def test_data_list(cli):
+    code, out, _ = cli("data", "list")
+    assert code == 0
+    assert re.search(r"digits +here", out)
+    assert re.search(r"cifar10 +missing", out)
+    code, out, _ = cli("data", "list", "--json")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["name"] for row in rows] == data.names()
+    assert [row["present"] for row in rows] == [name == "digits" for name in data.names()]
+    assert cli("data", "verify", "digits")[0] == 0
+    assert "digits" in cli("data", "prepare", "digits")[1]
+
+
+BAD = {
+    "dataset": (["run", "--dataset", "digit"], 2, "Did you mean 'digits'"),
+    "dataset that is not here": (["run", "--dataset", "mnist"], 1, "mnist"),
+    "model": (["run", "--model", "vgg61"], 2, "did you mean 'vgg16'"),
+    "preset": (["run", "quikstart"], 2, "did you mean 'quickstart'"),
+    "scheme": (["run", "--scheme", "fedparra"], 2, "did you mean 'fedpara'"),
+    "algorithm": (["run", "--algorithm", "fedproxy"], 2, "did you mean 'fedprox'"),
+    "engine": (["run", "--engine", "sequentail"], 2, "did you mean 'sequential'"),
+    "share": (["run", "--share", "some"], 2, "unknown share 'some'"),
+    "split": (["run", "--split", "dirichlett"], 2, "did you mean 'dirichlet'"),
+    "cohort above clients": (["run", "--clients", "5", "--cohort", "6"], 2, "a cohort of 6 from 5 clients"),
+    "zero rounds": (["run", "--rounds", "0"], 2, "rounds is 0: expected at least 1"),
+    "alpha": (["run", "--alpha", "0"], 2, "alpha is 0.0: expected a positive number"),
+    "alpha below": (["run", "--alpha=-1"], 2, "alpha is -1.0"),
+    "gamma": (["run", "--gamma", "1.5"], 2, "gamma"),
+    "rank": (["run", "--rank", "0"], 2, "rank"),
+    "more clients than examples": (["run", "--clients", "5000"], 2, "5000"),
+    "lr": (["run", "--lr", "0"], 2, "lr is 0.0"),
+    "link": (["run", "--link-up", "float8"], 2, "float8"),
+    "option": (["run", "--option", "mu"], 2, "expected name=number"),
+    "option of another": (["run", "--option", "mu=1"], 2, "fedavg has no hyper-parameter 'mu'"),
+    "owners": (["run", "--split", "owner"], 2, "does not say who owns"),
+    "image model": (["run", "--model", "vgg16"], 2, "does not take examples of shape (1, 8, 8)"),
+    "jacobian": (["run", "--scheme", "original", "--jacobian", "1"], 2, "needs factorized weights"),
+    "target": (["run", "--target", "80"], 2, "such as 0.8"),
+    "number": (["run", "--rounds", "many"], 2, "not a valid integer"),
+    "flag": (["run", "--round", "3"], 2, "--round"),
+    "command": (["ran"], 2, "ran"),
+    "tracker": (["run", "--track", "visdom"], 2, "unknown tracker 'visdom'"),
+    "preset and config": (["run", "quickstart", "--config", "x"], 2, "not both"),
+    "preset and scheme": (["run", "quickstart", "--scheme", "fedpara"], 2, "compares schemes itself"),
+    "config": (["run", "--config", "nowhere.toml"], 2, "No such file"),
+    "resume": (["resume", "nowhere"], 2, "no config.toml"),
+    "inspect model": (["inspect", "vgg61"], 2, "did you mean 'vgg16'"),
+    "inspect scheme": (["inspect", "mlp", "--scheme", "original"], 2, "leaves every weight as it is"),
+    "inspect gamma": (["inspect", "mlp", "--gamma", "2"], 2, "gamma"),
+    "inspect rank": (["inspect", "mlp", "--rank", "100000"], 2, "100000"),
+    "inspect both": (["inspect", "mlp", "--gamma", "0.1", "--rank", "3"], 2, "rank"),
+    "inspect ratio": (["inspect", "mlp", "--ratio", "0.5"], 2, "ratio sizes 'lowrank' only"),
+    "data": (["data", "verify", "digit"], 2, "Did you mean 'digits'"),
+    "data that is not here": (["data", "verify", "mnist"], 1, "mnist"),
+    "prepare what is not here": (["data", "prepare", "cifar10"], 1, "cifar10"),
+}
+
+
+@pytest.mark.parametrize("mistake", sorted(BAD))
+def test_a_mistake_is_answered_in_words(cli, tmp_path, mistake):
+    arguments, expected, says = BAD[mistake]
+    if arguments[0] == "run" and "quickstart" not in arguments:
+        arguments = [*arguments, "--out", "run"]
+    code, out, err = cli(*arguments)
+    assert code == expected, err
+    assert says in err
+    assert not (tmp_path / "run").exists(), "a mistake leaves nothing behind"
+    assert not (tmp_path / "runs").exists()
+    assert out == "" or mistake == "data that is not here"
+
+
+def test_a_config_file_with_an_unknown_key_is_refused_with_its_line(cli, tmp_path):
+    (tmp_path / "my.toml").write_text("lr = 0.1\n\nroundz = 3\n")
+    code, _, err = cli("run", "--config", "my.toml", "--out", "run")
+    assert code == 2
+    assert "my.toml, line 3: unknown key 'roundz': did you mean 'rounds'?" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("preset", [[], ["quickstart"]])
+def test_an_output_folder_that_cannot_be_is_refused(cli, tmp_path, preset):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis").touch()
+    code, _, err = cli("run", *preset, "--out", "file")
+    assert code == 2
+    assert "file" in err
+    assert "--out" in err
+    assert (tmp_path / "file").read_text() == "mine"
+    if not preset:
+        code, _, err = cli("run", "--out", "full")
+        assert code == 2
+        assert "not empty" in err
+
+
+def test_an_existing_run_is_refused_with_the_command_to_go_on(cli):
+    assert cli("run", *TINY, "--rounds", "1", "--out", "a")[0] == 0
+    code, _, err = cli("run", *TINY, "--rounds", "1", "--out", "a")
+    assert code == 2
+    assert "fedpara resume a" in err
+
+
+def test_a_run_that_fails_ends_with_one_and_the_reason(cli, tmp_path):
+    words = [
+        "run",
+        "--model",
+        "mlp",
+        "--scheme",
+        "original",
+        "--clients",
+        "8",
+        "--cohort",
+        "2",
+        "--lr",
+        "1e6",
+    ]
+    code, _, err = cli(*words, "--rounds", "30", "--out", "a")
+    assert code == 1
+    assert re.search(r"fedpara: client \d+ diverged in round \d+", err)
+    for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
+        (tmp_path / "a" / name).write_bytes(b"torn")
+    code, _, err = cli("resume", "a")
+    assert code == 1
+    assert "can be used" in err
+
+
+def test_a_tracker_that_is_not_installed_stops_before_anything_is_made(cli, tmp_path):
+    missing = [kind for kind in TRACKERS if kind != "none" and find_spec(kind) is None]
+    if not missing:
+        pytest.skip("every tracker is installed here: none can be missed")
+    code, _, err = cli("run", *TINY, "--rounds", "1", "--track", missing[0], "--out", "a")
+    assert code == 1
+    assert f"needs the package {missing[0]}: pip install" in err
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_tracked_run_has_its_tracks_beside_it(cli, tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'fedpara[track]'")
+    assert cli("run", *TINY, "--rounds", "1", "--track", "tensorboard", "--out", "a")[0] == 0
+    assert list((tmp_path / "a" / "tensorboard").glob("events.out.tfevents.*"))

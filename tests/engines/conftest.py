@@ -1,0 +1,125 @@
+"""A federation small enough to check by hand: 6 clients of unequal size, 8 x 8 digits, two layers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fedpara as fp
+from fedpara import algorithms, data, models
+from fedpara.algorithms import Algorithm
+from fedpara.data import Examples
+from fedpara.engines import Run, Task
+from fedpara.engines.client import Protocol, Reply
+from fedpara.engines.loop import Engine
+from fedpara.engines.program import take_apart
+from fedpara.engines.simulate import build_engine
+from fedpara.engines.worker import Score
+from fedpara.state import State
+
+SIZES = (12, 7, 16, 9, 5, 11)
+
+SCHEMES: dict[str, Callable[[], fp.LowRank | fp.FedPara | None]] = {
+    "original": lambda: None,
+    "lowrank": lambda: fp.LowRank(gamma=0.1),
+    "fedpara": lambda: fp.FedPara(gamma=0.1),
+    "pfedpara": lambda: fp.PFedPara(gamma=0.1),
+}
+
+
+class Recorded:
+    """An engine seen from outside: every message that crossed, and what the server kept."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.down: list[bytes] = []
+        self.up: list[list[Reply]] = []
+        self.kept: list[list[int]] = []
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    @property
+    def why(self) -> str:
+        return self.engine.why
+
+    def train(self, round: int, clients: Sequence[int], message: bytes, personal: bool) -> Iterator[Reply]:
+        self.down.append(message)
+        self.up.append([])
+        for reply in self.engine.train(round, clients, message, personal):
+            self.up[-1].append(reply)
+            yield reply
+
+    def keep(self, round: int, clients: Sequence[int]) -> None:
+        self.kept.append(list(clients))
+        self.engine.keep(round, clients)
+
+    def evaluate(self, state: State) -> Score | None:
+        return self.engine.evaluate(state)
+
+
+@dataclass(frozen=True)
+class World:
+    train: Examples
+    test: Examples
+    clients: list[range]
+
+    def model(self, scheme: str = "original", network: Callable[[], nn.Module] | None = None) -> nn.Module:
+        torch.manual_seed(0)
+        plain = network() if network else models.mlp(64, hidden=32, classes=10)
+        chosen = SCHEMES[scheme]()
+        return plain if chosen is None else fp.factorize(plain, chosen)
+
+    @property
+    def federation(self) -> fp.FederatedData:
+        return fp.FederatedData(self.train, self.clients)
+
+    @property
+    def personal(self) -> fp.FederatedData:
+        """Each client keeps its last two examples to be scored on."""
+        rows = [list(row) for row in self.clients]
+        return fp.FederatedData(
+            self.train, [row[:-2] for row in rows], test_clients=[row[-2:] for row in rows]
+        )
+
+    def algorithm(self, name: str = "fedavg", **fields: Any) -> Algorithm:
+        local = algorithms.Local(**{"lr": 0.05, "batch_size": 4, **fields})
+        return algorithms.build(name, local)
+
+    def simulate(
+        self,
+        model: nn.Module,
+        algorithm: Algorithm | None = None,
+        *,
+        federation: fp.FederatedData | None = None,
+        **options: Any,
+    ) -> Run:
+        options = {"rounds": 2, "cohort": 3, "engine": "sequential", **options}
+        task = Task(model, test=self.test)
+        return fp.simulate(task, federation or self.federation, algorithm or self.algorithm(), **options)
+
+    def protocol(
+        self,
+        model: nn.Module,
+        algorithm: Algorithm | None = None,
+        link: fp.Link | None = None,
+        share: Any = "all",
+        seed: int = 0,
+    ) -> Protocol:
+        return Protocol(take_apart(model, share), algorithm or self.algorithm(), link or fp.Link(), seed)
+
+    def engine(self, name: str, protocol: Protocol, memory: Any, federation: Any = None) -> Recorded:
+        task = Task(protocol.program.model, test=self.test)
+        return Recorded(build_engine(name, protocol, task, federation or self.federation, memory, 3))
+
+
+@pytest.fixture(scope="session")
+def world() -> World:
+    train, test = data.load("digits")
+    ends = torch.tensor(SIZES).cumsum(0).tolist()
+    clients = [range(end - size, end) for end, size in zip(ends, SIZES, strict=True)]
+    return World(train.subset(range(sum(SIZES))), test.subset(range(50)), clients)

@@ -1,0 +1,496 @@
+"""Contract: what every engine owes, whatever it runs on.
+
+Add an engine to ENGINES and the whole suite holds it to the same experiment, seed, bytes and state.
+"""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, dropout
+
+import fedpara as fp
+from fedpara import algorithms
+from fedpara.data import normalise
+from fedpara.engines.loop import Schedule, play
+from fedpara.engines.memory import InMemory
+from fedpara.engines.streams import cohort, numbers
+from fedpara.errors import ConfigError
+from fedpara.parameterization import corrected_grad, forms
+from fedpara.state import mean, nbytes, norm, subtract
+from fedpara.wire import decode
+
+ENGINES = ("sequential",)
+ALGORITHMS = tuple(algorithms.names())
+SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
+SHARES = ("all", "fedper", "none")
+LINKS = ("float32", "float16", "int8")
+
+each_engine = pytest.mark.parametrize("engine", ENGINES)
+
+# Every algorithm with every scheme; sharing and precision in turn, so that each meets each of the others.
+COVER = [
+    (algorithm, scheme, SHARES[i % 3], LINKS[(i // 3 + i) % 3])
+    for i, (algorithm, scheme) in enumerate(product(ALGORITHMS, SCHEMES))
+]
+
+
+def test_the_cover_has_every_pair():
+    pairs = {(i, j, case[i], case[j]) for case in COVER for i in range(4) for j in range(4) if i < j}
+    assert {(a, s) for _, _, a, s in (p for p in pairs if p[:2] == (0, 1))} == {*product(ALGORITHMS, SCHEMES)}
+    assert {(s, p) for i, j, s, p in pairs if (i, j) == (2, 3)} == {*product(SHARES, LINKS)}
+    assert {(s, p) for i, j, s, p in pairs if (i, j) == (1, 2)} == {*product(SCHEMES, SHARES)}
+    assert {(s, p) for i, j, s, p in pairs if (i, j) == (1, 3)} == {*product(SCHEMES, LINKS)}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def facts(run):
+    """Everything a run says, but the tensors."""
+    return [
+        (r.number, r.cohort, r.train_loss, r.bytes_up, r.bytes_down, r.accuracy, r.loss, r.before, r.after)
+        for r in run.rounds
+    ]
+
+
+@each_engine
+@pytest.mark.parametrize(("algorithm", "scheme", "share", "precision"), COVER)
+def test_two_runs_give_equal_bits(world, engine, algorithm, scheme, share, precision):
+    def run():
+        return world.simulate(
+            world.model(scheme),
+            world.algorithm(algorithm),
+            federation=world.personal,
+            share=share,
+            link=fp.Link(up=precision, down=precision),
+            engine=engine,
+            cohort=4,
+        )
+
+    first, second = run(), run()
+    assert facts(first) == facts(second)
+    assert same(first.state, second.state)
+    for client in range(len(world.clients)):
+        assert same(first.client_state(client), second.client_state(client))
+    assert not same(first.client_state(first.rounds[-1].cohort[0]), first.protocol.program.initial)
+    assert not any(result.refused for result in first.rounds)
+
+
+@each_engine
+def test_another_seed_gives_other_bits(world, engine):
+    runs = [world.simulate(world.model(), engine=engine, seed=seed) for seed in (0, 1)]
+    assert not same(runs[0].state, runs[1].state)
+
+
+@each_engine
+@pytest.mark.parametrize("scheme", ["original", "pfedpara"])
+def test_neither_company_nor_order_nor_scoring_changes_what_a_client_sends(world, engine, scheme):
+    protocol = world.protocol(world.model(scheme), world.algorithm("scaffold"), fp.Link(up="int8"))
+    alone = world.engine(engine, protocol, InMemory(), world.personal)
+    next(iter(play(protocol, alone, Schedule(1, 6, 6), personal=False)))
+    message = alone.down[0]
+    expected = {reply.client: reply.message for reply in alone.up[0]}
+    for clients, personal in (([5, 4, 3, 2, 1, 0], False), ([4], True), ([0, 4, 2], True)):
+        again = world.engine(engine, protocol, InMemory(), world.personal)
+        again.evaluate({**protocol.program.initial})
+        for reply in again.train(1, clients, message, personal):
+            assert reply.message == expected[reply.client]
+
+
+@each_engine
+def test_how_often_is_evaluated_changes_nothing_else(world, engine):
+    often, seldom = (
+        world.simulate(world.model(), rounds=5, engine=engine, evaluate_every=n, federation=world.personal)
+        for n in (1, 3)
+    )
+    assert same(often.state, seldom.state)
+    assert [r.accuracy is not None for r in seldom.rounds] == [False, False, True, False, True]
+    assert all(r.accuracy is not None and r.before is not None for r in often.rounds)
+    assert often.rounds[2].accuracy == seldom.rounds[2].accuracy
+
+
+def by_hand(world, model, rounds, chosen, seed=0, lr=0.05, **sgd):
+    """FedAvg as its pseudocode reads, with torch's own optimizer, on the state dict of the model itself."""
+    clip = sgd.pop("clip", None)
+    x = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for t in range(1, rounds + 1):
+        results, weights = [], []
+        for k in cohort(seed, t, len(world.clients), chosen):
+            model.load_state_dict(x)
+            model.train()
+            optimizer = torch.optim.SGD(model.parameters(), lr=lr, **sgd)
+            examples = world.train.subset(world.clients[k])
+            images = normalise(examples.inputs, examples.mean, examples.std)
+            order = numbers(seed, "batches", t, k).permutation(len(examples))
+            for start in range(0, len(order), 4):
+                batch = torch.from_numpy(order[start : start + 4])
+                optimizer.zero_grad()
+                cross_entropy(model(images[batch]), examples.labels[batch]).backward()
+                if clip is not None:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+            results.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+            weights.append(len(examples))
+        total = sum(weights)
+        x = {name: sum((w / total) * y[name] for w, y in zip(weights, results, strict=True)) for name in x}
+    return x
+
+
+@each_engine
+@pytest.mark.parametrize("scheme", SCHEMES[:3])
+@pytest.mark.parametrize(
+    "sgd", [{}, {"momentum": 0.9, "weight_decay": 0.01, "clip": 1.0}], ids=["plain", "everything"]
+)
+def test_fedavg_is_the_loop_one_would_write(world, engine, scheme, sgd):
+    run = world.simulate(world.model(scheme), world.algorithm(**sgd), rounds=3, engine=engine)
+    expected = by_hand(world, world.model(scheme), 3, 3, **sgd)
+    assert run.state.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(run.state[name], tensor, rtol=0, atol=1e-6)
+    assert norm(subtract(expected, run.protocol.program.initial)) > 0.1
+
+
+@each_engine
+@pytest.mark.parametrize("precision", LINKS)
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
+def test_counted_bytes_are_the_encoded_bytes(world, engine, algorithm, precision):
+    protocol = world.protocol(
+        world.model("pfedpara"), world.algorithm(algorithm), fp.Link(precision, precision)
+    )
+    seen = world.engine(engine, protocol, InMemory())
+    rounds = list(play(protocol, seen, Schedule(3, 6, 4), personal=False))
+    for t, result in enumerate(rounds):
+        assert result.bytes_down == 4 * len(seen.down[t])
+        assert result.bytes_up == sum(len(reply.message) for reply in seen.up[t])
+    last = rounds[-1].progress
+    assert last.bytes_down == sum(result.bytes_down for result in rounds)
+    assert last.bytes_up == sum(result.bytes_up for result in rounds)
+
+
+@each_engine
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_scaffold_sends_twice_what_fedavg_does(world, engine, scheme):
+    sent = {}
+    for algorithm in ("fedavg", "scaffold"):
+        protocol = world.protocol(world.model(scheme), world.algorithm(algorithm))
+        seen = world.engine(engine, protocol, InMemory())
+        list(play(protocol, seen, Schedule(1, 6, 1), personal=False))
+        sent[algorithm] = [nbytes(decode(m)[1]) for m in (seen.down[0], seen.up[0][0].message)]
+    assert sent["scaffold"] == [2 * size for size in sent["fedavg"]]
+    assert min(sent["fedavg"]) > 1000
+
+
+def batch_norm():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+
+
+@each_engine
+@pytest.mark.parametrize("precision", LINKS)
+@pytest.mark.parametrize("scheme", ["original", "pfedpara"])
+def test_batch_norm_statistics_are_averaged_and_never_stepped(world, engine, scheme, precision):
+    model = world.model(scheme, batch_norm)
+    local = world.algorithm(batch_size=3, steps=2, momentum=0.5, weight_decay=0.1)
+    protocol = world.protocol(model, local, fp.Link(up=precision))
+    seen = world.engine(engine, protocol, InMemory())
+    first, second = play(protocol, seen, Schedule(2, 6, 3), personal=False)
+    assert not first.refused
+    assert not second.refused
+    assert first.progress.buffers["2.num_batches_tracked"] == 2
+    assert second.progress.buffers["2.num_batches_tracked"] == 4
+    assert first.progress.buffers["2.num_batches_tracked"].dtype == torch.int64
+    if precision == "float32":
+        names = ("2.running_mean", "2.running_var")
+        theirs = [decode(reply.message) for reply in seen.up[0]]
+        expected = mean(
+            [{n: state[n] for n in names} for _, state in theirs], [header.examples for header, _ in theirs]
+        )
+        assert same(expected, {n: first.progress.buffers[n] for n in names})
+    assert not torch.equal(first.progress.buffers["2.running_var"], torch.ones(32))
+
+
+@each_engine
+def test_batch_norm_stays_with_the_client_where_nothing_is_shared(world, engine):
+    run = world.simulate(
+        world.model("original", batch_norm),
+        world.algorithm(batch_size=3, steps=2),
+        share="none",
+        rounds=2,
+        cohort=6,
+        engine=engine,
+    )
+    assert [run.client_state(k)["2.num_batches_tracked"].item() for k in range(6)] == [4] * 6
+    assert not torch.equal(run.client_state(0)["2.running_mean"], run.client_state(1)["2.running_mean"])
+
+
+class Functional(nn.Module):
+    """Dropout that no list of modules shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.fc(dropout(x.flatten(1), 0.5, self.training))
+
+
+NOISY = {
+    "module": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Dropout(0.5), nn.Linear(16, 10)),
+    "functional": Functional,
+    "rrelu": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.RReLU(), nn.Linear(16, 10)),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(NOISY))
+@each_engine
+def test_dropout_draws_from_the_runs_own_stream(world, engine, kind):
+    states = []
+    for mood in (1, 2):
+        model = world.model("original", NOISY[kind])
+        torch.manual_seed(mood)
+        states.append(world.simulate(model.train(mood == 1), engine=engine).state)
+    assert same(*states), "the caller's stream, or the mode the model came in, was seen"
+
+
+@each_engine
+def test_a_run_leaves_the_callers_stream_alone(world, engine):
+    model = world.model("original", NOISY["module"])
+    torch.manual_seed(1)
+    world.simulate(model, engine=engine)
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("kind", sorted(NOISY))
+@each_engine
+def test_dropout_is_not_the_same_for_every_client_or_round(world, engine, kind):
+    """Two clients with the same examples and the same order differ by what their layers draw alone."""
+    federation = fp.FederatedData(world.train, [range(4)] * 6)
+    protocol = world.protocol(world.model("original", NOISY[kind]), world.algorithm(batch_size=4))
+    seen = world.engine(engine, protocol, InMemory(), federation)
+    list(play(protocol, seen, Schedule(1, 6, 6), personal=False))
+    states = [decode(reply.message)[1] for reply in seen.up[0]]
+    assert not same(states[0], states[1])
+
+
+def one_step(world, engine, scheme="fedpara", **fields):
+    """One client, one step: what a knob does can be said in one line. The batch is the same each time."""
+    federation = fp.FederatedData(world.train, [range(12)])
+    run = world.simulate(
+        world.model(scheme),
+        world.algorithm(**{"batch_size": 12, **fields}),
+        federation=federation,
+        rounds=1,
+        cohort=1,
+        engine=engine,
+    )
+    return run.protocol.program.initial, run.state
+
+
+@each_engine
+def test_the_jacobian_correction_moves_the_factors_and_nothing_else(world, engine):
+    x, plain = one_step(world, engine)
+    _, corrected = one_step(world, engine, jacobian=1.0)
+    factors = {name for name in x if name.startswith("fc1.weight.")}
+    assert len(factors) == 4
+    for name in x:
+        assert torch.equal(plain[name], corrected[name]) == (name not in factors), name
+
+    model = world.model("fedpara")
+    merged = fp.merge(model)
+    examples = world.train.subset(range(12))
+    images = normalise(examples.inputs, examples.mean, examples.std)
+
+    def loss(state):
+        return cross_entropy(torch.func.functional_call(merged, state, (images,)), examples.labels)
+
+    gradient, _ = corrected_grad(loss, x, forms(model), eta=0.05, lambda_=1.0)
+    for name in x:
+        torch.testing.assert_close(corrected[name], x[name] - 0.05 * gradient[name], rtol=0, atol=1e-6)
+
+
+@each_engine
+def test_the_jacobian_correction_keeps_batch_norm_up_to_date(world, engine):
+    fields = {"batch_size": 3, "steps": 2}
+    states = [
+        world.simulate(
+            world.model("fedpara", batch_norm),
+            world.algorithm(jacobian=jacobian, **fields),
+            rounds=1,
+            engine=engine,
+        ).state
+        for jacobian in (1e-9, 0.0)
+    ]
+    for name in ("2.running_mean", "2.running_var", "2.num_batches_tracked"):
+        torch.testing.assert_close(states[0][name], states[1][name])
+
+
+def test_the_jacobian_correction_needs_factors(world):
+    with pytest.raises(ConfigError, match="needs factorized weights"):
+        world.simulate(world.model("original"), world.algorithm(jacobian=1.0))
+
+
+@each_engine
+def test_weight_decay_pulls_to_zero_by_its_share(world, engine):
+    x, plain = one_step(world, engine)
+    _, decayed = one_step(world, engine, weight_decay=0.5)
+    for name in x:
+        torch.testing.assert_close(decayed[name], plain[name] - 0.05 * 0.5 * x[name], rtol=0, atol=1e-6)
+
+
+@each_engine
+def test_clipping_bounds_the_step(world, engine):
+    x, plain = one_step(world, engine)
+    _, clipped = one_step(world, engine, clip=0.01)
+    _, loose = one_step(world, engine, clip=1e6)
+    assert norm(subtract(plain, x)) > 0.05 * 0.01
+    assert norm(subtract(clipped, x)) == pytest.approx(0.05 * 0.01, rel=1e-3)
+    assert same(loose, plain)
+
+
+@each_engine
+def test_momentum_needs_a_second_step(world, engine):
+    _, plain = one_step(world, engine)
+    x, first = one_step(world, engine, momentum=0.9)
+    assert same(plain, first)
+    _, two = one_step(world, engine, epochs=2)
+    _, two_with = one_step(world, engine, epochs=2, momentum=0.9)
+    push = subtract(two_with, two)
+    for name in x:  # the second step repeats 0.9 of the first
+        torch.testing.assert_close(push[name], 0.9 * (first[name] - x[name]), rtol=0, atol=1e-6)
+
+
+@each_engine
+def test_the_learning_rate_decays_by_the_round(world, engine):
+    federation = fp.FederatedData(world.train, [range(12)])
+    steady, decayed = (
+        world.simulate(
+            world.model(),
+            world.algorithm(batch_size=12, lr_decay=decay),
+            federation=federation,
+            rounds=2,
+            cohort=1,
+            engine=engine,
+        ).state
+        for decay in (1.0, 0.5)
+    )
+    _, first = one_step(world, engine, "original")
+    for name in first:
+        torch.testing.assert_close(
+            decayed[name] - first[name], 0.5 * (steady[name] - first[name]), rtol=0, atol=1e-6
+        )
+
+
+@each_engine
+def test_steps_stand_in_for_epochs(world, engine):
+    _, epochs = one_step(world, engine, epochs=3, batch_size=5)
+    _, steps = one_step(world, engine, epochs=None, steps=9, batch_size=5)
+    _, fewer = one_step(world, engine, epochs=None, steps=8, batch_size=5)
+    assert same(epochs, steps)
+    assert not same(epochs, fewer)
+
+
+@each_engine
+def test_augmentation_draws_anew_for_every_client_and_round(world, engine):
+    def state(augment):
+        task = fp.Task(world.model(), test=world.test, augment=augment)
+        return fp.simulate(task, world.federation, world.algorithm(), rounds=2, cohort=3, engine=engine).state
+
+    assert same(state("crop-flip"), state("crop-flip"))
+    assert not same(state("crop-flip"), state("none"))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.flatten = nn.Flatten()
+        self.a, self.b, self.c = nn.Linear(64, 64, False), nn.Linear(64, 64, False), nn.Linear(64, 10)
+        self.b.weight = self.a.weight
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.c(self.b(self.a(self.flatten(x)).relu()).relu())
+
+
+@each_engine
+@pytest.mark.parametrize("scheme", ["original", "fedpara"])
+def test_tied_and_unused_weights_come_back_under_all_their_names(world, engine, scheme):
+    model = world.model(scheme, Tied)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    run = world.simulate(model, world.algorithm(lr=0.01), engine=engine)
+    assert run.state.keys() == before.keys()
+    assert same(dict(model.state_dict()), before), "the user's model was touched"
+    twins = [(name, name.replace("a.", "b.", 1)) for name in run.state if name.startswith("a.")]
+    assert twins
+    assert all(torch.equal(run.state[a], run.state[b]) for a, b in twins)
+    assert torch.equal(run.state["unused.bias"], before["unused.bias"])
+    model.load_state_dict(run.state)
+    if scheme == "fedpara":
+        merged, images = fp.merge(model, run.state), torch.randn(4, 1, 8, 8)
+        torch.testing.assert_close(merged(images), model(images))
+
+
+@each_engine
+def test_frozen_parameters_are_neither_trained_nor_sent(world, engine):
+    model = world.model()
+    model.fc1.requires_grad_(False)
+    protocol = world.protocol(model)
+    seen = world.engine(engine, protocol, InMemory())
+    list(play(protocol, seen, Schedule(1, 6, 2), personal=False))
+    for message in (seen.down[0], *(reply.message for reply in seen.up[0])):
+        assert set(decode(message)[1]) == {"fc2.weight", "fc2.bias"}
+
+
+@each_engine
+def test_the_history_holds_one_model(world, engine):
+    run = world.simulate(world.model(), rounds=4, engine=engine)
+    assert [bool(result.progress.x) for result in run.rounds] == [False, False, False, True]
+    assert [result.number for result in run.rounds] == [1, 2, 3, 4]
+
+
+@each_engine
+def test_a_target_ends_the_run(world, engine):
+    reached = world.simulate(world.model(), world.algorithm(epochs=5), rounds=50, target=0.3, engine=engine)
+    assert reached.accuracy >= 0.3
+    assert all(result.accuracy < 0.3 for result in reached.rounds[:-1])
+    assert len(reached.rounds) < 50
+
+
+BAD = {
+    "rounds": 0,
+    "cohort": 7,
+    "seed": -1,
+    "evaluate_every": 0,
+    "max_norm": 0.0,
+    "target": 80.0,
+    "engine": "parallel",
+    "share": "some",
+    "personal": True,
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD))
+def test_what_can_never_work_is_said_before_anything_runs(world, name):
+    with pytest.raises(ConfigError, match=r"expected|asked for"):
+        world.simulate(world.model(), **{name: BAD[name]})
+
+
+def test_a_memory_that_is_empty_is_still_the_callers(world):
+    memory = InMemory()
+    run = world.simulate(world.model(), world.algorithm("scaffold"), memory=memory)
+    assert run.memory is memory
+    assert len(memory) == len({k for result in run.rounds for k in result.cohort})
+
+
+def test_crop_and_flip_wants_images(world):
+    words = replace(world.train, inputs=torch.zeros(len(world.train), 80).long(), mean=None, std=None)
+    with pytest.raises(ConfigError, match="expected images"):
+        fp.simulate(
+            fp.Task(world.model(), augment="crop-flip"),
+            fp.FederatedData(words, world.clients),
+            world.algorithm(),
+            rounds=1,
+            cohort=1,
+        )

@@ -1,0 +1,74 @@
+"""Properties of scale: a round costs its cohort, not its federation. Operations are counted, not seconds."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import fedpara as fp
+from fedpara.engines.memory import InMemory
+
+
+class Lazy(Sequence):
+    """A federation that is never written down. It counts how often it is looked at."""
+
+    def __init__(self, clients: int, examples: int) -> None:
+        self.clients, self.examples, self.looks = clients, examples, 0
+
+    def __len__(self):
+        return self.clients
+
+    def __getitem__(self, client):
+        if not 0 <= client < self.clients:
+            raise IndexError(client)
+        self.looks += 1
+        start = client * 7 % (self.examples - 6)
+        return range(start, start + 6)
+
+    def __iter__(self):
+        raise AssertionError("someone walks through the whole federation")
+
+
+def run(world, clients, algorithm="scaffold", scheme="pfedpara", **options):
+    lazy = Lazy(clients, len(world.train))
+    memory = InMemory()
+    options = {"rounds": 3, "cohort": 20, **options}
+    result = world.simulate(
+        world.model(scheme),
+        world.algorithm(algorithm),
+        federation=fp.FederatedData(world.train, lazy),
+        memory=memory,
+        **options,
+    )
+    return result, lazy, memory
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "feddyn"])
+def test_a_million_clients_cost_what_a_thousand_do(world, algorithm):
+    few, few_looks, few_memory = run(world, 1_000, algorithm)
+    many, many_looks, many_memory = run(world, 1_000_000, algorithm)
+    assert many_looks.looks == few_looks.looks <= 3 * 20 * 3
+    assert many.bytes == pytest.approx(few.bytes, rel=1e-3)  # client numbers have more digits
+    assert len(few_memory) <= 60
+    assert len(many_memory) == len({k for result in many.rounds for k in result.cohort}) <= 60
+
+
+def test_those_who_never_took_part_have_no_memory(world):
+    result, _, memory = run(world, 1_000_000)
+    taken = {client for r in result.rounds for client in r.cohort}
+    assert all(memory.get(client) is not None for client in taken)
+    assert memory.get(next(k for k in range(100) if k not in taken)) is None
+    assert all(torch.equal(result.client_state(7)[n], t) for n, t in result.state.items())
+
+
+def test_those_who_keep_nothing_cost_nothing(world):
+    _, _, memory = run(world, 1_000_000, "fedavg", "fedpara")
+    assert len(memory) == 0
+
+
+def test_the_whole_range_of_a_large_federation_is_asked(world):
+    result, _, _ = run(world, 1_000_000, "fedavg", "original", rounds=5)
+    asked = [client for r in result.rounds for client in r.cohort]
+    assert min(asked) < 100_000
+    assert max(asked) > 900_000
+    assert len(set(asked)) > 95

@@ -1,0 +1,202 @@
+"""Golden: what Algorithms 1 and 2 put on the wire, read from the bytes that crossed it."""
+
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+import torch
+
+import fedpara as fp
+from fedpara import algorithms, models
+from fedpara.engines.client import Protocol, reply_of
+from fedpara.engines.loop import Schedule, play
+from fedpara.engines.memory import InMemory
+from fedpara.engines.program import take_apart
+from fedpara.engines.worker import Trained
+from fedpara.errors import PrivacyError
+from fedpara.wire import decode
+
+BIASES = {"fc1.bias", "fc2.bias"}
+
+
+def crossed(world, scheme, share="all", algorithm="fedavg", link=None, network=None):
+    """(protocol, every message of two rounds, both ways)"""
+    protocol = world.protocol(world.model(scheme, network), world.algorithm(algorithm), link, share)
+    seen = world.engine("sequential", protocol, InMemory())
+    list(play(protocol, seen, Schedule(2, 6, 3), personal=False))
+    return protocol, [*seen.down, *(reply.message for replies in seen.up for reply in replies)]
+
+
+def names(messages):
+    found = {frozenset(decode(message)[1]) for message in messages}
+    assert len(found) == 1, "up and down carry the same names"
+    return set(next(iter(found)))
+
+
+def test_fedpara_sends_its_four_factors_both_ways(world):
+    _, messages = crossed(world, "fedpara")
+    factors = {f"fc1.weight.{factor}" for factor in ("x1", "y1", "x2", "y2")}
+    assert names(messages) == factors | {"fc2.weight"} | BIASES
+
+
+def test_pfedpara_sends_the_first_inner_weight_biases_and_norms(world):
+    _, messages = crossed(world, "pfedpara")
+    assert names(messages) == {"fc1.weight.x1", "fc1.weight.y1", "fc2.weight"} | BIASES
+
+
+def test_pfedpara_of_a_kernel_sends_its_first_core(world):
+    def network():
+        return torch.nn.Sequential(
+            torch.nn.Conv2d(1, 16, 3),
+            torch.nn.GroupNorm(2, 16),
+            torch.nn.Conv2d(16, 24, 3),
+            torch.nn.BatchNorm2d(24),
+            torch.nn.AdaptiveAvgPool2d(1),
+            torch.nn.Flatten(),
+            torch.nn.Linear(24, 10),
+        )
+
+    protocol, messages = crossed(world, "pfedpara", network=network)
+    sent = names(messages)
+    assert {name for name in sent if name.startswith("2.weight")} == {
+        "2.weight.x1",
+        "2.weight.y1",
+        "2.weight.t1",
+    }
+    norms = {f"{layer}.{part}" for layer in (1, 3) for part in ("weight", "bias")}
+    statistics = {f"3.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    assert norms | statistics | {"0.bias", "2.bias", "6.bias"} <= sent
+    assert {"2.weight.x2", "2.weight.y2", "2.weight.t2"} <= protocol.program.private
+
+
+def test_fedper_lacks_the_last_layer(world):
+    _, messages = crossed(world, "original", share="fedper")
+    assert names(messages) == {"fc1.weight", "fc1.bias"}
+
+
+def test_fedper_with_pfedpara_lacks_both(world):
+    _, messages = crossed(world, "pfedpara", share="fedper")
+    assert names(messages) == {"fc1.weight.x1", "fc1.weight.y1", "fc1.bias"}
+
+
+@pytest.mark.parametrize("algorithm", algorithms.names())
+def test_local_sends_no_tensor(world, algorithm):
+    _, messages = crossed(world, "original", share="none", algorithm=algorithm)
+    assert names(messages) == set()
+    assert max(map(len, messages)) < 200
+
+
+def test_scaffold_sends_a_control_variate_beside_each_shared_tensor(world):
+    _, messages = crossed(world, "pfedpara", algorithm="scaffold")
+    shared = {"fc1.weight.x1", "fc1.weight.y1", "fc2.weight"} | BIASES
+    assert names(messages) == shared | {f"control/{name}" for name in shared}
+
+
+PRECISIONS = ("float32", "float16", "bfloat16", "int8")
+KEPT_BACK = [("pfedpara", "all"), ("pfedpara", "fedper"), ("fedpara", "fedper")]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "share", "algorithm", "precision"),
+    [
+        (*kept, algorithm, PRECISIONS[i % 4])
+        for i, (kept, algorithm) in enumerate(product(KEPT_BACK, algorithms.names()))
+    ],
+)
+def test_no_private_name_is_in_any_message(world, scheme, share, algorithm, precision):
+    protocol, messages = crossed(world, scheme, share, algorithm, fp.Link(precision, precision))
+    program = protocol.program
+    assert program.private
+    for message in messages:
+        for private in program.private:
+            assert private.encode() not in message
+    assert sorted([*program.shared, *program.private]) == sorted(program.parameters)
+
+
+def test_a_client_that_tries_to_send_a_private_factor_is_stopped(world):
+    """Privacy by construction: an algorithm of the user's own cannot smuggle one out."""
+    plain = world.algorithm()
+    name = "fc1.weight.x2"
+
+    def smuggle(x, y, down, client, steps, eta):
+        return {"extra": {name: torch.zeros(1)}}, {}
+
+    algorithm = algorithms.Algorithm(**{**vars(plain), "finish": smuggle})
+    protocol = world.protocol(world.model("pfedpara"), algorithm)
+    engine = world.engine("sequential", protocol, InMemory())
+    with pytest.raises(PrivacyError, match=r"fc1\.weight\.x2"):
+        list(play(protocol, engine, Schedule(1, 6, 1), personal=False))
+
+
+@pytest.mark.parametrize("link", [fp.Link(up="float16"), fp.Link(up="int8"), fp.Link("float32", "float16")])
+def test_a_narrow_uplink_carries_the_change(world, link):
+    """FedPAQ: what few bits resolve is y - x. The server adds it to the x the client saw."""
+    protocol = world.protocol(world.model(), link=link)
+    seen = world.engine("sequential", protocol, InMemory())
+    (result,) = play(protocol, seen, Schedule(1, 6, 1), personal=False)
+    _, sent = decode(seen.down[0])
+    _, up = decode(seen.up[0][0].message)
+    exact = world.protocol(world.model(), link=fp.Link(down=link.down))
+    wide = world.engine("sequential", exact, InMemory())
+    list(play(exact, wide, Schedule(1, 6, 1), personal=False))
+    _, y = decode(wide.up[0][0].message)
+    for name, tensor in result.progress.x.items():
+        arrived = up[name] if link.up == "float32" else sent[name] + up[name]
+        torch.testing.assert_close(tensor, arrived, rtol=0, atol=1e-7)
+        step = float((y[name] - sent[name]).abs().max())
+        worst = {"float32": 1e-7, "float16": 1e-3 * step, "int8": step / 127}[link.up]
+        assert float((tensor - y[name]).abs().max()) <= worst + 1e-7
+
+
+class Idle:
+    """Clients that send back what they received: the sizes of a round without its training."""
+
+    name, why = "idle", "sizes only"
+
+    def __init__(self, protocol: Protocol) -> None:
+        self.protocol = protocol
+
+    def train(self, round: int, clients: Sequence[int], message: bytes, personal: bool):
+        model, down = self.protocol.read_down(message, round)
+        trained = Trained({name: model[name] for name in self.protocol.program.parameters}, {}, 0.0, 1)
+        for client in clients:
+            reply, _ = reply_of(
+                self.protocol,
+                trained,
+                model,
+                down,
+                self.protocol.first(model),
+                round=round,
+                client=client,
+                examples=1,
+            )
+            yield reply
+
+    def keep(self, round, clients):
+        pass
+
+    def evaluate(self, state):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("gamma", "link", "megabytes"),
+    [
+        (None, fp.Link(), 122.0),
+        (None, fp.Link(up="float16"), 91.5),
+        (0.5, fp.Link(), 46.3),
+        (0.5, fp.Link(up="float16"), 34.7),
+    ],
+)
+def test_vgg16_costs_what_the_paper_says_a_client_and_round(gamma, link, megabytes):
+    with torch.device("meta"):  # no need to draw 15 million numbers
+        model = models.vgg16(classes=10)
+    model = model.to_empty(device="cpu")
+    for tensor in model.parameters():
+        torch.nn.init.zeros_(tensor)
+    if gamma is not None:
+        fp.factorize(model, fp.FedPara(gamma=gamma), where=models.convolutions)
+    protocol = Protocol(take_apart(model), algorithms.fedavg(), link, seed=0)
+    (result,) = play(protocol, Idle(protocol), Schedule(1, 1, 1), personal=False)
+    assert not result.refused
+    assert (result.bytes_up + result.bytes_down) / 1e6 == pytest.approx(megabytes, rel=0.01)

@@ -1,0 +1,128 @@
+"""Contract: what stays with a client is the client's own, and its own model is what is scored."""
+
+import pytest
+import torch
+
+import fedpara as fp
+from fedpara import algorithms, data, models
+from fedpara.data import normalise
+from fedpara.engines.client import PRIVATE
+from fedpara.engines.memory import InMemory
+from fedpara.errors import ConfigError, RunError
+
+KINDS = [("pfedpara", "all"), ("original", "fedper"), ("original", "none"), ("pfedpara", "fedper")]
+
+each_kind = pytest.mark.parametrize(("scheme", "share"), KINDS)
+
+
+def accuracy(model, state, examples):
+    model.load_state_dict(state)
+    model.eval()
+    with torch.no_grad():
+        logits = model(normalise(examples.inputs, examples.mean, examples.std))
+    return float((logits.argmax(1) == examples.labels).double().mean())
+
+
+def everybody(world, scheme, share, rounds, memory=None, **fields):
+    return world.simulate(
+        world.model(scheme),
+        world.algorithm(**fields),
+        federation=world.personal,
+        share=share,
+        rounds=rounds,
+        cohort=6,
+        memory=memory,
+    )
+
+
+@each_kind
+def test_clients_share_the_shared_part_and_differ_in_the_rest(world, scheme, share):
+    run = everybody(world, scheme, share, 2)
+    program = run.protocol.program
+    states = [run.client_state(client) for client in range(6)]
+    for name in program.shared:
+        assert all(torch.equal(state[name], run.state[name]) for state in states)
+    for name in program.private:
+        assert not torch.equal(states[0][name], states[1][name])
+        assert torch.equal(run.state[name], program.initial[name])
+        assert not torch.equal(states[0][name], program.initial[name])
+
+
+@each_kind
+def test_before_and_after_are_the_clients_own_models_on_their_own_examples(world, scheme, share):
+    """`before` of round 2 is the state that round 1 left: the new shared part with the client's own."""
+    first, both = (everybody(world, scheme, share, rounds, epochs=3) for rounds in (1, 2))
+    model, mine = world.model(scheme), world.personal
+    expected = [accuracy(model, first.client_state(k), mine.client_test(k)) for k in range(6)]
+    assert both.rounds[1].before == pytest.approx(sum(expected) / 6, abs=1e-12)
+    if share == "none":  # nothing comes from outside: after this round is before the next
+        assert both.rounds[0].after == both.rounds[1].before
+        expected = [accuracy(model, both.client_state(k), mine.client_test(k)) for k in range(6)]
+        assert both.rounds[1].after == pytest.approx(sum(expected) / 6, abs=1e-12)
+    assert both.accuracy == both.rounds[1].after
+    assert both.rounds[1].loss is None
+
+
+def test_local_is_each_client_training_alone(world):
+    together = everybody(world, "original", "none", 3)
+    for client in range(6):
+        rows = world.personal.clients[client]
+        others = [range(0)] * 6
+        others[client] = rows
+        alone = world.simulate(
+            world.model(), federation=fp.FederatedData(world.train, others), share="none", rounds=3, cohort=6
+        )
+        state = alone.client_state(client)
+        assert all(torch.equal(state[name], t) for name, t in together.client_state(client).items())
+
+
+def test_a_client_starts_from_the_models_private_part_and_goes_on_from_its_own(world):
+    memory = InMemory()
+    everybody(world, "pfedpara", "all", 1, memory)
+    once = {name: t.clone() for name, t in memory.get(0)[PRIVATE].items()}
+    assert set(once) == {"fc1.weight.x2", "fc1.weight.y2"}
+    twice = everybody(world, "pfedpara", "all", 2)
+    assert not any(torch.equal(twice.client_state(0)[name], t) for name, t in once.items())
+
+
+def test_personal_scores_stand_beside_the_global_one_where_all_is_shared(world):
+    run = everybody(world, "fedpara", "all", 1)
+    result = run.rounds[0]
+    assert result.loss is not None
+    assert result.accuracy == accuracy(world.model("fedpara"), run.state, world.test)
+    assert result.before is not None
+    assert result.after is not None
+
+
+def test_clients_without_test_examples_do_not_count(world):
+    rows = [list(row) for row in world.clients]
+    tests = [row[-2:] if client % 2 else [] for client, row in enumerate(rows)]
+    federation = fp.FederatedData(world.train, [row[:-2] for row in rows], test_clients=tests)
+    some = world.simulate(world.model(), federation=federation, share="none", rounds=1, cohort=6)
+    mine, model = world.personal, world.model()
+    odd = [accuracy(model, some.client_state(k), mine.client_test(k)) for k in (1, 3, 5)]
+    assert some.accuracy == pytest.approx(sum(odd) / 3, abs=1e-12)
+
+
+def test_without_personal_data_there_is_no_accuracy_of_private_models(world):
+    run = world.simulate(world.model("pfedpara"))
+    assert all(result.accuracy is None for result in run.rounds)
+    with pytest.raises(RunError, match="no accuracy was measured"):
+        _ = run.accuracy
+    with pytest.raises(ConfigError, match="no accuracy to hold it against"):
+        world.simulate(world.model("pfedpara"), target=0.5)
+
+
+def test_a_part_of_ones_own_helps_clients_of_two_classes():
+    """Clients that disagree: who keeps the last layer beats the one model for all, before local training."""
+    train, test = data.load("digits")
+    clients = data.shards(train.labels, 10, 0)
+    theirs = data.personal_test(test.labels, clients, train.labels, seed=0)
+    federation = fp.FederatedData(train, clients, personal=(test, theirs))
+
+    def score(share):
+        torch.manual_seed(0)
+        task, algorithm = fp.Task(models.mlp(64, 32, 10)), algorithms.fedavg(lr=0.1)
+        return fp.simulate(task, federation, algorithm, rounds=4, cohort=10, share=share).rounds[-1].before
+
+    assert score("fedper") > score("all") + 0.1

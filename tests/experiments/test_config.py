@@ -1,0 +1,263 @@
+"""An experiment in words: what is written is read, what cannot work is said, with its line."""
+
+import re
+import tomllib
+from dataclasses import asdict, fields, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedpara.errors import ConfigError, SchemeError
+from fedpara.experiments import Experiment
+from fedpara.experiments.build import build, build_algorithm, build_scheme
+from fedpara.experiments.config import FREE, read_toml, to_toml, with_values
+from fedpara.experiments.presets import PRESETS, preset
+from fedpara.parameterization import FedPara, LowRank, PFedPara
+
+positive = st.floats(1e-30, 1e30)
+maybe = {
+    "lr": positive,
+    "alpha": positive | st.just(float("inf")),
+    "gamma": st.floats(0, 1),
+    "max_norm": positive | st.just(float("inf")),
+    "target": st.floats(0.001, 1),
+    "dataset": st.text(max_size=20).filter(lambda text: "\x7f" not in text),
+    "rounds": st.integers(1, 10**12),
+    "seed": st.integers(0, 2**62),
+    "personal": st.booleans(),
+    "nonlinearity": st.none() | st.just("tanh"),
+}
+
+
+@settings(deadline=None, max_examples=100)
+@given(values=st.fixed_dictionaries({}, optional=maybe), mu=st.none() | st.floats(0, 1e10))
+def test_what_is_written_is_read(tmp_path_factory, values, mu):
+    if mu is not None:
+        values |= {"algorithm": "fedprox", "options": {"mu": mu}}
+    experiment = Experiment(**values)
+    path = tmp_path_factory.mktemp("config") / "config.toml"
+    path.write_text(to_toml(experiment), encoding="utf-8")
+    assert read_toml(path) == experiment
+    assert read_toml(path).identity == experiment.identity
+
+
+def test_every_preset_is_written_and_read(tmp_path):
+    for each in PRESETS.values():
+        for experiment in each.runs.values():
+            (tmp_path / "config.toml").write_text(to_toml(experiment))
+            assert read_toml(tmp_path / "config.toml") == experiment
+
+
+OTHER = {
+    "dataset": "mnist",
+    "model": "mlp",
+    "scheme": "pfedpara",
+    "gamma": 0.3,
+    "rank": 4,
+    "ratio": 0.5,
+    "nonlinearity": "tanh",
+    "conv": "reshape",
+    "init": "fan_out",
+    "algorithm": "fedadam",
+    "options": {"mu": 0.5},
+    "share": "none",
+    "split": "iid",
+    "alpha": 0.1,
+    "clients": 50,
+    "keep": 20,
+    "classes_per_client": 3,
+    "data_fraction": 0.5,
+    "personal": True,
+    "cohort": 5,
+    "rounds": 7,
+    "epochs": 7,
+    "steps": 3,
+    "batch_size": 7,
+    "lr": 0.2,
+    "lr_decay": 0.9,
+    "momentum": 0.9,
+    "weight_decay": 0.1,
+    "clip": 1.0,
+    "jacobian": 1.0,
+    "jacobian_norm": "squared",
+    "augment": "crop-flip",
+    "link_up": "int8",
+    "link_down": "int8",
+    "max_norm": 1.0,
+    "evaluate_every": 5,
+    "target": 0.5,
+    "seed": 1,
+    "engine": "sequential",
+}
+
+
+def test_the_identity_is_of_everything_but_the_free_fields():
+    assert OTHER.keys() == {field.name for field in fields(Experiment)}
+    base = Experiment(algorithm="fedprox")
+    for name, value in OTHER.items():
+        changed = replace(base, **{name: value})
+        assert changed != base, name
+        assert (changed.identity == base.identity) == (name in FREE), name
+
+
+BAD = {
+    "scheme": ("fedpera", "did you mean 'fedpara'"),
+    "split": ("dirichelet", "did you mean 'dirichlet'"),
+    "model": ("vgg", "did you mean 'vgg16'"),
+    "algorithm": ("fedavgg", "did you mean 'fedavg'"),
+    "engine": ("seqential", "did you mean 'sequential'"),
+    "share": ("fedpr", "did you mean 'fedper'"),
+    "augment": ("crop_flip", "did you mean 'crop-flip'"),
+    "clients": (0, "at least 1"),
+    "cohort": (101, "a cohort of 101 from 100 clients"),
+    "rounds": (0, "at least 1"),
+    "evaluate_every": (0, "at least 1"),
+    "alpha": (0.0, "expected a positive number"),
+    "data_fraction": (0.0, "above 0 and at most 1"),
+    "target": (80.0, "at most 1, such as 0.8"),
+    "seed": (-1, "0 or more"),
+    "lr": ("fast", "expected float"),
+    "personal": (1, "expected bool"),
+    "batch_size": (2.5, "expected int"),
+    "gamma": (True, "expected float or nothing"),
+    "options": ({"mu": 0.1}, "fedavg has no hyper-parameter 'mu'"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD))
+def test_a_value_that_cannot_work_is_refused_where_it_is_given(name):
+    value, text = BAD[name]
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        Experiment(**{name: value})
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1.0, 0])
+def test_alpha_is_above_zero(value):
+    with pytest.raises(ConfigError, match="alpha is"):
+        Experiment(alpha=value)
+
+
+@pytest.mark.parametrize("options", [{"mu": -1.0}, {"local": 1.0}, {"name": 1.0}, {"mu": float("nan")}])
+def test_the_algorithms_own_options_are_checked(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        Experiment(algorithm="fedprox", options=options)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        ("lr = 0.1\nlrr = 3\n", 2, "unknown key 'lrr': did you mean 'lr'?"),
+        ("# a comment\n\n  colour = 'red'\n", 3, "unknown key 'colour'"),
+        ("cohort = 5\n'clinets' = 3\n", 2, "did you mean 'clients'?"),
+        ("rounds = 3\nlr = 'fast'\n", 2, "lr is 'fast': expected float"),
+        ("rounds = 3\nalpha = -1\n", 2, "alpha is -1"),
+        ("rounds = 3\nscheme = 'fedpera'\n", 2, "unknown scheme 'fedpera'"),
+        ("algorithm = 'fedprox'\n[options]\nnu = 1.0\n", 3, "no hyper-parameter 'nu'"),
+        ("algorithm = 'fedprox'\noptions.nu = 1.0\n", 2, "no hyper-parameter 'nu'"),
+        ("clients = 3\n", None, "a cohort of 10 from 3 clients"),
+    ],
+)
+def test_a_config_file_is_refused_with_its_line(tmp_path, text, line, says):
+    path = tmp_path / "my.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_toml(path)
+    where = f"{path}, line {line}: " if line else f"{path}: "
+    assert str(caught.value).startswith(where)
+    assert says in str(caught.value)
+
+
+def test_what_is_no_config_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        read_toml(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        read_toml(tmp_path)
+    (tmp_path / "torn.toml").write_text("lr = \n")
+    with pytest.raises(ConfigError, match=r"is not TOML: .*line 1"):
+        read_toml(tmp_path / "torn.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not text"):
+        read_toml(tmp_path / "binary.toml")
+
+
+def test_one_size_replaces_another():
+    base = Experiment(gamma=0.3)
+    assert with_values(base, {"rank": 4}) == replace(base, gamma=None, rank=4)
+    assert with_values(base, {"scheme": "original"}).gamma is None
+    assert with_values(base, {"steps": 5}).epochs is None
+    assert with_values(with_values(base, {"steps": 5}), {"epochs": 2}) == replace(base, epochs=2)
+    assert with_values(base, {}) == base
+
+
+def test_the_original_has_no_size():
+    with pytest.raises(ConfigError, match="leave them out"):
+        Experiment(scheme="original", gamma=0.1)
+
+
+def test_words_become_the_schemes_they_name():
+    assert build_scheme(Experiment(scheme="original")) is None
+    assert build_scheme(Experiment()) == FedPara(gamma=0.1)
+    assert build_scheme(Experiment(rank=3, nonlinearity="tanh")) == FedPara(rank=3, nonlinearity="tanh")
+    assert build_scheme(Experiment(scheme="pfedpara", gamma=0.5)) == PFedPara(gamma=0.5)
+    assert build_scheme(Experiment(scheme="lowrank", ratio=0.2)) == LowRank(ratio=0.2)
+    for wrong in ({"ratio": 0.5}, {"scheme": "lowrank", "nonlinearity": "tanh"}, {"gamma": 1.5}):
+        with pytest.raises((ConfigError, SchemeError)):
+            build_scheme(Experiment(**wrong))
+
+
+def test_words_become_the_algorithm_and_its_local_part():
+    words = {"lr": 0.3, "lr_decay": 0.9, "batch_size": 7, "momentum": 0.5, "weight_decay": 0.1}
+    words |= {"clip": 2.0, "jacobian": 1.0, "jacobian_norm": "squared", "epochs": 3}
+    local = build_algorithm(Experiment(algorithm="fedprox", options={"mu": 0.7}, **words)).local
+    assert asdict(local) == {**words, "steps": None}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"dataset": "digit"},
+        {"link_up": "float8"},
+        {"jacobian_norm": "cubed"},
+        {"init": "zeros"},
+        {"conv": "fold"},
+        {"model": "vgg16"},
+        {"split": "owner"},
+        {"clients": 5000},
+        {"lr": -1.0},
+        {"momentum": 1.0},
+    ],
+)
+def test_what_only_shows_when_it_is_built_is_refused_too(words):
+    with pytest.raises((ConfigError, SchemeError)):
+        build(Experiment(**words))
+
+
+def test_a_share_of_the_data_is_a_share_of_every_client():
+    whole, half = (build(Experiment(clients=10, data_fraction=f)).data for f in (1.0, 0.5))
+    for client in range(10):
+        assert half.size(client) == max(1, round(whole.size(client) / 2))
+        assert set(half.clients[client].tolist()) <= set(whole.clients[client].tolist())
+
+
+def test_the_seed_decides_the_model_and_the_split():
+    parts = [build(Experiment(model="mlp", scheme="original", clients=10, seed=s)) for s in (0, 0, 1)]
+    weights = [part.task.model.state_dict()["fc1.weight"] for part in parts]
+    assert (weights[0] == weights[1]).all()
+    assert not (weights[0] == weights[2]).all()
+    assert parts[0].data.clients == parts[1].data.clients
+    assert parts[0].data.clients != parts[2].data.clients
+
+
+def test_presets_are_found_by_their_nearest_name():
+    assert set(preset("quickstart").runs) == {"original", "lowrank", "fedpara", "pfedpara"}
+    with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
+        preset("quikstart")
+
+
+def test_toml_is_what_it_says():
+    """config.toml is for people and other programs too."""
+    written = tomllib.loads(to_toml(Experiment(gamma=0.25, algorithm="fedprox", options={"mu": 0.5})))
+    assert written["gamma"] == 0.25
+    assert written["options"] == {"mu": 0.5}
+    assert "rank" not in written

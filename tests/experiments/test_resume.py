@@ -1,0 +1,246 @@
+"""A run that was stopped goes on to the same bits: kills, damage, more rounds, targets."""
+
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedpara.errors import ConfigError, RunError
+from fedpara.experiments import Experiment, read_run, resume, run
+from fedpara.experiments.files import read_tensors
+from fedpara.experiments.run import lay_out
+from fedpara.experiments.store import read_config
+
+CRASH = Path(__file__).parents[2] / "benchmarks" / "crash.py"
+
+SHORT = Experiment(
+    model="mlp",
+    scheme="pfedpara",
+    init="calibrated",
+    algorithm="scaffold",
+    link_up="float16",
+    personal=True,
+    clients=10,
+    cohort=3,
+    rounds=6,
+    epochs=None,
+    steps=2,
+    batch_size=16,
+    lr=0.02,
+)
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_after(round):
+    def watch(result, timing):
+        if result.number == round:
+            raise Stop
+
+    return watch
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    path = tmp_path_factory.mktemp("alone") / "run"
+    run(SHORT, path)
+    return path
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """A run of SHORT that was stopped after round 4."""
+    path = tmp_path / "run"
+    with pytest.raises(Stop):
+        run(SHORT, path, watch=stop_after(4))
+    assert read_run(path).rounds == 4
+    return path
+
+
+def ends_like(path, reference):
+    assert (path / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+    a, b = (read_tensors(p / "checkpoint.safetensors") for p in (path, reference))
+    assert a[1] == b[1]
+    assert a[0].keys() == b[0].keys()
+    assert all(torch.equal(a[0][name], b[0][name]) for name in a[0])
+    assert any(name.startswith("server/control/") for name in a[0])
+
+
+def log(path):
+    return (path / "log.txt").read_text()
+
+
+def test_a_stopped_run_goes_on_to_the_same_bits(stopped, alone):
+    assert "stopped: Stop" in log(stopped)
+    resume(stopped)
+    ends_like(stopped, alone)
+    assert "resumed after round 4" in log(stopped)
+    assert len(read_run(stopped).timing) == 6
+
+
+def test_a_run_laid_out_and_resumed_is_the_same_run(tmp_path, alone):
+    lay_out(SHORT, tmp_path / "run")
+    assert read_run(tmp_path / "run").rounds == 0
+    resume(tmp_path / "run")
+    ends_like(tmp_path / "run", alone)
+
+
+def test_a_finished_run_is_left_as_it_is(alone):
+    before = {p: p.read_bytes() for p in alone.iterdir() if p.is_file() and p.name != "log.txt"}
+    assert resume(alone).rounds == 6
+    assert {p: p.read_bytes() for p in alone.iterdir() if p.is_file() and p.name != "log.txt"} == before
+
+
+def test_a_run_killed_five_times_goes_on_to_the_same_bits():
+    """Real SIGKILLs, in time and in the middle of writing. The benchmark does fifty."""
+    done = subprocess.run([sys.executable, CRASH, "--kills", "5"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line for line in done.stdout.splitlines() if re.search(r"\d+ of \d+$", line)]
+    kills = [int(re.findall(r" (\d+)", row)[1]) for row in rows]
+    assert len(rows) == 3
+    assert sum(kills) == 5, done.stdout
+    assert all(re.search(r" (\d+) of \1$", row) for row in rows), done.stdout
+
+
+@pytest.mark.parametrize("length", [0, 100, -1])
+def test_a_truncated_checkpoint_falls_back_to_the_one_before(stopped, alone, length):
+    checkpoint = stopped / "checkpoint.safetensors"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:length])
+    resume(stopped)
+    ends_like(stopped, alone)
+    assert "The checkpoint before it, of round 3, is used." in log(stopped)
+    assert "resumed after round 3" in log(stopped)
+
+
+def test_a_flipped_bit_in_a_checkpoint_is_seen(stopped, alone):
+    checkpoint = stopped / "checkpoint.safetensors"
+    content = bytearray(checkpoint.read_bytes())
+    content[-5] ^= 4
+    checkpoint.write_bytes(content)
+    resume(stopped)
+    ends_like(stopped, alone)
+    assert "does not match its digest" in log(stopped)
+
+
+def test_the_good_checkpoint_is_not_buried_under_the_damaged_one(stopped, alone):
+    """After the fall back the run is stopped again before the next round: round 3 must still be there."""
+    (stopped / "checkpoint.safetensors").write_bytes(b"torn")
+    with pytest.raises(Stop):
+        resume(stopped, say=lambda text: (_ for _ in ()).throw(Stop) if "engine" in text else None)
+    assert not (stopped / "checkpoint.previous.safetensors").exists()
+    _, metadata = read_tensors(stopped / "checkpoint.safetensors")
+    assert metadata["round"] == "3"
+    resume(stopped)
+    ends_like(stopped, alone)
+
+
+def test_a_checkpoint_moved_aside_and_not_yet_replaced_is_found(stopped, alone):
+    """The moment between the two moves of a checkpoint."""
+    (stopped / "checkpoint.safetensors").replace(stopped / "checkpoint.previous.safetensors")
+    resume(stopped)
+    ends_like(stopped, alone)
+
+
+def test_both_checkpoints_damaged_is_the_end(stopped):
+    for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
+        (stopped / name).write_bytes((stopped / name).read_bytes()[:-9])
+    with pytest.raises(RunError, match=r"no checkpoint in .* can be used.*Start the run anew"):
+        resume(stopped)
+    assert read_run(stopped).rounds == 4
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(lambda lines: lines + b'{"round": 5, "accur', id="a line begun"),
+        pytest.param(
+            lambda lines: lines + lines.splitlines(keepends=True)[-1].replace(b"4", b"5"), id="one more"
+        ),
+        pytest.param(lambda lines: lines[:-5], id="the last line cut"),
+    ],
+)
+def test_metrics_cut_anywhere_are_made_whole(stopped, alone, cut):
+    metrics = stopped / "metrics.jsonl"
+    metrics.write_bytes(cut(metrics.read_bytes()))
+    resume(stopped)
+    ends_like(stopped, alone)
+
+
+def test_metrics_that_lack_rounds_of_both_checkpoints_are_refused(stopped):
+    metrics = stopped / "metrics.jsonl"
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:1]))
+    with pytest.raises(RunError, match=r"metrics\.jsonl lacks rounds"):
+        resume(stopped)
+
+
+def test_what_clients_kept_after_the_checkpoint_is_forgotten(stopped, alone):
+    """As if the kill had come after the clients' files and before the checkpoint."""
+    newest = sorted((stopped / "clients").glob("*/*-4.safetensors"))
+    assert newest
+    for path in newest:
+        shutil.copy(path, path.with_name(path.name.replace("-4.", "-5.")))
+    (stopped / "clients" / "0" / ".ab.part.safetensors").write_bytes(b"torn")
+    resume(stopped)
+    ends_like(stopped, alone)
+    assert not list(stopped.rglob(".*.part*"))
+
+
+def test_a_folder_may_be_moved(stopped, alone, tmp_path):
+    shutil.move(stopped, tmp_path / "elsewhere")
+    resume(tmp_path / "elsewhere")
+    ends_like(tmp_path / "elsewhere", alone)
+
+
+def test_more_rounds_on_resume_are_the_rounds_of_a_longer_run(tmp_path, alone):
+    path = tmp_path / "run"
+    run(replace(SHORT, rounds=3), path)
+    with pytest.raises(Stop):
+        resume(path, rounds=6, watch=stop_after(5))
+    assert read_config(path).rounds == 6, "the folder says what it is a run of"
+    resume(path)
+    ends_like(path, alone)
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_fewer_rounds_than_are_done_are_refused(stopped, rounds):
+    with pytest.raises(ConfigError, match="expected at least"):
+        resume(stopped, rounds=rounds)
+    assert read_config(stopped).rounds == 6
+
+
+def test_a_target_ends_the_run_and_a_resumed_one_stays_ended(tmp_path):
+    experiment = Experiment(model="mlp", scheme="original", clients=10, rounds=40, lr=0.1, target=0.5)
+    summary = run(experiment, tmp_path / "run")
+    assert summary.accuracy >= 0.5
+    assert summary.rounds < 40
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert resume(tmp_path / "run").rounds == summary.rounds
+    assert resume(tmp_path / "run", rounds=50).rounds == summary.rounds
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    assert summary.reached(0.5)["round"] == summary.rounds
+
+
+def test_a_diverging_run_leaves_its_last_good_round(tmp_path):
+    path = tmp_path / "run"
+    experiment = Experiment(
+        model="mlp", scheme="original", clients=10, cohort=5, rounds=30, lr=1e6, epochs=None, steps=1
+    )
+    with pytest.raises(RunError, match=r"client \d+ diverged in round (\d+)") as caught:
+        run(experiment, path)
+    failed = int(re.search(r"round (\d+)", str(caught.value))[1])
+    assert failed > 1
+    assert read_run(path).rounds == failed - 1
+    state, metadata = read_tensors(path / "checkpoint.safetensors")
+    assert metadata["round"] == str(failed - 1)
+    assert all(tensor.isfinite().all() for tensor in state.values())
+    assert f"stopped: RunError: {caught.value}" in log(path)
+    with pytest.raises(RunError, match=f"diverged in round {failed}"):
+        resume(path)
+    assert read_run(path).rounds == failed - 1
