@@ -14,8 +14,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 .PHONY: demo test check install
 
 demo: $(READY)
-	@$(BIN)/fedpara inspect vgg16 --gamma 0.1
-	@$(BIN)/python examples/01_factorize.py
+	@$(BIN)/fedpara run quickstart
 
 # One thread a worker: with more, the workers' threads fight over the cores.
 test: check

@@ -72,7 +72,7 @@ def write_tensors(
     with replacing(path, durable) as temporary:
         try:
             save_file(dict(tensors), temporary, dict(metadata))
-        except (SafetensorError, ValueError) as error:
+        except (SafetensorError, ValueError, RuntimeError) as error:
             raise StateError(f"{path} could not be written as safetensors: {error}") from error
 
 

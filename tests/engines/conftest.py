@@ -20,6 +20,9 @@ from fedpara.engines.simulate import build_engine
 from fedpara.engines.worker import Score
 from fedpara.state import State
 
+ENGINES = ("sequential",)
+"""Add an engine here and every contract holds it to the same numbers."""
+
 SIZES = (12, 7, 16, 9, 5, 11)
 
 SCHEMES: dict[str, Callable[[], fp.LowRank | fp.FedPara | None]] = {
@@ -115,6 +118,11 @@ class World:
     def engine(self, name: str, protocol: Protocol, memory: Any, federation: Any = None) -> Recorded:
         task = Task(protocol.program.model, test=self.test)
         return Recorded(build_engine(name, protocol, task, federation or self.federation, memory, 3))
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """How factors start: the deviation of what they compose, by simulation, and a user's own start."""
 
+from copy import deepcopy
 from math import prod, sqrt
 
 import pytest
@@ -108,15 +109,19 @@ def test_fan_out_of_a_matrix():
 
 
 @pytest.mark.parametrize(
-    ("scheme", "init"),
+    ("layer", "scheme", "init"),
     [
-        (fp.FedPara(gamma=0.5), fan_out),
-        (fp.PFedPara(gamma=0.5), calibrated),
-        (fp.LowRank(gamma=0.5), calibrated),
+        (nn.Conv2d(24, 20, 3), fp.FedPara(gamma=0.5), fan_out),
+        (nn.Conv2d(24, 20, 3), fp.FedPara(gamma=0.5, conv="reshape"), calibrated),
+        (nn.Linear(24, 20), fp.FedPara(gamma=0.5), calibrated),
+        (nn.Linear(24, 20), fp.PFedPara(gamma=0.5), calibrated),
+        (nn.Conv2d(24, 20, 3), fp.PFedPara(gamma=0.5), calibrated),
+        (nn.Linear(24, 20), fp.LowRank(gamma=0.5), calibrated),
     ],
+    ids=str,
 )
-def test_each_schemes_own_start(scheme, init):
-    layer = fp.factorize(nn.Linear(24, 20), scheme, force=True, generator=seeded(3))
+def test_the_start_of_each_scheme_and_form(layer, scheme, init):
+    layer = fp.factorize(deepcopy(layer), scheme, force=True, generator=seeded(3))
     (form,) = forms(layer).values()
     for got, expected in zip(list(layer.state_dict().values())[1:], init(form, seeded(3)), strict=True):
         assert torch.equal(got, expected)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fedpara.apps.progress import Show, say
+from fedpara.engines.simulate import ENGINES
 from fedpara.errors import ConfigError, UsageError
 from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments import resume as resume_run
@@ -65,7 +66,7 @@ def run(
     evaluate_every: Annotated[int | None, typer.Option(help="Rounds between evaluations.")] = None,
     max_norm: Annotated[float | None, typer.Option(help="Refuse updates further away than this.")] = None,
     seed: int | None = None,
-    engine: Annotated[str | None, typer.Option(help="auto, sequential")] = None,
+    engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; by default under runs/.")] = None,
     data_dir: DataDir = None,
     track: Track = "none",
@@ -93,7 +94,7 @@ def run(
 def resume(
     folder: Annotated[Path, typer.Argument(help="A run folder, or a folder of run folders.")],
     rounds: Annotated[int | None, typer.Option(help="Go on to this round instead.")] = None,
-    engine: Annotated[str | None, typer.Option(help="auto, sequential")] = None,
+    engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
     data_dir: DataDir = None,
     track: Track = "none",
     as_json: Json = False,

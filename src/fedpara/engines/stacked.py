@@ -173,7 +173,7 @@ def gather(
 ) -> Tensor:
     """The normalised inputs at `index`, cropped and flipped on the device if asked."""
     inputs = examples.inputs.index_select(0, index)
-    if scale is None:
+    if scale is None:  # character ids
         inputs = normalise(inputs, None, None)
     else:
         inputs = (inputs.float() / 255 - scale[0]) / scale[1]

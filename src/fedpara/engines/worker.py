@@ -57,7 +57,7 @@ class Worker:
     ) -> None:
         self.program = program
         self.augment = augment
-        self.model = deepcopy(program.model).to(device or torch.device("cpu"))
+        self.model = deepcopy(program.model).to(device or torch.device("cpu")).train()
         named = named_tensors(self.model)
         self.parameters = {name: named[name] for name in program.parameters}
         self.buffers = {name: named[name] for name in program.buffers}
@@ -82,7 +82,6 @@ class Worker:
         inputs = normalise(examples.inputs, examples.mean, examples.std)
         order = numbers(seed, "batches", round, who)
         crops = numbers(seed, "augment", round, who) if self.augment == "crop-flip" else None
-        self.model.train()
         velocity: State = {}
         total, steps = torch.zeros(()), 0
         with own_layers(seed, round, who):
@@ -105,7 +104,7 @@ class Worker:
     @torch.no_grad()
     def evaluate(self, state: Mapping[str, Tensor], examples: Examples) -> Score:
         self._load(state)
-        self.model.eval()
+        self.model.eval()  # and back to training at the end: clients train far more often than they are scored
         correct, loss = 0, 0.0
         for start in range(0, len(examples), EVALUATION_BATCH):
             part = slice(start, start + EVALUATION_BATCH)
@@ -113,6 +112,7 @@ class Worker:
             logits = self.model(normalise(examples.inputs[part], examples.mean, examples.std))
             correct += int((logits.argmax(1) == labels).sum())
             loss += float(cross_entropy(logits, labels, reduction="sum"))
+        self.model.train()
         return Score(correct, len(examples), loss / max(1, len(examples)))
 
     def _load(self, state: Mapping[str, Tensor]) -> None:

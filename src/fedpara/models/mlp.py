@@ -1,6 +1,6 @@
 """fc2(relu(fc1(x))): the two FC layers of the personalisation experiments (appendix C.2), 256-C.
 
-784-256-62 has 216,894 parameters.
+784-256-62 has 216,894 parameters. `layers` puts more hidden layers of the same width between.
 """
 
 from collections import OrderedDict
@@ -8,13 +8,10 @@ from collections import OrderedDict
 from torch import nn
 
 
-def mlp(inputs: int = 784, hidden: int = 256, classes: int = 10) -> nn.Sequential:
-    """[B, ...] of `inputs` values an example to [B, classes]; layers `fc1` and `fc2`, torch's own start."""
-    return nn.Sequential(
-        OrderedDict(
-            flatten=nn.Flatten(),
-            fc1=nn.Linear(inputs, hidden),
-            relu=nn.ReLU(),
-            fc2=nn.Linear(hidden, classes),
-        )
-    )
+def mlp(inputs: int = 784, hidden: int = 256, classes: int = 10, layers: int = 1) -> nn.Sequential:
+    """[B, ...] of `inputs` values an example to [B, classes]; `layers` hidden ones, `fc1` on; torch's own start."""
+    modules: list[tuple[str, nn.Module]] = [("flatten", nn.Flatten())]
+    for number in range(1, layers + 1):
+        modules += [(f"fc{number}", nn.Linear(inputs, hidden)), (f"relu{number}", nn.ReLU())]
+        inputs = hidden
+    return nn.Sequential(OrderedDict([*modules, (f"fc{layers + 1}", nn.Linear(inputs, classes))]))

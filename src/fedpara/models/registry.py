@@ -67,6 +67,13 @@ MODELS: dict[str, Entry] = {
         "any shape",
         lambda shape: len(shape) > 0,
     ),
+    "deep-mlp": Entry(
+        lambda classes, shape: mlp(math.prod(shape), classes=classes, layers=2),
+        linears,
+        (1, 8, 8),
+        "any shape",
+        lambda shape: len(shape) > 0,
+    ),
     "cnn": Entry(
         lambda classes, shape: cnn(classes, channels=shape[0], size=min(shape[1:])),
         convolutions,

@@ -1,6 +1,6 @@
 """How factors start when there is no trained weight to start from.
 
-    fan_out      X, Y ~ N(0, 2/r), T ~ N(0, 2/(k r)): known to learn for FedPara
+    fan_out      X, Y ~ N(0, 2/r), T ~ N(0, 2/(k r)): known to learn for FedPara's kernels under GroupNorm
     calibrated   scaled so that the composed weight has He's deviation sqrt(2 / fan_in)
 
 An initialiser is a function of a `Form` and a generator that returns the factors in the form's order;
@@ -73,12 +73,16 @@ def _rms(w: Tensor) -> float:
 
 
 INITS: dict[str, Init] = {"fan_out": fan_out, "calibrated": calibrated}
-DEFAULTS: dict[str, Init] = {"fedpara": fan_out, "pfedpara": calibrated, "lowrank": calibrated}
 
 
-def default(form: Form, generator: Generator | None = None) -> Sequence[Tensor]:
-    """Each scheme's own start: fan_out for FedPara, calibrated for pFedPara, LowRank and a user's own."""
-    return DEFAULTS.get(form.scheme.name, calibrated)(form, generator)
+def default(form: Form, generator: Generator | None = None) -> list[Tensor]:
+    """fan_out for FedPara's kernels (Prop. 3), calibrated for everything else.
+
+    A composed matrix of fan_out factors is several times He's scale, and where no norm follows it, as in an
+    MLP, training diverges in its first round at any usual learning rate.
+    """
+    kernel_of_fedpara = form.scheme.name == "fedpara" and form.is_kernel
+    return (fan_out if kernel_of_fedpara else calibrated)(form, generator)
 
 
 def checked(init: Init, form: Form, generator: Generator | None) -> list[Tensor]:

@@ -1,0 +1,132 @@
+"""A user's mistake is answered in a sentence or two, with the right exit code, and leaves nothing behind."""
+
+import re
+from importlib.util import find_spec
+
+import pytest
+
+from fedpara.experiments.track import TRACKERS
+
+TINY = ["--model", "mlp", "--scheme", "original", "--clients", "8", "--cohort", "2", "--steps", "1"]
+
+BAD = {
+    "dataset": (["run", "--dataset", "digit"], 2, "Did you mean 'digits'"),
+    "dataset that is not here": (["run", "--dataset", "mnist"], 1, "mnist"),
+    "model": (["run", "--model", "vgg61"], 2, "did you mean 'vgg16'"),
+    "preset": (["run", "quikstart"], 2, "did you mean 'quickstart'"),
+    "scheme": (["run", "--scheme", "fedparra"], 2, "did you mean 'fedpara'"),
+    "algorithm": (["run", "--algorithm", "fedproxy"], 2, "did you mean 'fedprox'"),
+    "engine": (["run", "--engine", "sequentail"], 2, "did you mean 'sequential'"),
+    "share": (["run", "--share", "some"], 2, "unknown share 'some'"),
+    "split": (["run", "--split", "dirichlett"], 2, "did you mean 'dirichlet'"),
+    "cohort above clients": (["run", "--clients", "5", "--cohort", "6"], 2, "a cohort of 6 from 5 clients"),
+    "zero rounds": (["run", "--rounds", "0"], 2, "rounds is 0: expected at least 1"),
+    "alpha": (["run", "--alpha", "0"], 2, "alpha is 0.0: expected a positive number"),
+    "alpha below": (["run", "--alpha=-1"], 2, "alpha is -1.0"),
+    "gamma": (["run", "--gamma", "1.5"], 2, "gamma"),
+    "rank": (["run", "--rank", "0"], 2, "rank"),
+    "more clients than examples": (["run", "--clients", "5000"], 2, "5000"),
+    "lr": (["run", "--lr", "0"], 2, "lr is 0.0"),
+    "link": (["run", "--link-up", "float8"], 2, "float8"),
+    "option": (["run", "--option", "mu"], 2, "expected name=number"),
+    "option of another": (["run", "--option", "mu=1"], 2, "fedavg has no hyper-parameter 'mu'"),
+    "owners": (["run", "--split", "owner"], 2, "does not say who owns"),
+    "image model": (["run", "--model", "vgg16"], 2, "does not take examples of shape (1, 8, 8)"),
+    "jacobian": (["run", "--scheme", "original", "--jacobian", "1"], 2, "needs factorized weights"),
+    "target": (["run", "--target", "80"], 2, "such as 0.8"),
+    "number": (["run", "--rounds", "many"], 2, "not a valid integer"),
+    "flag": (["run", "--round", "3"], 2, "--round"),
+    "command": (["ran"], 2, "ran"),
+    "tracker": (["run", "--track", "visdom"], 2, "unknown tracker 'visdom'"),
+    "preset and config": (["run", "quickstart", "--config", "x"], 2, "not both"),
+    "preset and scheme": (["run", "quickstart", "--scheme", "fedpara"], 2, "compares schemes itself"),
+    "config": (["run", "--config", "nowhere.toml"], 2, "No such file"),
+    "resume": (["resume", "nowhere"], 2, "no config.toml"),
+    "inspect model": (["inspect", "vgg61"], 2, "did you mean 'vgg16'"),
+    "inspect scheme": (["inspect", "mlp", "--scheme", "original"], 2, "leaves every weight as it is"),
+    "inspect gamma": (["inspect", "mlp", "--gamma", "2"], 2, "gamma"),
+    "inspect rank": (["inspect", "mlp", "--rank", "100000"], 2, "100000"),
+    "inspect both": (["inspect", "mlp", "--gamma", "0.1", "--rank", "3"], 2, "rank"),
+    "inspect ratio": (["inspect", "mlp", "--ratio", "0.5"], 2, "ratio sizes 'lowrank' only"),
+    "data": (["data", "verify", "digit"], 2, "Did you mean 'digits'"),
+    "data that is not here": (["data", "verify", "mnist"], 1, "mnist"),
+    "prepare what is not here": (["data", "prepare", "cifar10"], 1, "cifar10"),
+}
+
+
+@pytest.mark.parametrize("mistake", sorted(BAD))
+def test_a_mistake_is_answered_in_words(cli, tmp_path, mistake):
+    arguments, expected, says = BAD[mistake]
+    if arguments[0] == "run" and "quickstart" not in arguments:
+        arguments = [*arguments, "--out", "run"]
+    code, out, err = cli(*arguments)
+    assert code == expected, err
+    assert says in err
+    assert not (tmp_path / "run").exists(), "a mistake leaves nothing behind"
+    assert not (tmp_path / "runs").exists()
+    assert out == "" or mistake == "data that is not here"
+
+
+def test_a_config_file_with_an_unknown_key_is_refused_with_its_line(cli, tmp_path):
+    (tmp_path / "my.toml").write_text("lr = 0.1\n\nroundz = 3\n")
+    code, _, err = cli("run", "--config", "my.toml", "--out", "run")
+    assert code == 2
+    assert "my.toml, line 3: unknown key 'roundz': did you mean 'rounds'?" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("preset", [[], ["quickstart"]])
+def test_an_output_folder_that_cannot_be_is_refused(cli, tmp_path, preset):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis").touch()
+    code, _, err = cli("run", *preset, "--out", "file")
+    assert code == 2
+    assert "file" in err
+    assert "--out" in err
+    assert (tmp_path / "file").read_text() == "mine"
+    if not preset:
+        code, _, err = cli("run", "--out", "full")
+        assert code == 2
+        assert "not empty" in err
+
+
+def test_an_existing_run_is_refused_with_the_command_to_go_on(cli):
+    assert cli("run", *TINY, "--rounds", "1", "--out", "a")[0] == 0
+    code, _, err = cli("run", *TINY, "--rounds", "1", "--out", "a")
+    assert code == 2
+    assert "fedpara resume a" in err
+
+
+def test_a_run_that_fails_ends_with_one_and_the_reason(cli, tmp_path):
+    words = [
+        "run",
+        "--model",
+        "mlp",
+        "--scheme",
+        "original",
+        "--clients",
+        "8",
+        "--cohort",
+        "2",
+        "--lr",
+        "1e6",
+    ]
+    code, _, err = cli(*words, "--rounds", "30", "--out", "a")
+    assert code == 1
+    assert re.search(r"fedpara: client \d+ diverged in round \d+", err)
+    for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
+        (tmp_path / "a" / name).write_bytes(b"torn")
+    code, _, err = cli("resume", "a")
+    assert code == 1
+    assert "can be used" in err
+
+
+def test_a_tracker_that_is_not_installed_stops_before_anything_is_made(cli, tmp_path):
+    missing = [kind for kind in TRACKERS if kind != "none" and find_spec(kind) is None]
+    if not missing:
+        pytest.skip("every tracker is installed here: none can be missed")
+    code, _, err = cli("run", *TINY, "--rounds", "1", "--track", missing[0], "--out", "a")
+    assert code == 1
+    assert f"needs the package {missing[0]}: pip install" in err
+    assert not (tmp_path / "a").exists()
