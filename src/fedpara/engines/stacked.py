@@ -172,11 +172,8 @@ def gather(
     examples: Examples, scale: tuple[Tensor, Tensor] | None, index: Tensor, augment: Augment
 ) -> Tensor:
     """The normalised inputs at `index`, cropped and flipped on the device if asked."""
-    inputs = examples.inputs.index_select(0, index)
-    if scale is None:  # character ids
-        inputs = normalise(inputs, None, None)
-    else:
-        inputs = (inputs.float() / 255 - scale[0]) / scale[1]
+    raw = examples.inputs.index_select(0, index)
+    inputs = normalise(raw, None, None) if scale is None else (raw.float() / 255 - scale[0]) / scale[1]
     if augment == "none":
         return inputs
     count, channels, height, width = inputs.shape
