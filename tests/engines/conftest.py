@@ -20,7 +20,7 @@ from fedpara.engines.simulate import build_engine
 from fedpara.engines.worker import Score
 from fedpara.state import State
 
-ENGINES = ("sequential",)
+ENGINES = ("sequential", "batched")
 """Add an engine here and every contract holds it to the same numbers."""
 
 SIZES = (12, 7, 16, 9, 5, 11)

@@ -131,9 +131,23 @@ class Batched:
         plan = self._plan(round, clients)
         places = self._prepare(plan, starts[0], model, down, own_variables(memories[0]))
         places.lr.fill_(self.protocol.algorithm.local.lr_at(round))
-        seed = torch_seed(self.protocol.seed, "layers", round)
-        torch.manual_seed(seed)
         tick = self._tick(plan.masked, places)
+        # After the tick is made: warming it up draws numbers too, and a resumed run makes it in another round.
+        with torch.random.fork_rng(devices=[self.device] if self.on_gpu else []):
+            torch.manual_seed(torch_seed(self.protocol.seed, "layers", round))
+            ended = self._run(tick, plan, places, starts, memories)
+        self._think_ahead(round, len(clients))
+        return self._collect(ended)
+
+    def _run(
+        self,
+        tick: Callable[[], None],
+        plan: "_Plan",
+        places: Lanes,
+        starts: list[State],
+        memories: list[Groups],
+    ) -> list[tuple[Segment, dict[str, State]]]:
+        """Step all lanes to the next client's end, let those that end leave and the next ones in, and on."""
         waiting = sorted(plan.segments, key=lambda s: s.start)
         ended: list[tuple[Segment, dict[str, State]]] = []
         places.counter.zero_()
@@ -145,11 +159,9 @@ class Batched:
             ended += [(s, self._lift(places, s)) for s in plan.segments if s.end == event]
             while waiting and waiting[0].start <= event:
                 segment = waiting.pop(0)
-                self._lay(
-                    places, segment.lane, starts[segment.client], own_variables(memories[segment.client])
-                )
-        self._think_ahead(round, len(clients))
-        return self._collect(ended)
+                own = own_variables(memories[segment.client])
+                self._lay(places, segment.lane, starts[segment.client], own)
+        return ended
 
     def _plan(self, round: int, clients: Sequence[int]) -> "_Plan":
         if self._ahead is not None and self._ahead[:2] == (round, clients):

@@ -32,6 +32,7 @@ class Run:
     protocol: Protocol
     memory: ClientMemory
     rounds: tuple[Round, ...]
+    engine: str  # which one ran, how, and what could not be done and why
 
     @property
     def progress(self) -> Progress:
@@ -107,7 +108,7 @@ def simulate(
         results.append(result)
         if on_round is not None:
             on_round(result)
-    return Run(protocol, memory, tuple(results))
+    return Run(protocol, memory, tuple(results), f"{chosen.name}: {chosen.why}")
 
 
 def _without_tensors(result: Round) -> Round:
