@@ -118,7 +118,6 @@ def test_fan_out_of_a_matrix():
         (nn.Conv2d(24, 20, 3), fp.PFedPara(gamma=0.5), calibrated),
         (nn.Linear(24, 20), fp.LowRank(gamma=0.5), calibrated),
     ],
-    ids=str,
 )
 def test_the_start_of_each_scheme_and_form(layer, scheme, init):
     layer = fp.factorize(deepcopy(layer), scheme, force=True, generator=seeded(3))
