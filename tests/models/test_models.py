@@ -19,6 +19,7 @@ SHAPES = {
     "resnet18-gn": (3, 8, 8),
     "lstm": (12,),
     "mlp": (1, 8, 8),
+    "deep-mlp": (1, 8, 8),
     "cnn": (1, 8, 8),
 }
 
@@ -233,12 +234,13 @@ def test_hybrid_leaves_the_first_convolutions() -> None:
 def test_default_rules() -> None:
     rules = {name: models.rule(name) for name in models.names()}
     assert rules.pop("lstm") is models.recurrent
-    assert rules.pop("mlp") is models.linears
+    assert rules.pop("mlp") is rules.pop("deep-mlp") is models.linears
     assert set(rules.values()) == {models.convolutions}
 
 
 @pytest.mark.parametrize(
-    ("name", "layer"), [("vgg16", "classifier.6"), ("resnet18", "fc"), ("lstm", "fc"), ("mlp", "fc2")]
+    ("name", "layer"),
+    [("vgg16", "classifier.6"), ("resnet18", "fc"), ("lstm", "fc"), ("mlp", "fc2"), ("deep-mlp", "fc3")],
 )
 def test_last_layer_is_the_output_layer(name: str, layer: str) -> None:
     with torch.device("meta"):
