@@ -4,7 +4,7 @@
     PFedPara   W = s(W1) * (s(W2) + 1)     the same; X2 Y2 [T2] never leave the device
     LowRank    W = X Y^T, or Tucker-2 for kernels                     rank(W) <= R
 
-A scheme is a value that says how; `scheme.form(shape)` is one weight written that way, a `Form`.
+A scheme is a value that says how; `write(scheme, shape)` is one weight written that way, a `Form`.
 """
 
 from collections.abc import Mapping, Sequence
