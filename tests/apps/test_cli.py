@@ -266,6 +266,8 @@ def test_ctrl_c_leaves_a_resumable_run(cli, tmp_path):
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # A shell that puts a job in the background has it ignore SIGINT, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         metrics = tmp_path / "long" / "metrics.jsonl"
         while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2):

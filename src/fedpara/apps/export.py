@@ -19,6 +19,10 @@ def export(
         str | None, typer.Option(help="The model of a bare state: a name or package.module:function.")
     ] = None,
     classes: Annotated[int, typer.Option(help="Its classes.")] = 10,
+    shape: Annotated[
+        str | None,
+        typer.Option(help="The shape of one example, such as 3,32,32: ONNX and pt2 trace with it."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -28,7 +32,7 @@ def export(
     """
     from fedpara.interop.export import export as export_model
 
-    saved = read_run_or_state(source, model, classes)
+    saved = read_run_or_state(source, model, classes, shape)
     ending = {"safetensors": ".merged.safetensors"}.get(format, f".{format}")
     base = source / "model" if source.is_dir() else source.with_suffix("")
     target = out or base.with_name(base.name + ending)

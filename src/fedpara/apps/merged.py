@@ -1,6 +1,7 @@
 """What `fedpara export` reads: a run folder or a saved state, as one kind of thing."""
 
 import json
+import sys
 from pathlib import Path
 
 from fedpara import models
@@ -11,7 +12,7 @@ from fedpara.interop import SavedState, read_state
 from fedpara.parameterization import forms
 
 
-def read_run_or_state(source: Path, model: str | None, classes: int) -> SavedState:
+def read_run_or_state(source: Path, model: str | None, classes: int, shape: str | None = None) -> SavedState:
     if source.is_dir():
         return _of_run(source)
     if not source.exists():
@@ -19,13 +20,19 @@ def read_run_or_state(source: Path, model: str | None, classes: int) -> SavedSta
     saved = read_state(source)
     if model is None:
         return saved
+    given = {"shape": _sides(shape)} if shape is not None else {}
     if ":" in model:
-        return SavedState(saved.state, saved.forms, {"target": model})
-    return SavedState(
-        saved.state,
-        saved.forms,
-        {"name": model, "classes": classes, "shape": list(models.usual_shape(model))},
-    )
+        sys.path.insert(0, str(Path.cwd()))
+        return SavedState(saved.state, saved.forms, {"target": model, **given})
+    usual = {"name": model, "classes": classes, "shape": list(models.usual_shape(model))}
+    return SavedState(saved.state, saved.forms, {**usual, **given})
+
+
+def _sides(shape: str) -> list[int]:
+    try:
+        return [int(side) for side in shape.split(",")]
+    except ValueError:
+        raise UsageError(f"--shape {shape!r}: expected whole numbers with commas, such as 3,32,32.") from None
 
 
 def _of_run(path: Path) -> SavedState:
