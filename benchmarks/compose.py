@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
@@ -57,10 +58,16 @@ def peft(factors: Sequence[Tensor]) -> Tensor:
 
 
 def kernel_table(written: Sequence[Form], device: torch.device, repeats: int) -> None:
-    """Milliseconds for all kernels of one model, float32: composed, then backpropagated to every factor."""
+    """Milliseconds for all kernels of one model, float32: composed, then backpropagated to every factor.
+
+    The einsum leaves a kernel in an order of its own, which the convolution copies. So in the last column each kernel
+    is composed, its convolution takes one 2 x 2 image, and all goes back to the factors.
+    """
     start = [[factor.to(device) for factor in fan_out(form)] for form in written]
+    last = [replace(form, channels_last=True) for form in written]
     ways = {
         "fedpara": [(form.compose, _leaves(f)) for form, f in zip(written, start, strict=True)],
+        "- channels-last": [(form.compose, _leaves(f)) for form, f in zip(last, start, strict=True)],
         "einsum of Prop. 3": [(einsum, _leaves(f)) for f in start],
     }
     if importlib.util.find_spec("peft"):
@@ -79,6 +86,12 @@ def kernel_table(written: Sequence[Form], device: torch.device, repeats: int) ->
         leaves = [factor for _, factors in ways[name] for factor in factors]
         torch.autograd.grad(composed.pop(name), leaves, upstream[name])
 
+    images = [torch.randn(1, form.shape[1], 2, 2, device=device) for form in written]
+
+    def used(name: str) -> None:
+        for (compose, factors), image in zip(ways[name], images, strict=True):
+            torch.autograd.grad(F.conv2d(image, compose(factors), padding=1).sum(), factors)
+
     for name in ways:
         forward(name)
         for w, factors in zip(composed[name], start, strict=True):
@@ -87,14 +100,19 @@ def kernel_table(written: Sequence[Form], device: torch.device, repeats: int) ->
             torch.empty_like(w).copy_(g) for w, g in zip(composed[name], gradients, strict=True)
         ]
 
-    times = in_turns({n: (partial(forward, n), partial(backward, n)) for n in ways}, device, repeats)
+    parts = {n: (partial(forward, n), partial(backward, n), partial(used, n)) for n in ways}
+    times = in_turns(parts, device, repeats)
     print(f"\nVGG16's {len(written)} kernels, gamma {GAMMA}, float32; ms, median (least) of {repeats}")
-    print(f"{'':20}{'compose':>18}{'backward':>18}{'both':>18}{'against fedpara':>18}")
-    both = {name: [sum(turn) for turn in turns] for name, turns in times.items()}
-    for name, turns in times.items():
-        cells = (*map(list, zip(*turns, strict=True)), both[name])
-        ratio = median(both[name]) / median(both["fedpara"])
-        print(f"{name:20}" + "".join(f"{_ms(cell):>18}" for cell in cells) + f"{ratio:>17.2f}x")
+    print(f"{'':20}{'compose':>18}{'backward':>18}{'both':>18}{'against':>9}{'in use':>18}{'against':>9}")
+    cells = {
+        n: [[t[0] for t in ts], [t[1] for t in ts], [t[0] + t[1] for t in ts]] for n, ts in times.items()
+    }
+    in_use = {n: [t[2] for t in ts] for n, ts in times.items()}
+    for name, row in cells.items():
+        both = median(row[2]) / median(cells["fedpara"][2])
+        use = median(in_use[name]) / median(in_use["fedpara"])
+        columns = "".join(f"{_ms(cell):>18}" for cell in row)
+        print(f"{name:20}{columns}{both:>8.2f}x{_ms(in_use[name]):>18}{use:>8.2f}x")
 
 
 def step_table(
@@ -104,7 +122,8 @@ def step_table(
     torch.manual_seed(0)
     plain = models.vgg16(dropout=dropout).to(device)
     factorized = fp.factorize(models.vgg16().to(device), fp.FedPara(gamma=GAMMA), where=models.convolutions)
-    written = forms(factorized)
+    last = device.type == "cuda"
+    written = {name: replace(form, channels_last=last) for name, form in forms(factorized).items()}
     x = torch.randn(clients, batch, 3, 32, 32, device=device)
     y = torch.randint(0, 10, (clients, batch), device=device)
 
@@ -112,7 +131,7 @@ def step_table(
         return {name: t.detach().repeat(clients, *[1] * t.dim()) for name, t in model.state_dict().items()}
 
     dense, whole = stacked(plain), stacked(factorized)
-    last = {name: _channels_last(t) if name in written else t for name, t in stacked(plain).items()}
+    moved = {name: _channels_last(t) if name in written else t for name, t in stacked(plain).items()}
     factors = {name: t.clone() for name, t in whole.items() if name.rpartition(".")[0] in written}
     kernels = vmap(partial(_compose, written))(factors)
     upstream = {name: torch.randn_like(w) for name, w in kernels.items()}
@@ -120,7 +139,7 @@ def step_table(
 
     steps: dict[str, Step] = {"original": lambda: _train(plain, {}, dense, x, y)}
     if device.type == "cuda":
-        steps["original, channels-last"] = lambda: _train(plain, {}, last, x, y)
+        steps["original, channels-last"] = lambda: _train(plain, {}, moved, x, y)
     steps["FedPara"] = lambda: _train(plain, written, whole, x, y)
     steps["- its kernels given"] = lambda: _train(plain, {}, given, x, y, held=list(kernels))
     steps["- composing alone"] = lambda: _there_and_back(written, factors, upstream)

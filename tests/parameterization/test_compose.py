@@ -1,8 +1,11 @@
 """The composition functions: right values, right gradients, full rank."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.autograd import gradcheck
 
 import fedpara as fp
@@ -58,6 +61,25 @@ def test_gradients(scheme, shape):
     form = write(scheme, shape)
     factors = [f.requires_grad_() for f in draw(form)]
     assert gradcheck(lambda *f: form.compose(f), factors)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_a_kernel_in_either_layout(scheme):
+    form = write(scheme, (8, 6, 3, 3))
+    factors = draw(form)
+    contiguous, last = form.compose(factors), replace(form, channels_last=True).compose(factors)
+    assert contiguous.is_contiguous()
+    if form.is_kernel:
+        assert last.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(last, contiguous, rtol=1e-12, atol=1e-12)
+    assert gradcheck(
+        lambda *f: replace(form, channels_last=True).compose(f), [f.requires_grad_() for f in factors]
+    )
+
+
+def test_what_a_factorized_convolution_returns_can_still_be_viewed():
+    layer = fp.factorize(nn.Conv2d(8, 8, 3, padding=1), fp.FedPara(rank=2))
+    assert layer(torch.randn(2, 8, 4, 4)).view(2, -1).shape == (2, 128)
 
 
 def test_a_thousand_draws_of_rank_10_have_full_rank_100():

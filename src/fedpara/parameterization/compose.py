@@ -27,27 +27,35 @@ def matrix(x: Tensor, y: Tensor) -> Tensor:
     return x @ y.mT
 
 
-def kernels(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def kernels(parts: Sequence[Sequence[Tensor]], channels_last: bool = False) -> list[Tensor]:
     """W[o, i, k...] = sum_ab X[o, a] T[a, b, k...] Y[i, b] for each (X, Y, T), all of the same shapes.
 
-    On the CPU the small product comes first, Z = T x_2 Y, so that the large one, X Z, is a single GEMM whose
-    result is the kernel as it lies in memory. On the GPU the core's second index is moved last and X comes
-    first: the inner weights of a layer are one batch of two GEMMs, the rank is padded to the tensor cores'
-    multiple of 8, and the kernel comes out channels-last, which its convolutions want (and which, on the CPU,
-    would cost a copy in every convolution and is refused by GroupNorm under vmap).
+    Contiguous by default, as a dense kernel is: what a convolution returns can then be `.view`ed as before.
+    Channels-last is what comes out of the products without a copy, and what the GPU's convolutions want.
     """
+    if not channels_last:
+        return [_contiguous(x, y, t) for x, y, t in parts]
     if parts[0][0].is_cuda:
-        return _channels_last(parts)
-    return [_contiguous(x, y, t) for x, y, t in parts]
+        return _channels_last_batched(parts)
+    return [_channels_last(x, y, t) for x, y, t in parts]
 
 
 def _contiguous(x: Tensor, y: Tensor, t: Tensor) -> Tensor:
+    """The small product first, Z = T x_2 Y, so that the large one, X Z, is a single GEMM."""
     r = t.shape[0]
     z = (y @ t.reshape(r, r, -1)).reshape(r, -1)
     return (x @ z).reshape(x.shape[0], y.shape[0], *t.shape[2:])
 
 
-def _channels_last(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _channels_last(x: Tensor, y: Tensor, t: Tensor) -> Tensor:
+    """The same, with the core's second index moved last: no product has to be rearranged."""
+    r = t.shape[0]
+    z = t.flatten(2).transpose(1, 2).reshape(-1, r) @ y.mT
+    return (x @ z.reshape(r, -1)).reshape(x.shape[0], *t.shape[2:], y.shape[0]).movedim(-1, 1)
+
+
+def _channels_last_batched(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """A layer's inner weights as one batch of two GEMMs, the rank padded to the tensor cores' multiple of 8."""
     x, y, t = (torch.stack(list(same)) for same in zip(*parts, strict=True))
     k, spare = t.shape[3:], -t.shape[1] % 8
     x, y = pad(x, (0, spare)), pad(y, (0, spare))

@@ -57,6 +57,7 @@ class Form:
     shape: tuple[int, ...]
     rank: int
     factors: Mapping[str, tuple[int, ...]] = field(compare=False)
+    channels_last: bool = field(default=False, compare=False)  # how a composed kernel lies in memory
 
     @property
     def is_kernel(self) -> bool:
@@ -85,7 +86,7 @@ class Form:
         each = 3 if self.is_kernel else 2
         parts = [factors[i : i + each] for i in range(0, len(factors), each)]
         if self.is_kernel:
-            return compose.kernels(parts)
+            return compose.kernels(parts, self.channels_last)
         return [compose.matrix(x, y).reshape(self.shape) for x, y in parts]
 
     def compose(self, factors: Sequence[Tensor]) -> Tensor:
