@@ -162,3 +162,12 @@ def test_means_that_cannot_be_taken(count, weights, text):
     with pytest.raises(StateError, match=text) as caught:
         state.mean([{"w": torch.ones(2)}] * count, weights)
     assert isinstance(caught.value, FedParaError)
+
+
+def test_all_finite() -> None:
+    assert state.all_finite(torch.empty(0))
+    assert state.all_finite(torch.tensor(3))
+    assert state.all_finite(torch.tensor([3e38, -3e38]))
+    assert state.all_finite(torch.full((2, 3), 1e30).T)
+    for bad in (math.nan, math.inf, -math.inf):
+        assert not state.all_finite(torch.tensor([0.0, bad, 1.0]))

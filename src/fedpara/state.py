@@ -60,7 +60,7 @@ def mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> St
         exact = first if first.is_floating_point() else first.double()
         sum_ = exact * (weights[0] / total)
         for state, weight in zip(states[1:], weights[1:], strict=True):
-            sum_ = torch.add(sum_, state[name].to(sum_.dtype), alpha=weight / total)
+            sum_.add_(state[name].to(sum_.dtype), alpha=weight / total)
         result[name] = sum_ if first.is_floating_point() else sum_.round().to(first.dtype)
     return result
 
@@ -68,6 +68,14 @@ def mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> St
 def norm(a: Mapping[str, Tensor]) -> float:
     """sqrt(sum of squares over every entry)"""
     return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in a.values()))
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """No NaN and no infinity. One pass over x . x tells, but where its finite entries overflow."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return True
+    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+    return math.isfinite(torch.dot(flat, flat).item()) or bool(flat.isfinite().all())
 
 
 def nbytes(a: Mapping[str, Tensor]) -> int:

@@ -4,7 +4,9 @@ normalise: (x / 255 - mean) / std, per channel; character ids pass through.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -64,23 +66,30 @@ class Examples:
 
     def subset(self, indices: Indices) -> "Examples":
         """The examples at `indices`, in their order; repeats are kept."""
-        index = _index(indices).to(self.labels.device)
+        index = _index(indices)
         if len(index):
-            low, high = (int(bound) for bound in torch.aminmax(index))
+            low, high = int(index.min()), int(index.max())
             if low < 0 or high >= len(self):
                 raise DataError(f"indices run from {low} to {high}: expected 0 to {len(self) - 1}.")
-        owners = None if self.owners is None else self.owners.index_select(0, index)
-        inputs = self.inputs.index_select(0, index.to(self.inputs.device))
-        return Examples(inputs, self.labels.index_select(0, index), self.classes, owners, self.mean, self.std)
+        index = index.to(self.labels.device)
+        part = copy(self)  # what holds of all examples holds of these: nothing to check again
+        object.__setattr__(part, "inputs", self.inputs.index_select(0, index))
+        object.__setattr__(part, "labels", self.labels.index_select(0, index))
+        if self.owners is not None:
+            object.__setattr__(part, "owners", self.owners.index_select(0, index))
+        return part
 
 
 def normalise(inputs: Tensor, mean: tuple[float, ...] | None, std: tuple[float, ...] | None) -> Tensor:
     """(x / 255 - mean) / std in float32. Without a mean: ids become int64, floating features stay."""
     if mean is None or std is None:
         return inputs if inputs.is_floating_point() else inputs.long()
-    mu = torch.tensor(mean, dtype=torch.float32, device=inputs.device).view(-1, 1, 1)
-    sigma = torch.tensor(std, dtype=torch.float32, device=inputs.device).view(-1, 1, 1)
-    return (inputs.float() / 255 - mu) / sigma
+    return (inputs.float() / 255 - _per_channel(mean, inputs.device)) / _per_channel(std, inputs.device)
+
+
+@lru_cache(maxsize=16)
+def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1)
 
 
 def _index(indices: Indices) -> Tensor:

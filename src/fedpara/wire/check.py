@@ -10,9 +10,8 @@ from typing import NoReturn
 import torch
 
 from fedpara.errors import UpdateRejected, UsageError
-from fedpara.state import State
+from fedpara.state import State, all_finite
 from fedpara.wire.codec import Header, decode
-from fedpara.wire.link import all_finite
 from fedpara.wire.tensors import shown
 
 Spec = dict[str, tuple[torch.dtype, torch.Size]]

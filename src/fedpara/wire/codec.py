@@ -6,9 +6,8 @@ Equal content gives equal bytes, and nothing else decodes: `decode` raises WireE
 reads no length it has not held against the message's own, and unpickles nothing.
 """
 
-import json
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from hashlib import sha256
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from fedpara.errors import WireError
 from fedpara.state import State
 from fedpara.wire.link import PRECISIONS, check_precision, dequantize, quantize
-from fedpara.wire.tensors import parse_json, read, shown, write
+from fedpara.wire.tensors import as_json, parse_json, read, shown, write
 
 MAGIC = b"FPM1"
 MAX_HEADER = 64 << 10
@@ -102,7 +101,7 @@ def decode(message: bytes) -> tuple[Header, State]:
 
 
 def _describe(header: Header, dtype: str) -> bytes:
-    return json.dumps({**asdict(header), "dtype": dtype}, separators=(",", ":")).encode()
+    return as_json({**vars(header), "dtype": dtype})
 
 
 def _parse(raw: bytes) -> tuple[Header, str]:

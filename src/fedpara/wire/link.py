@@ -52,7 +52,7 @@ def quantize(
         return (tensor if tensor.dtype == torch.float64 else tensor.float()), 0.0
     if precision in _CAST:
         narrow = _CAST[precision]
-        if not all_finite(tensor, narrow):
+        if not _fits(tensor, narrow):
             raise UpdateRejected(_does_not_fit(name, tensor, precision, torch.finfo(narrow).max))
         return tensor.to(narrow), 0.0
     if generator is None:
@@ -69,11 +69,9 @@ def dequantize(tensor: Tensor, scale: float) -> Tensor:
     return tensor
 
 
-def all_finite(tensor: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """No NaN and no infinity, nor after a cast to dtype. The extremes tell, and need no temporary."""
-    if tensor.numel() == 0 or not tensor.is_floating_point():
-        return True
-    return all(math.isfinite(end.to(dtype or tensor.dtype)) for end in torch.aminmax(tensor))
+def _fits(tensor: Tensor, narrow: torch.dtype) -> bool:
+    """No NaN and no infinity after the cast. The extremes tell, and need no temporary."""
+    return not tensor.numel() or all(math.isfinite(end.to(narrow)) for end in torch.aminmax(tensor))
 
 
 def _round_at_random(name: str, tensor: Tensor, generator: torch.Generator) -> tuple[Tensor, float]:

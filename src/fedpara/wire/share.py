@@ -38,7 +38,7 @@ def combine(shared: State, private: State, names: Iterable[str]) -> State:
 
 def guard(state: Mapping[str, object], private: Collection[str]) -> None:
     """PrivacyError if a private name, a group's copy of one, or a part of either is about to be sent."""
-    for name in state:
+    for name in state if private else ():
         for part in (name, *name.split("/")):
             # The name itself, and whatever it lies under: `weight.x2.momentum` is of `weight.x2`.
             for whole in accumulate(part.split("."), "{}.{}".format):

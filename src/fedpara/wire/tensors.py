@@ -11,6 +11,7 @@ import json
 import math
 import reprlib
 from collections.abc import Iterable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from fedpara.state import State
 MAX_INDEX = 8 << 20
 MAX_DIMENSIONS = 16
 MAX_NUMBERS = 1 << 48
+CACHED_INDEX = 256 << 10
 
 # In the order of the data: widest first.
 _CODES = {
@@ -39,6 +41,7 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _PLACE = {dtype: place for place, dtype in enumerate(_CODES)}
 
 Entry = tuple[str, torch.dtype, tuple[int, ...]]
+_compact = json.JSONEncoder(separators=(",", ":"))
 
 
 def write(state: State) -> list[bytes | memoryview]:
@@ -64,10 +67,7 @@ def read(payload: memoryview) -> State:
             f"the tensors' index claims {length} bytes: expected at most {min(MAX_INDEX, len(payload) - 8)}."
         )
     raw, data = bytes(payload[8 : 8 + length]), payload[8 + length :]
-    entries = _in_order(_entries(raw))
-    index, ends = _index(entries)
-    if index != raw:
-        raise WireError("the tensors' index is not in its one form: expected each name once, without gaps.")
+    entries, ends = (_parsed if length > CACHED_INDEX else _parsed_before)(raw)
     if len(data) != (ends[-1] if ends else 0):
         raise WireError(f"the tensors hold {len(data)} bytes: expected {ends[-1] if ends else 0}.")
     state: State = {}
@@ -82,6 +82,10 @@ def shown(value: object) -> str:
     short.maxlevel, short.maxstring = 2, 80
     text = short.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def as_json(value: dict[str, object]) -> bytes:
+    return _compact.encode(value).encode()
 
 
 def parse_json(raw: bytes, what: str) -> dict[str, object]:
@@ -105,11 +109,25 @@ def _entries(raw: bytes) -> Iterable[Entry]:
         yield name, _DTYPES[code], tuple(shape)
 
 
-def _in_order(entries: Iterable[Entry]) -> list[Entry]:
-    return sorted(entries, key=lambda entry: (_PLACE.get(entry[1], -1), entry[0]))
+def _parsed(raw: bytes) -> tuple[tuple[Entry, ...], tuple[int, ...]]:
+    """The tensors an index names, and where the data of each ends."""
+    entries = _in_order(_entries(raw))
+    index, ends = _index(entries)
+    if index != raw:
+        raise WireError("the tensors' index is not in its one form: expected each name once, without gaps.")
+    return entries, ends
 
 
-def _index(entries: list[Entry]) -> tuple[bytes, list[int]]:
+# A federation's messages all carry one or two indices. A stranger's can push these out, and no more.
+_parsed_before = lru_cache(maxsize=32)(_parsed)
+
+
+def _in_order(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    return tuple(sorted(entries, key=lambda entry: (_PLACE.get(entry[1], -1), entry[0])))
+
+
+@lru_cache(maxsize=32)
+def _index(entries: tuple[Entry, ...]) -> tuple[bytes, tuple[int, ...]]:
     """The index padded to a multiple of 8 bytes, and where each tensor's data ends."""
     described: dict[str, object] = {}
     ends: list[int] = []
@@ -133,8 +151,8 @@ def _index(entries: list[Entry]) -> tuple[bytes, list[int]]:
         described[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         ends.append(end)
         start = end
-    text = json.dumps(described, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8), ends
+    text = as_json(described)
+    return text + b" " * (-len(text) % 8), tuple(ends)
 
 
 def _tensor(name: str, dtype: torch.dtype, shape: tuple[int, ...], data: memoryview) -> Tensor:
