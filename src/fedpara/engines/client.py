@@ -6,15 +6,13 @@ x, down <- message;  y = local steps from (x, own private part);  message <- y's
 import math
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from fedpara.algorithms import Algorithm, Groups
 from fedpara.data import Examples
 from fedpara.engines.program import Program
 from fedpara.engines.streams import torch_numbers
 from fedpara.engines.worker import Score, Trained, Worker
 from fedpara.errors import RunError, UpdateRejected
-from fedpara.state import State
+from fedpara.state import State, all_finite
 from fedpara.wire import Header, Link, Spec, admit, encode, guard, pack, spec_of, unpack
 
 PRIVATE = "private"
@@ -126,7 +124,7 @@ def reply_of(
     """What a trained client sends, and what it keeps. A client that diverged ends the run."""
     program, algorithm = protocol.program, protocol.algorithm
     wrong = "" if math.isfinite(trained.loss) else f"its loss is {trained.loss}"
-    if not wrong and not _finite(trained.parameters):
+    if not wrong and not all(map(all_finite, trained.parameters.values())):
         wrong = "its parameters are no longer finite"
     if wrong:
         raise RunError(
@@ -144,12 +142,6 @@ def reply_of(
     except UpdateRejected as error:  # too large for a narrow uplink
         return Reply(client, reason=str(error)), {PRIVATE: private, **own}
     return Reply(client, message, "", trained.loss), {PRIVATE: private, **own}
-
-
-def _finite(state: State) -> bool:
-    """By the largest entries: a sum of squares would overflow long before a number does."""
-    tensors = [tensor for tensor in state.values() if tensor.numel()]
-    return not tensors or bool(torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite().all())
 
 
 def own_variables(memory: Groups) -> Groups:

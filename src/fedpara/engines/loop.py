@@ -4,17 +4,25 @@ for t = 1 .. T:  S = cohort(t);  message = encode(x, extras);  replies = engine.
                  x, server = aggregate(the replies that are admitted)
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol as Interface
+from typing import TypeVar
 
 from fedpara.algorithms import Groups, Update
 from fedpara.engines.client import Protocol, Reply, change_coded, from_change
 from fedpara.engines.streams import cohort, torch_numbers
 from fedpara.engines.worker import Score
 from fedpara.errors import RunError, UpdateRejected, WireError
-from fedpara.state import State, mean
+from fedpara.state import State, all_finite, mean
 from fedpara.wire import Meter, admit, encode, guard, pack, unpack
+
+Verdict = TypeVar("Verdict")
+
+LARGE_MESSAGE = 1 << 20  # bytes; threads gain on hashing and copying more than this, and lose below
+AT_ONCE = 8
 
 
 class Engine(Interface):
@@ -75,6 +83,7 @@ class Schedule:
     evaluate_every: int = 1
     max_norm: float | None = None
     target: float | None = None
+    minimum: int = 1  # usable updates, else the round keeps the model
 
     def evaluates(self, round: int) -> bool:
         return round % self.evaluate_every == 0 or round == self.rounds
@@ -104,25 +113,23 @@ def _round(
 ) -> Round:
     t = progress.round + 1
     chosen = cohort(protocol.seed, t, schedule.clients, schedule.cohort)
-    try:
-        message = _broadcast(protocol, progress, t)
-        sent, _ = protocol.read_down(message, t)
-    except UpdateRejected as error:
-        raise RunError(
-            f"the model cannot be sent in round {t}: {error} The state before it is kept."
-        ) from None
+    message, sent = _broadcast(protocol, progress, t)
     meter = Meter()
     for client in chosen:
         meter.down(t, client, message)
     replies = engine.train(t, chosen, message, personal and schedule.evaluates(t))
     got = _collect(protocol, schedule, t, chosen, sent, replies, meter)
     x, server, averages = progress.x, progress.server, progress.buffers
-    if got.updates:
+    if len(got.updates) >= schedule.minimum:
         x, server = protocol.algorithm.aggregate(x, server, got.updates, schedule.clients)
         if averages:
             averages = mean(got.buffers, [float(update.examples) for update in got.updates])
     else:
-        got.notes.append(f"round {t} had no usable update: the model is kept as it was")
+        few = f"{len(got.updates)} of {schedule.minimum}" if got.updates else "no"
+        got.notes.append(
+            f"round {t} had {few} usable update{'s' if got.updates else ''}: the model is kept as it was"
+        )
+        got.replies.clear()
     engine.keep(t, [reply.client for reply in got.replies])
     up, down = meter.total_up, meter.total_down
     result = Round(
@@ -160,7 +167,14 @@ def _collect(
     """One update a client that was asked, whatever an engine or a network hands over."""
     got = _Collected()
     waiting = dict.fromkeys(chosen)
-    for reply in replies:
+
+    def judge(reply: Reply) -> tuple[Update, State] | WireError | None:
+        try:
+            return _admit(protocol, schedule, reply, sent, round) if reply.message is not None else None
+        except WireError as error:
+            return error
+
+    for reply, verdict in _judged(replies, judge):
         if reply.client not in waiting:
             got.notes.append(f"client {reply.client} answered twice or was not asked: that reply is dropped")
             continue
@@ -169,24 +183,51 @@ def _collect(
             got.refused.append((reply.client, reply.reason))
             continue
         meter.up(round, reply.client, reply.message)
-        try:
-            update, averaged = _admit(protocol, schedule, reply, sent, round)
-        except WireError as error:
-            got.refused.append((reply.client, str(error)))
+        if isinstance(verdict, WireError):
+            got.refused.append((reply.client, str(verdict)))
             continue
-        got.updates.append(update)
-        got.buffers.append(averaged)
+        assert verdict is not None
+        got.updates.append(verdict[0])
+        got.buffers.append(verdict[1])
         got.replies.append(replace(reply, message=None))
     got.refused += [(client, "it sent no reply") for client in waiting]
     return got
 
 
-def _broadcast(protocol: Protocol, progress: Progress, round: int) -> bytes:
-    groups = {"": {**progress.x, **progress.buffers}, **protocol.algorithm.broadcast(progress.server)}
-    state = pack(groups)
+def _judged(replies: Iterable[Reply], judge: Callable[[Reply], Verdict]) -> Iterator[tuple[Reply, Verdict]]:
+    """Each reply with its verdict, in order; large messages are judged by threads while the next ones come in."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        pending: deque[tuple[Reply, Future[Verdict]]] = deque()
+        for reply in replies:
+            if reply.message is None or len(reply.message) < LARGE_MESSAGE:
+                yield from ((one, verdict.result()) for one, verdict in pending)
+                pending.clear()
+                yield reply, judge(reply)
+                continue
+            pending.append((reply, pool.submit(judge, reply)))
+            if len(pending) > AT_ONCE:
+                one, verdict = pending.popleft()
+                yield one, verdict.result()
+        yield from ((one, verdict.result()) for one, verdict in pending)
+
+
+def _broadcast(protocol: Protocol, progress: Progress, round: int) -> tuple[bytes, State]:
+    """The message, and the model as the clients will see it: a narrow link does not carry all of it."""
+    model = {**progress.x, **progress.buffers}
+    state = pack({"": model, **protocol.algorithm.broadcast(progress.server)})
     guard(state, protocol.program.private)
     generator = torch_numbers(protocol.seed, "link-down", round) if protocol.link.down == "int8" else None
-    return encode(state, protocol.header(round), protocol.link.down, generator)
+    try:
+        for name, tensor in state.items():
+            if not all_finite(tensor):
+                raise UpdateRejected(f"{name!r} holds NaN or infinity.")
+        message = encode(state, protocol.header(round), protocol.link.down, generator)
+        exact = protocol.link.down == "float32"
+        return message, model if exact else protocol.read_down(message, round)[0]
+    except UpdateRejected as error:
+        raise RunError(
+            f"the model cannot be sent in round {round}: {error} The state before it is kept."
+        ) from None
 
 
 def _admit(

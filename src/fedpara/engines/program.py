@@ -9,6 +9,7 @@ Frozen parameters are part of the model's definition, not of its state: they are
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor, nn
@@ -29,16 +30,16 @@ class Program:
     scheme: str
     initial: State
 
-    @property
+    @cached_property
     def shared(self) -> tuple[str, ...]:
         return tuple(name for name in self.parameters if name not in self.private)
 
-    @property
+    @cached_property
     def shared_buffers(self) -> tuple[str, ...]:
         """Buffers travel with the parameters; where nothing is shared they stay too."""
         return self.buffers if self.shared else ()
 
-    @property
+    @cached_property
     def kept(self) -> tuple[str, ...]:
         """What a client keeps from round to round."""
         return (*sorted(self.private), *(self.buffers if not self.shared else ()))

@@ -3,12 +3,11 @@
     step = vmap over lanes of:  g = grad of the masked mean loss;  clip;  correct;  sgd_step
 
 Everything a step reads lies on the device in fixed places: the data set, the plan [lane, step, batch] of
-example indices and its counter, the learning rate, the lanes' states. So on a GPU the step is compiled,
-captured once as a CUDA graph, and replayed: the host does nothing per step.
+example indices and its counter, the learning rate, the lanes' states (`places.py`). So on a GPU the step is
+compiled, captured once as a CUDA graph, and replayed (`capture.py`): the host does nothing per step.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,32 +18,15 @@ from torch.nn.functional import cross_entropy, pad
 from fedpara.algorithms import Algorithm, Groups, clip_by_norm, sgd_step
 from fedpara.data import Examples, normalise
 from fedpara.engines.augment import PAD
+from fedpara.engines.places import Lanes
 from fedpara.engines.task import Augment
 from fedpara.parameterization import Form, compose_state, corrected_grad
 from fedpara.state import State
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 
-
-@dataclass
-class Lanes:
-    """The fixed places. `own` and `velocity` are stacked like the parameters; `x` and `down` are one for all."""
-
-    parameters: State
-    velocity: State
-    buffers: State
-    own: Groups
-    x: State
-    down: Groups
-    plan: Tensor  # int64 [lane, step, batch]
-    sizes: Tensor  # int64 [lane, step]: examples in that step's batch, 0 where the lane is done
-    counter: Tensor  # int64 [1]
-    lr: Tensor
-    losses: Tensor  # [lane], summed since it was last cleared
-
-
-def stack(states: list[State], device: torch.device) -> State:
-    return {name: torch.stack([s[name] for s in states]).to(device) for name in states[0]}
+# Which arguments of a step are stacked: all but x, down and the learning rate.
+LANES_OF_A_STEP = (0, 0, 0, 0, 0, 0, 0, None, None, None)
 
 
 def one_step(
@@ -125,7 +107,7 @@ def make_tick(
     augment: Augment,
 ) -> Callable[[], None]:
     """One step of all lanes: read the plan at the counter, step, write back, count."""
-    stepped = vmap(step, in_dims=(0, 0, 0, 0, 0, 0, 0, None, None, None), randomness="different")
+    stepped = vmap(step, in_dims=LANES_OF_A_STEP, randomness="different")
     count, width = lanes.plan.shape[0], lanes.plan.shape[2]
     scale = per_channel(examples)
 
@@ -187,59 +169,3 @@ def gather(
     i = torch.arange(count, device=device).view(-1, 1, 1, 1)
     c = torch.arange(channels, device=device).view(1, -1, 1, 1)
     return padded[i, c, rows.view(count, 1, height, 1), columns.view(count, 1, 1, width)]
-
-
-def capture(tick: Callable[[], None], lanes: Lanes, compile: bool, notes: list[str]) -> Callable[[], None]:
-    """The tick compiled and captured as a CUDA graph; `notes` says what could not be done and why.
-
-    Warming up steps the lanes for real: their contents are put back afterwards.
-    """
-    if compile:
-        torch._dynamo.reset()  # another experiment's program in this process is not to count as a recompilation
-        compiled = torch.compile(tick, dynamic=False)
-        try:
-            _warm_up(compiled, lanes, 1)
-            tick = compiled
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            notes.append(f"not compiled: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
-    _warm_up(tick, lanes, 3)
-    graph = torch.cuda.CUDAGraph()
-    saved = _contents(lanes)
-    with torch.cuda.graph(graph):
-        tick()
-    _put_back(lanes, saved)
-
-    def replay(held: Callable[[], None] = tick) -> None:
-        """The graph knows its inputs by address only: what the tick closes over must stay alive with it."""
-        graph.replay()
-
-    return replay
-
-
-def _warm_up(tick: Callable[[], None], lanes: Lanes, times: int) -> None:
-    saved = _contents(lanes)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(times):
-            lanes.counter.zero_()
-            tick()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    _put_back(lanes, saved)
-
-
-def _moving(lanes: Lanes) -> list[Tensor]:
-    states = (lanes.parameters, lanes.velocity, lanes.buffers)
-    return [t for state in states for t in state.values()] + [lanes.counter, lanes.losses]
-
-
-def _contents(lanes: Lanes) -> list[Tensor]:
-    return [tensor.clone() for tensor in _moving(lanes)]
-
-
-def _put_back(lanes: Lanes, saved: list[Tensor]) -> None:
-    for tensor, old in zip(_moving(lanes), saved, strict=True):
-        tensor.copy_(old)

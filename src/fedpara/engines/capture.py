@@ -1,0 +1,64 @@
+"""A step of all lanes as one CUDA graph: compiled, warmed up, captured, replayed."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fedpara.engines.places import Lanes
+
+
+def capture(tick: Callable[[], None], lanes: Lanes, compile: bool, notes: list[str]) -> Callable[[], None]:
+    """The tick compiled and captured as a CUDA graph; `notes` says what could not be done and why.
+
+    Warming up steps the lanes for real: their contents are put back afterwards.
+    """
+    if compile:
+        torch._dynamo.reset()  # another experiment's program in this process is not to count as a recompilation
+        compiled = torch.compile(tick, dynamic=False)
+        try:
+            _warm_up(compiled, lanes, 1)
+            tick = compiled
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            notes.append(f"not compiled: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+    _warm_up(tick, lanes, 3)
+    graph = torch.cuda.CUDAGraph()
+    saved = _contents(lanes)
+    with torch.cuda.graph(graph):
+        tick()
+    _put_back(lanes, saved)
+
+    def replay(held: Callable[[], None] = tick) -> None:
+        """The graph knows its inputs by address only: what the tick closes over must stay alive with it."""
+        graph.replay()
+
+    return replay
+
+
+def _warm_up(tick: Callable[[], None], lanes: Lanes, times: int) -> None:
+    saved = _contents(lanes)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(times):
+            lanes.counter.zero_()
+            tick()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    _put_back(lanes, saved)
+
+
+def _moving(lanes: Lanes) -> list[Tensor]:
+    states = (lanes.parameters, lanes.velocity, lanes.buffers)
+    return [t for state in states for t in state.values()] + [lanes.counter, lanes.losses]
+
+
+def _contents(lanes: Lanes) -> list[Tensor]:
+    return [tensor.clone() for tensor in _moving(lanes)]
+
+
+def _put_back(lanes: Lanes, saved: list[Tensor]) -> None:
+    for tensor, old in zip(_moving(lanes), saved, strict=True):
+        tensor.copy_(old)

@@ -1,0 +1,94 @@
+"""The fixed places of a batched round: what a captured step reads and writes, by address, round after round."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedpara.algorithms import Groups
+from fedpara.engines.client import Protocol
+from fedpara.state import State
+
+
+@dataclass
+class Lanes:
+    """`own` and `velocity` are stacked like the parameters; `x` and `down` are one for all."""
+
+    parameters: State
+    velocity: State
+    buffers: State
+    own: Groups
+    x: State
+    down: Groups
+    plan: Tensor  # int64 [lane, step, batch]
+    sizes: Tensor  # int64 [lane, step]: examples in that step's batch, 0 where the lane is done
+    counter: Tensor  # int64 [1]
+    lr: Tensor
+    losses: Tensor  # [lane], summed since it was last cleared
+
+    def fill(self, index: NDArray[np.int64], sizes: NDArray[np.int64], x: State, down: Groups) -> None:
+        """A round's plan, and what all its clients receive."""
+        steps, width = index.shape[1:]
+        self.plan[:, :steps, :width].copy_(torch.from_numpy(index))
+        self.sizes.zero_()
+        self.sizes[:, :steps].copy_(torch.from_numpy(sizes))
+        for name, tensor in x.items():
+            self.x[name].copy_(tensor)
+        for group, members in down.items():
+            for name, tensor in members.items():
+                self.down[group][name].copy_(tensor)
+
+    def enter(self, lanes: Tensor, start: State, clients: Tensor, private: State, variables: Groups) -> None:
+        """Clients take these lanes: the model they received, and of their own what stands at their place."""
+        for tensors in (self.parameters, self.buffers):
+            for name, tensor in tensors.items():
+                tensor[lanes] = private[name].index_select(0, clients) if name in private else start[name]
+        for tensor in self.velocity.values():
+            tensor[lanes] = 0.0
+        for group, members in variables.items():
+            for name, tensor in members.items():
+                self.own[group][name][lanes] = tensor.index_select(0, clients)
+        self.losses[lanes] = 0.0
+
+    def leave(self, lanes: Tensor) -> State:
+        """What the clients in these lanes have become, stacked."""
+        whole = {**self.parameters, **self.buffers}
+        return {name: tensor.index_select(0, lanes) for name, tensor in whole.items()}
+
+
+def stack(states: Sequence[State]) -> State:
+    return {name: torch.stack([s[name] for s in states]) for name in states[0]}
+
+
+def places_for(
+    protocol: Protocol,
+    whole: State,
+    down: Groups,
+    own: Groups,
+    shape: tuple[int, int, int],
+    device: torch.device,
+) -> Lanes:
+    """Places for `shape` = (lanes, steps, batch) clients like the one given."""
+    program, lanes = protocol.program, shape[0]
+
+    def room(state: State) -> State:
+        return {name: tensor.expand(lanes, *tensor.shape).clone() for name, tensor in state.items()}
+
+    parameters = room({name: whole[name] for name in program.parameters})
+    momentum = protocol.algorithm.local.momentum
+    return Lanes(
+        parameters=parameters,
+        velocity={n: torch.zeros_like(t) for n, t in parameters.items()} if momentum else {},
+        buffers=room({name: whole[name] for name in program.buffers}),
+        own={group: room(state) for group, state in own.items()},
+        x={name: whole[name].clone() for name in program.shared},
+        down={g: {n: t.to(device, copy=True) for n, t in s.items()} for g, s in down.items()},
+        plan=torch.zeros(shape, dtype=torch.int64, device=device),
+        sizes=torch.zeros(shape[:2], dtype=torch.int64, device=device),
+        counter=torch.zeros(1, dtype=torch.int64, device=device),
+        lr=torch.zeros((), device=device),
+        losses=torch.zeros(lanes, device=device),
+    )

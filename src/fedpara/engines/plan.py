@@ -1,0 +1,73 @@
+"""Plan: a batched round before it runs. Who trains in which lane, and which examples each step sees.
+
+index[lane, step, place]   an example of the training set; 0 where nothing is
+sizes[lane, step]          how many of the places hold one; 0 where the lane is done
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpara.data import FederatedData
+from fedpara.engines import lanes as packing
+from fedpara.engines.batches import batches
+from fedpara.engines.client import Protocol
+from fedpara.engines.lanes import Segment
+from fedpara.engines.streams import cohort, numbers
+
+TYPICAL_COHORTS = 20
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    segments: list[Segment]
+    index: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+    @property
+    def steps(self) -> int:
+        return int(self.index.shape[1])
+
+    @property
+    def width(self) -> int:
+        return int(self.index.shape[2])
+
+
+def make_plan(
+    protocol: Protocol, data: FederatedData, round: int, clients: Sequence[int], lanes: int
+) -> Plan:
+    local = protocol.algorithm.local
+    held = [np.asarray(data.clients[client]) for client in clients]
+    segments = packing.pack([local.steps_for(len(examples)) for examples in held], lanes)
+    width = min(local.batch_size, max(map(len, held)))
+    index = np.zeros((lanes, packing.length(segments), width), np.int64)
+    sizes = np.zeros(index.shape[:2], np.int64)
+    for segment in segments:
+        order = numbers(protocol.seed, "batches", round, clients[segment.client])
+        examples = held[segment.client]
+        for i, batch in enumerate(batches(len(examples), local, order), segment.start):
+            index[segment.lane, i, : len(batch)] = examples[batch]
+            sizes[segment.lane, i] = len(batch)
+    return Plan(segments, index, sizes)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a few cohorts of this federation ask for, so that the places seldom have to grow."""
+
+    lanes: int  # the most that waste little
+    steps: int  # of the longest lane
+    width: int  # of the largest batch
+
+
+def look_ahead(protocol: Protocol, data: FederatedData, size: int, most: int | None = None) -> Outlook:
+    """At most `most` lanes, or one a client of the cohort."""
+    local = protocol.algorithm.local
+    drawn = [cohort(protocol.seed, t, len(data), size) for t in range(1, TYPICAL_COHORTS + 1)]
+    sizes = [[data.size(client) for client in clients] for clients in drawn]
+    steps = [[local.steps_for(n) for n in row] for row in sizes]
+    lanes = packing.choose(steps, most or size)
+    longest = max(packing.length(packing.pack(row, lanes)) for row in steps)
+    return Outlook(lanes, longest, min(local.batch_size, max(map(max, sizes))))
