@@ -55,14 +55,18 @@ def mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> St
         raise StateError(f"mean with weights that sum to {total}: expected a positive sum.")
     for other in states[1:]:
         _same_names(states[0], other)
-    result: State = {}
-    for name, first in states[0].items():
-        exact = first if first.is_floating_point() else first.double()
-        sum_ = exact * (weights[0] / total)
-        for state, weight in zip(states[1:], weights[1:], strict=True):
-            sum_.add_(state[name].to(sum_.dtype), alpha=weight / total)
-        result[name] = sum_ if first.is_floating_point() else sum_.round().to(first.dtype)
-    return result
+    first = states[0]
+    if not first:
+        return {}
+    exact = [t if t.is_floating_point() else t.double() for t in first.values()]
+    sums = [t * (weights[0] / total) for t in exact]
+    for state, weight in zip(states[1:], weights[1:], strict=True):
+        others = [state[name].to(sum_.dtype) for name, sum_ in zip(first, sums, strict=True)]
+        torch._foreach_add_(sums, others, alpha=weight / total)
+    return {
+        name: sum_ if t.is_floating_point() else sum_.round().to(t.dtype)
+        for (name, t), sum_ in zip(first.items(), sums, strict=True)
+    }
 
 
 def norm(a: Mapping[str, Tensor]) -> float:
@@ -76,6 +80,40 @@ def all_finite(tensor: Tensor) -> bool:
         return True
     flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
     return math.isfinite(torch.dot(flat, flat).item()) or bool(flat.isfinite().all())
+
+
+def runs(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same numbers in the same order as few flat tensors: neighbours in memory are one, nothing is copied
+    but what lies scattered. A state of a hundred small tensors is then read at the cost of one.
+    """
+    found: list[Tensor] = []
+    first: Tensor | None = None
+    count = end = 0
+    for tensor in tensors:
+        size = tensor.numel()
+        if not size:
+            continue
+        tensor = tensor.detach().contiguous()
+        start = tensor.data_ptr()
+        if (
+            first is not None
+            and start == end
+            and tensor.dtype == first.dtype
+            and _same_storage(first, tensor)
+        ):
+            count += size
+        else:
+            if first is not None:
+                found.append(first.as_strided((count,), (1,)))
+            first, count = tensor, size
+        end = start + size * tensor.element_size()
+    if first is not None:
+        found.append(first.as_strided((count,), (1,)))
+    return found
+
+
+def _same_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def nbytes(a: Mapping[str, Tensor]) -> int:

@@ -16,6 +16,7 @@ from fedpara.algorithms import Groups
 from fedpara.data import Examples, FederatedData
 from fedpara.engines.capture import capture
 from fedpara.engines.client import PRIVATE, Protocol, Reply, own_variables, reply_of
+from fedpara.engines.convolution import pays_on, through_lanes
 from fedpara.engines.freight import bring, fetch
 from fedpara.engines.lanes import Segment
 from fedpara.engines.loop import LARGE_MESSAGE
@@ -48,7 +49,10 @@ class Batched:
         lanes: int | None = None,
         say: Callable[[str], None] | None = None,
         because: str = "",
+        stream: int = 0,
     ) -> None:
+        """`stream` keeps apart what layers draw in several such engines of one run."""
+        self.stream = stream
         self.protocol, self.task, self.data, self.memory = protocol, task, data, Held(memory)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.on_gpu = self.device.type == "cuda"
@@ -64,6 +68,8 @@ class Batched:
         }
         model = parameterization.merge(program.model) if self.forms else deepcopy(program.model)
         self.plain = model.to(self.device).train()
+        if pays_on(self.device):
+            through_lanes(self.plain)
         self.judge = Worker(program, device=self.device)
         self.train_set = on_device(data.train, self.device)
         self.test_set = on_device(task.test, self.device) if task.test is not None else None
@@ -190,7 +196,7 @@ class Batched:
         theirs = bring(stack(private), self.device)
         # After the tick is made: warming it up draws numbers too, and a resumed run makes it in another round.
         with torch.random.fork_rng(devices=[self.device] if self.on_gpu else []):
-            torch.manual_seed(torch_seed(self.protocol.seed, "layers", round))
+            torch.manual_seed(torch_seed(self.protocol.seed, "layers", round, self.stream))
             ended, states, losses = self._run(tick, plan, places, start, theirs, variables)
         self._steps_done += sum(segment.steps for segment in plan.segments)
         self._steps_run += self.lanes * plan.steps

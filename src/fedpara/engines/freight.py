@@ -30,9 +30,10 @@ def fetch(stacked: State) -> list[State]:
         flat = torch.cat([stacked[name].reshape(count, -1) for name in names], dim=1)
         rows = _to_host(flat)
         sizes = [stacked[name][0].numel() for name in names]
+        shapes = [stacked[name].shape[1:] for name in names]
         for client, row in zip(clients, rows, strict=True):
-            for name, part in zip(names, row.split(sizes), strict=True):
-                client[name] = part.view(stacked[name].shape[1:])
+            for name, part, shape in zip(names, row.split(sizes), shapes, strict=True):
+                client[name] = part.view(shape)
     return [{name: client[name] for name in stacked} for client in clients]
 
 
@@ -43,7 +44,8 @@ def _to_host(flat: Tensor) -> Tensor:
 
 
 def _by_type(state: State) -> dict[torch.dtype, list[str]]:
+    """Sorted, as messages are: what is fetched then lies in memory as it will be sent."""
     names: dict[torch.dtype, list[str]] = defaultdict(list)
-    for name, tensor in state.items():
-        names[tensor.dtype].append(name)
+    for name in sorted(state):
+        names[state[name].dtype].append(name)
     return names

@@ -4,6 +4,7 @@ for t = 1 .. T:  S = cohort(t);  message = encode(x, extras);  replies = engine.
                  x, server = aggregate(the replies that are admitted)
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,13 +17,13 @@ from fedpara.engines.client import Protocol, Reply, change_coded, from_change
 from fedpara.engines.streams import cohort, torch_numbers
 from fedpara.engines.worker import Score
 from fedpara.errors import RunError, UpdateRejected, WireError
-from fedpara.state import State, all_finite, mean
+from fedpara.state import State, all_finite, mean, runs
 from fedpara.wire import Meter, admit, encode, guard, pack, unpack
 
 Verdict = TypeVar("Verdict")
 
 LARGE_MESSAGE = 1 << 20  # bytes; threads gain on hashing and copying more than this, and lose below
-AT_ONCE = 8
+AT_ONCE = min(16, os.cpu_count() or 1)
 
 
 class Engine(Interface):
@@ -218,9 +219,8 @@ def _broadcast(protocol: Protocol, progress: Progress, round: int) -> tuple[byte
     guard(state, protocol.program.private)
     generator = torch_numbers(protocol.seed, "link-down", round) if protocol.link.down == "int8" else None
     try:
-        for name, tensor in state.items():
-            if not all_finite(tensor):
-                raise UpdateRejected(f"{name!r} holds NaN or infinity.")
+        if not all(map(all_finite, runs(list(state.values())))):
+            raise UpdateRejected("it holds NaN or infinity.")
         message = encode(state, protocol.header(round), protocol.link.down, generator)
         exact = protocol.link.down == "float32"
         return message, model if exact else protocol.read_down(message, round)[0]

@@ -45,6 +45,8 @@ def quantize(
     name: str, tensor: Tensor, precision: str, generator: torch.Generator | None = None
 ) -> tuple[Tensor, float]:
     """The tensor as it travels, and its scale s (0 for anything that is not scaled)."""
+    if tensor.dtype == torch.float32 and precision == "float32":
+        return tensor, 0.0
     check_precision("precision", precision)
     if not tensor.is_floating_point():
         return tensor, 0.0
@@ -62,6 +64,8 @@ def quantize(
 
 def dequantize(tensor: Tensor, scale: float) -> Tensor:
     """Back to float32 (float64 stays); integers that were never scaled stay."""
+    if tensor.dtype == torch.float32:
+        return tensor
     if scale:
         return tensor.float().mul_(scale)
     if tensor.is_floating_point() and tensor.dtype != torch.float64:

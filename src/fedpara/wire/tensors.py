@@ -13,11 +13,11 @@ import reprlib
 from collections.abc import Iterable
 from functools import lru_cache
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from fedpara.errors import WireError
-from fedpara.state import State
+from fedpara.state import State, runs
 
 MAX_INDEX = 8 << 20
 MAX_DIMENSIONS = 16
@@ -51,16 +51,14 @@ def write(state: State) -> list[bytes | memoryview]:
     if len(index) > MAX_INDEX:
         raise WireError(f"the index of {len(state)} tensors takes {len(index)} bytes: at most {MAX_INDEX}.")
     pieces: list[bytes | memoryview] = [len(index).to_bytes(8, "little"), index]
-    for name, _, _ in entries:
-        packed = state[name].detach().cpu().contiguous()
-        # reshape(-1) would keep the odd stride that a single number may have.
-        flat = packed.as_strided((packed.numel(),), (1,))
+    # Flat: reshape(-1) would keep the odd stride that a single number may have.
+    for flat in runs([state[name].detach().cpu() for name, _, _ in entries]):
         pieces.append(flat.view(torch.uint8).numpy().data)
     return pieces
 
 
 def read(payload: memoryview) -> State:
-    """The tensors, each in memory of its own; WireError for anything `write` would not have written."""
+    """The tensors, side by side in one piece of memory; WireError for anything `write` would not have written."""
     length = int.from_bytes(payload[:8], "little")
     if len(payload) < 8 or length > min(MAX_INDEX, len(payload) - 8):
         raise WireError(
@@ -70,9 +68,19 @@ def read(payload: memoryview) -> State:
     entries, ends = (_parsed if length > CACHED_INDEX else _parsed_before)(raw)
     if len(data) != (ends[-1] if ends else 0):
         raise WireError(f"the tensors hold {len(data)} bytes: expected {ends[-1] if ends else 0}.")
+    # A copy, for torch may write to it; numpy's, which other threads need not wait for.
+    copy = np.frombuffer(data, np.uint8).copy()
+    starts = (0, *ends[:-1])
     state: State = {}
-    for (name, dtype, shape), start, end in zip(entries, [0, *ends], ends, strict=False):
-        state[name] = _tensor(name, dtype, shape, data[start:end])
+    for dtype in dict.fromkeys(dtype for _, dtype, _ in entries):
+        alike = [i for i, entry in enumerate(entries) if entry[1] == dtype]
+        part = copy[starts[alike[0]] : ends[alike[-1]]]
+        if dtype == torch.bool and len(part) and part.max() > 1:
+            raise WireError("a boolean tensor holds other bytes than 0 and 1.")
+        whole = torch.from_numpy(part).view(dtype) if len(part) else torch.empty(0, dtype=dtype)
+        sizes = [(ends[i] - starts[i]) // dtype.itemsize for i in alike]
+        for i, flat in zip(alike, whole.split(sizes), strict=True):
+            state[entries[i][0]] = flat.view(entries[i][2])
     return state
 
 
@@ -153,13 +161,3 @@ def _index(entries: tuple[Entry, ...]) -> tuple[bytes, tuple[int, ...]]:
         start = end
     text = as_json(described)
     return text + b" " * (-len(text) % 8), tuple(ends)
-
-
-def _tensor(name: str, dtype: torch.dtype, shape: tuple[int, ...], data: memoryview) -> Tensor:
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    # A copy a tensor: torch may write to it, and one that is kept does not keep the whole message.
-    copy = bytearray(data)
-    if dtype == torch.bool and int(torch.frombuffer(copy, dtype=torch.uint8).max()) > 1:
-        raise WireError(f"tensor {shown(name)} is boolean: expected bytes 0 and 1 only.")
-    return torch.frombuffer(copy, dtype=dtype).reshape(shape)

@@ -1,0 +1,219 @@
+"""Convolutions of stacked clients, each with a kernel of its own, as one program.
+
+    y[l, b, p, o] = bias[l, o] + sum over taps t and channels c of  x[l, b, p + t, c] w[l, o, t, c]
+
+for lanes l, images b, pixels p = (h, w) and taps t centred on 0: stride 1, zeros around the image, so y is as
+large as x. Everything lies channels-last and contiguous, [lane, image, h, w, channel] and [lane, o, i, j, c]. A
+tensor in another order is copied outside the ops, where a compiled step writes it in the order asked for at once.
+
+`vmap` of `conv2d` alone is a grouped convolution, which cuDNN slices by group. On a GPU these ops are the kernels
+of `kernels.py`; elsewhere they are torch's own convolution, lane by lane. They can be differentiated once.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.function import _SingleLevelFunction
+from torch.library import Library, register_fake, register_vmap
+from torch.nn.functional import conv2d
+from torch.nn.grad import conv2d_input, conv2d_weight
+
+CHANNELS = 64
+"""A kernel's tile takes this many at a time: a layer with others, as the first, stays with cuDNN."""
+
+Dims = tuple[int | None, ...]
+
+
+class LanesConv2d(nn.Conv2d):
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        if input.is_cuda and dtype.itemsize != 2:
+            return super()._conv_forward(input, weight, bias)  # type: ignore[no-any-return]
+        x, w = (t.to(dtype).movedim(1, -1).contiguous()[None] for t in (input, weight))
+        y: Tensor = OPS.lanes_conv2d(x, w, None if bias is None else bias[None])
+        return y[0].movedim(-1, 1)
+
+
+def pays_on(device: torch.device) -> bool:
+    """The kernels are made for Hopper's copy engine and need Triton, which torch brings along on Linux."""
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+        and find_spec("triton") is not None
+    )
+
+
+def through_lanes(model: nn.Module) -> nn.Module:
+    """Turns, in place, the convolutions that fit into `LanesConv2d`; parameters and their names stay."""
+    for module in model.modules():
+        if type(module) is nn.Conv2d and fits(module):
+            module.__class__ = LanesConv2d
+    return model
+
+
+def fits(conv: nn.Conv2d) -> bool:
+    """Stride 1, as large out as in, no groups, channels in whole tiles."""
+    kernel = conv.kernel_size
+    return (
+        all(k % 2 for k in kernel)
+        and conv.stride == (1, 1)
+        and conv.dilation == (1, 1)
+        and conv.groups == 1
+        and conv.padding in ("same", tuple(k // 2 for k in kernel))
+        and conv.padding_mode == "zeros"
+        and conv.in_channels % CHANNELS == 0
+        and conv.out_channels % CHANNELS == 0
+    )
+
+
+def _forward(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """x [l, b, h, w, c], w [l, o, i, j, c], bias [l, o] to y [l, b, h, w, o]"""
+    if x.is_cuda:
+        from fedpara.engines import kernels
+
+        return kernels.forward(x, w, bias)
+    pad = _padding(w.shape[2:4])
+    biases = [None] * len(x) if bias is None else list(bias.to(x.dtype))
+    return _lane_by_lane(
+        [conv2d(_nchw(i), _nchw(k), b, padding=pad) for i, k, b in zip(x, w, biases, strict=True)]
+    )
+
+
+def _input_gradient(dy: Tensor, w: Tensor) -> Tensor:
+    """dx[l, b, p, c] = sum over t, o of  dy[l, b, p - t, o] w[l, o, t, c]"""
+    if dy.is_cuda:
+        from fedpara.engines import kernels
+
+        return kernels.input_gradient(dy, w)
+    pad, shape = _padding(w.shape[2:4]), (dy.shape[1], w.shape[4], *dy.shape[2:4])
+    return _lane_by_lane(
+        [conv2d_input(shape, _nchw(k), _nchw(g), padding=pad) for g, k in zip(dy, w, strict=True)]
+    )
+
+
+def _weight_gradient(x: Tensor, dy: Tensor, kernel: Sequence[int]) -> Tensor:
+    """dw[l, o, t, c] = sum over b, p of  dy[l, b, p, o] x[l, b, p + t, c]"""
+    if x.is_cuda:
+        from fedpara.engines import kernels
+
+        return kernels.weight_gradient(x, dy, kernel)
+    pad, shape = _padding(kernel), (dy.shape[4], x.shape[4], *kernel)
+    return _lane_by_lane(
+        [conv2d_weight(_nchw(i), shape, _nchw(g), padding=pad) for i, g in zip(x, dy, strict=True)]
+    )
+
+
+def _padding(kernel: Sequence[int]) -> tuple[int, int]:
+    return kernel[0] // 2, kernel[1] // 2
+
+
+def _nchw(tensor: Tensor) -> Tensor:
+    return tensor.movedim(-1, 1)
+
+
+def _lane_by_lane(results: list[Tensor]) -> Tensor:
+    return torch.stack([lane.movedim(1, -1) for lane in results])
+
+
+class _Derivative(_SingleLevelFunction):
+    """Of one level of `grad`: `torch.library.register_autograd` has none under `torch.func` transforms."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.bias = None if bias is None else bias.dtype
+        with torch._C._AutoDispatchBelowAutograd():
+            below = keys & torch._C._after_autograd_keyset
+            y: Tensor = OPS.lanes_conv2d.default.redispatch(below, x, w, bias)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        """The bias's gradient is left to the compiler, which has dy in hand when it makes it."""
+        x, w = ctx.saved_tensors
+        dy = grads[0].contiguous()
+        _, for_x, for_w, for_bias = ctx.needs_input_grad
+        return (
+            None,
+            OPS.lanes_conv2d_dx(dy, w) if for_x else None,
+            OPS.lanes_conv2d_dw(x, dy, list(w.shape[2:4])) if for_w else None,
+            dy.sum((1, 2, 3), dtype=ctx.bias) if for_bias else None,
+        )
+
+
+def _with_derivative(keys: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    with enable_single_level_autograd_function():
+        y: Tensor = _Derivative.apply(keys, x, w, bias)  # type: ignore[attr-defined]
+    return y
+
+
+def _lanes_forward(info: Any, dims: Dims, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, int]:
+    size = info.batch_size
+    folded = None if bias is None else _fold(bias, dims[2], size)
+    return _unfold(OPS.lanes_conv2d(_fold(x, dims[0], size), _fold(w, dims[1], size), folded), size), 0
+
+
+def _lanes_input_gradient(info: Any, dims: Dims, dy: Tensor, w: Tensor) -> tuple[Tensor, int]:
+    size = info.batch_size
+    return _unfold(OPS.lanes_conv2d_dx(_fold(dy, dims[0], size), _fold(w, dims[1], size)), size), 0
+
+
+def _lanes_weight_gradient(
+    info: Any, dims: Dims, x: Tensor, dy: Tensor, kernel: Sequence[int]
+) -> tuple[Tensor, int]:
+    size = info.batch_size
+    return _unfold(OPS.lanes_conv2d_dw(_fold(x, dims[0], size), _fold(dy, dims[1], size), kernel), size), 0
+
+
+def _fold(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """The mapped dimension becomes lanes, [size, l, ...] to [size * l, ...]; what is one for all is repeated."""
+    tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return tensor.flatten(0, 1).contiguous()
+
+
+def _unfold(tensor: Tensor, size: int) -> Tensor:
+    return tensor.unflatten(0, (size, -1))  # type: ignore[no-any-return]
+
+
+def _register(
+    name: str,
+    schema: str,
+    run: Callable[..., Tensor],
+    shape: Callable[..., Tensor],
+    mapped: Callable[..., tuple[Tensor, int]],
+) -> None:
+    _LIBRARY.define(name + schema)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    register_fake(f"fedpara::{name}", shape, lib=_LIBRARY)
+    register_vmap(f"fedpara::{name}", mapped, lib=_LIBRARY)
+
+
+_LIBRARY = Library("fedpara", "DEF")
+_register(
+    "lanes_conv2d",
+    "(Tensor x, Tensor w, Tensor? bias) -> Tensor",
+    _forward,
+    lambda x, w, bias: x.new_empty((*x.shape[:4], w.shape[1])),
+    _lanes_forward,
+)
+_register(
+    "lanes_conv2d_dx",
+    "(Tensor dy, Tensor w) -> Tensor",
+    _input_gradient,
+    lambda dy, w: dy.new_empty((*dy.shape[:4], w.shape[4])),
+    _lanes_input_gradient,
+)
+_register(
+    "lanes_conv2d_dw",
+    "(Tensor x, Tensor dy, int[] kernel) -> Tensor",
+    _weight_gradient,
+    lambda x, dy, kernel: x.new_empty((len(x), dy.shape[4], *kernel, x.shape[4])),
+    _lanes_weight_gradient,
+)
+_LIBRARY.impl("lanes_conv2d", _with_derivative, "Autograd", with_keyset=True)
+OPS: Any = torch.ops.fedpara
