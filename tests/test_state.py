@@ -171,3 +171,22 @@ def test_all_finite() -> None:
     assert state.all_finite(torch.full((2, 3), 1e30).T)
     for bad in (math.nan, math.inf, -math.inf):
         assert not state.all_finite(torch.tensor([0.0, bad, 1.0]))
+
+
+@given(st.lists(st.integers(0, 4), max_size=6), st.permutations(range(6)))
+def test_runs_hold_the_same_numbers_in_the_same_order(sizes, order):
+    """Neighbours in memory become one, whatever lies between or in another order."""
+    memory = torch.arange(sum(sizes), dtype=torch.float32)
+    parts = list(memory.split(sizes)) if sizes else []
+    chosen = [parts[i] for i in order if i < len(parts)]
+    found = state.runs(chosen)
+    assert torch.equal(torch.cat([torch.empty(0), *found]), torch.cat([torch.empty(0), *chosen]))
+    assert len(state.runs(parts)) == min(1, sum(sizes))
+
+
+def test_a_state_is_finite_if_every_tensor_is():
+    flat = torch.zeros(10)
+    pieces = dict(zip("abc", flat.split([3, 3, 4]), strict=True)) | {"n": torch.tensor(3)}
+    assert state.finite(pieces)
+    flat[7] = math.nan
+    assert not state.finite(pieces)

@@ -82,6 +82,11 @@ def all_finite(tensor: Tensor) -> bool:
     return math.isfinite(torch.dot(flat, flat).item()) or bool(flat.isfinite().all())
 
 
+def finite(a: Mapping[str, Tensor]) -> bool:
+    """`all_finite` of every tensor, neighbours in memory at once."""
+    return all(map(all_finite, runs(sorted(a.values(), key=Tensor.data_ptr))))
+
+
 def runs(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same numbers in the same order as few flat tensors: neighbours in memory are one, nothing is copied
     but what lies scattered. A state of a hundred small tensors is then read at the cost of one.

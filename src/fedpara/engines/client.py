@@ -12,7 +12,7 @@ from fedpara.engines.program import Program
 from fedpara.engines.streams import torch_numbers
 from fedpara.engines.worker import Score, Trained, Worker
 from fedpara.errors import RunError, UpdateRejected
-from fedpara.state import State, all_finite, runs
+from fedpara.state import State, finite
 from fedpara.wire import Header, Link, Spec, admit, encode, guard, pack, spec_of, unpack
 
 PRIVATE = "private"
@@ -124,7 +124,7 @@ def reply_of(
     """What a trained client sends, and what it keeps. A client that diverged ends the run."""
     program, algorithm = protocol.program, protocol.algorithm
     wrong = "" if math.isfinite(trained.loss) else f"its loss is {trained.loss}"
-    if not wrong and not all(map(all_finite, runs(list(trained.parameters.values())))):
+    if not wrong and not finite(trained.parameters):
         wrong = "its parameters are no longer finite"
     if wrong:
         raise RunError(

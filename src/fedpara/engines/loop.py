@@ -17,7 +17,7 @@ from fedpara.engines.client import Protocol, Reply, change_coded, from_change
 from fedpara.engines.streams import cohort, torch_numbers
 from fedpara.engines.worker import Score
 from fedpara.errors import RunError, UpdateRejected, WireError
-from fedpara.state import State, all_finite, mean, runs
+from fedpara.state import State, finite, mean
 from fedpara.wire import Meter, admit, encode, guard, pack, unpack
 
 Verdict = TypeVar("Verdict")
@@ -219,7 +219,7 @@ def _broadcast(protocol: Protocol, progress: Progress, round: int) -> tuple[byte
     guard(state, protocol.program.private)
     generator = torch_numbers(protocol.seed, "link-down", round) if protocol.link.down == "int8" else None
     try:
-        if not all(map(all_finite, runs(list(state.values())))):
+        if not finite(state):
             raise UpdateRejected("it holds NaN or infinity.")
         message = encode(state, protocol.header(round), protocol.link.down, generator)
         exact = protocol.link.down == "float32"

@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 
 from fedpara.errors import UpdateRejected, UsageError
-from fedpara.state import State, all_finite, runs
+from fedpara.state import State, all_finite, finite
 from fedpara.wire.codec import Header, decode
 from fedpara.wire.tensors import shown
 
@@ -57,7 +57,7 @@ def admit(
             _refuse(header, f"{name!r} has shape {tuple(tensor.shape)}: expected {tuple(shape)}")
         if tensor.dtype != dtype:
             _refuse(header, f"{name!r} has type {tensor.dtype}: expected {dtype}")
-    if not all(map(all_finite, runs(list(state.values())))):
+    if not finite(state):
         bad = next(name for name, tensor in state.items() if not all_finite(tensor))
         _refuse(header, f"{bad!r} holds NaN or infinity: expected finite values")
     if max_norm is not None:
