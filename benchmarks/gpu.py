@@ -10,14 +10,13 @@ A client-step is one SGD step of one client. The ways:
     batched    all lanes as one program (`vmap`), captured
     compiled   the same, through torch.compile: what the engine runs
 
-Compiling takes a minute or two a row and one core, so the rows are made ready in several processes at once, and
-timed one at a time under a lock.
+Compiling takes a minute or two a row and one core, so the rows are made ready in several processes at once; when all
+of them are, they are timed one after another, alone on the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import platform
@@ -45,6 +44,7 @@ from fedpara.engines.worker import Worker
 GAMMA = 0.1
 BATCH = 64
 MODELS = ("original", "fedpara")
+READY = "ready"
 PRECISIONS = ("float32", "tf32", "bfloat16")
 
 
@@ -136,14 +136,17 @@ def measure(step: Callable[[], None], device: str) -> float:
     return median(block(calls) for _ in range(9))
 
 
-def one_row(name: str, device: str, lock: Path) -> dict[str, Any]:
+def one_row(name: str, device: str) -> dict[str, Any]:
+    """Made ready; timed when the parent says so."""
     began = time.perf_counter()
     step = ready(name, device)
     step()
+    if device == "cuda":
+        torch.cuda.synchronize()
     prepared = time.perf_counter() - began
-    with lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        each = measure(step, device) / int(name.rpartition("/")[2])
+    print(READY, flush=True)
+    sys.stdin.readline()
+    each = measure(step, device) / int(name.rpartition("/")[2])
     memory = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
     return {"row": name, "ms": each, "ready_s": prepared, "GiB": memory}
 
@@ -162,30 +165,40 @@ def matrix_rate() -> float:
     return 2 * 8192**3 / (measure(lambda: torch.mm(a, b), "cuda") / 1e3)  # type: ignore[func-returns-value, arg-type, return-value]
 
 
-def in_processes(chosen: list[str], device: str, jobs: int, out: Path) -> list[dict[str, Any]]:
+def in_processes(chosen: list[str], device: str, jobs: int) -> list[dict[str, Any]]:
     """Each row in a process of its own; a row that fails is reported and does not stop the others."""
-    waiting, running, rows = list(chosen), {}, []
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            name = waiting.pop(0)
-            command = [sys.executable, __file__, "--row", name, "--device", device, "--out", str(out)]
-            environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2"}
-            pipe = subprocess.PIPE
-            running[name] = subprocess.Popen(
-                command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment
-            )
-        for name, process in list(running.items()):
-            if process.poll() is None:
-                continue
-            said = process.stdout.read() if process.stdout else ""
-            del running[name]
+    rows: list[dict[str, Any]] = []
+    for start in range(0, len(chosen), jobs):
+        batch = {name: _child(name, device) for name in chosen[start : start + jobs]}
+        ready = {name: _said(process, READY) for name, process in batch.items()}
+        for name, process in batch.items():
+            rest, _ = process.communicate("go\n" if ready[name] is None else None)
             if process.returncode:
-                print(f"{name}: failed\n{said[-1500:]}", flush=True)
+                print(f"{name}: failed\n{(ready[name] or rest)[-1500:]}", flush=True)
                 continue
-            rows.append(json.loads(said.strip().splitlines()[-1]))
+            rows.append(json.loads(rest.strip().splitlines()[-1]))
             print(json.dumps(rows[-1]), flush=True)
-        time.sleep(0.2)
     return rows
+
+
+def _child(name: str, device: str) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, "--row", name, "--device", device]
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+
+
+def _said(process: subprocess.Popen[str], word: str) -> str | None:
+    """None once the process has said the word; else all it said before it ended."""
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == word:
+            return None
+        lines.append(line)
+    return "".join(lines)
 
 
 def table(rows: list[dict[str, Any]], device: str) -> str:
@@ -221,15 +234,15 @@ def main() -> None:
     parser.add_argument("--row", help="one row, in this process")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
     if args.row:
-        print(json.dumps(one_row(args.row, args.device, args.out / "timing.lock")))
+        print(json.dumps(one_row(args.row, args.device)))
         return
     device, jobs, chosen = args.device, args.jobs, [n for n in names() if re.search(args.only, n)]
     if args.smoke:
         device, jobs = "cpu", 1
         chosen = [f"{m}/{way}/float32/1" for m in MODELS for way in ("eager", "batched")]
-    rows = in_processes(chosen, device, jobs, args.out)
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = in_processes(chosen, device, jobs)
     text = table(rows, device)
     (args.out / "gpu.md").write_text(text)
     print(text)
