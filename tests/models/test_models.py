@@ -22,6 +22,12 @@ SHAPES = {
     "deep-mlp": (1, 8, 8),
     "cnn": (1, 8, 8),
 }
+# Of which model they are a variant.
+VARIANTS = {
+    **dict.fromkeys(("vgg16-nodrop", "vgg16-gn2", "vgg16-gn2-nodrop", "vgg16-tiny"), "vgg16"),
+    "resnet18-tiny": "resnet18",
+    "lstm-tiny": "lstm",
+}
 
 
 def parameters(model: nn.Module) -> int:
@@ -69,7 +75,22 @@ def test_golden_parameter_counts(model: Callable[[], nn.Module], count: int) -> 
 
 
 def test_registry_knows_the_shapes_tested_here() -> None:
-    assert models.names() == list(SHAPES)
+    assert set(models.names()) == {*SHAPES, *VARIANTS}
+
+
+def test_variants_differ_from_their_model_as_they_say() -> None:
+    def modules(name: str, kind: type[nn.Module]) -> list[nn.Module]:
+        return [m for m in models.build(name, classes=10, shape=(3, 32, 32)).modules() if isinstance(m, kind)]
+
+    with torch.device("meta"):
+        for name in ("vgg16-nodrop", "vgg16-gn2", "vgg16-gn2-nodrop"):
+            assert {m.p for m in modules(name, nn.Dropout)} == {0.0 if "nodrop" in name else 0.5}  # type: ignore[union-attr]
+            assert {m.num_groups for m in modules(name, nn.GroupNorm)} == {2 if "gn2" in name else 32}  # type: ignore[union-attr]
+        for name, wide in VARIANTS.items():
+            shape = models.usual_shape(name)
+            small, whole = (models.build(one, classes=10, shape=shape) for one in (name, wide))
+            assert list(small.state_dict()) == list(whole.state_dict())
+            assert (parameters(small) < parameters(whole) / 50) == name.endswith("tiny")
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -233,7 +254,7 @@ def test_hybrid_leaves_the_first_convolutions() -> None:
 
 def test_default_rules() -> None:
     rules = {name: models.rule(name) for name in models.names()}
-    assert rules.pop("lstm") is models.recurrent
+    assert rules.pop("lstm") is rules.pop("lstm-tiny") is models.recurrent
     assert rules.pop("mlp") is rules.pop("deep-mlp") is models.linears
     assert set(rules.values()) == {models.convolutions}
 

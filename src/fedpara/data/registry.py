@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from fedpara.data import cache, digits, hub
+from fedpara.data import cache, digits, generated, hub
 from fedpara.data.cifar import CIFAR10, CIFAR100
 from fedpara.data.cinic import CINIC10
 from fedpara.data.examples import Examples
@@ -29,6 +29,7 @@ SOURCES = {
     source.name: source for source in (CIFAR10, CIFAR100, CINIC10, MNIST, FASHION_MNIST, FEMNIST, SHAKESPEARE)
 }
 HUB = "hub:"
+GENERATED = "generated:"
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> tuple[Exa
     """(train, test) of the set; the second time from the cache beside its files."""
     if name.startswith(HUB):
         return hub.load(name.removeprefix(HUB))
+    if name.startswith(GENERATED):
+        return generated.load(name.removeprefix(GENERATED))
     if name == "digits":
         return digits.load()
     train, test, _ = read(_source(name), data_folder(data_dir))

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 from torch import nn
 
@@ -31,14 +32,26 @@ def _image(least: int, most: float = math.inf) -> Callable[[Shape], bool]:
     return lambda shape: len(shape) == 3 and all(least <= side <= most for side in shape[1:])
 
 
+def _vgg(**changed: Any) -> Callable[[int, Shape], nn.Module]:
+    return lambda classes, shape: vgg16(classes, channels=shape[0], **changed)
+
+
+# The variants: no dropout, two groups of channels for 32, a sixteenth as wide for a quick try.
+VGG = {
+    "vgg16": _vgg(),
+    "vgg16-nodrop": _vgg(dropout=0.0),
+    "vgg16-gn2": _vgg(groups=2),
+    "vgg16-gn2-nodrop": _vgg(groups=2, dropout=0.0),
+    "vgg16-tiny": _vgg(groups=4, shrink=16),
+}
+
 MODELS: dict[str, Entry] = {
-    "vgg16": Entry(
-        lambda classes, shape: vgg16(classes, channels=shape[0]),
-        convolutions,
-        (3, 32, 32),
-        "an image (channels, 32, 32), sides of 32 to 63",
-        _image(32, 63),
-    ),
+    **{
+        name: Entry(
+            build, convolutions, (3, 32, 32), "an image (channels, 32, 32), sides of 32 to 63", _image(32, 63)
+        )
+        for name, build in VGG.items()
+    },
     "resnet18": Entry(
         lambda classes, shape: resnet18(classes, norm="batch", channels=shape[0]),
         convolutions,
@@ -53,8 +66,22 @@ MODELS: dict[str, Entry] = {
         "an image (channels, height, width)",
         _image(1),
     ),
+    "resnet18-tiny": Entry(
+        lambda classes, shape: resnet18(classes, norm="batch", channels=shape[0], shrink=16),
+        convolutions,
+        (3, 32, 32),
+        "an image (channels, height, width)",
+        _image(1),
+    ),
     "lstm": Entry(
         lambda classes, shape: lstm(classes, vocabulary=classes),
+        recurrent,
+        (80,),
+        "a sequence of characters (length,)",
+        lambda shape: len(shape) == 1,
+    ),
+    "lstm-tiny": Entry(
+        lambda classes, shape: lstm(classes, vocabulary=classes, hidden=16),
         recurrent,
         (80,),
         "a sequence of characters (length,)",

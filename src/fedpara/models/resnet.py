@@ -34,18 +34,19 @@ class BasicBlock(nn.Module):
         return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
 
-def resnet18(classes: int = 10, norm: str = "batch", channels: int = 3) -> nn.Sequential:
-    """[B, channels, H, W] to [B, classes]; `norm` is "batch" or "group" (32 groups)."""
+def resnet18(classes: int = 10, norm: str = "batch", channels: int = 3, shrink: int = 1) -> nn.Sequential:
+    """[B, channels, H, W] to [B, classes]; `norm` is "batch" or "group" (32 groups). Widths are over `shrink`."""
+    widths = [full // shrink for full in WIDTHS]
     norms: dict[str, Norm] = {"batch": nn.BatchNorm2d, "group": lambda width: nn.GroupNorm(32, width)}
     if norm not in norms:
         raise ConfigError(f"resnet18 with norm {norm!r}: expected 'batch' or 'group'.")
     layers: OrderedDict[str, nn.Module] = OrderedDict(
-        conv1=nn.Conv2d(channels, WIDTHS[0], 3, padding=1, bias=False),
-        norm1=norms[norm](WIDTHS[0]),
+        conv1=nn.Conv2d(channels, widths[0], 3, padding=1, bias=False),
+        norm1=norms[norm](widths[0]),
         relu=nn.ReLU(),
     )
-    inputs = WIDTHS[0]
-    for stage, width in enumerate(WIDTHS, start=1):
+    inputs = widths[0]
+    for stage, width in enumerate(widths, start=1):
         stride = 1 if stage == 1 else 2
         layers[f"layer{stage}"] = nn.Sequential(
             BasicBlock(inputs, width, stride, norms[norm]), BasicBlock(width, width, 1, norms[norm])

@@ -13,31 +13,34 @@ from fedpara.models.init import he_convolutions
 STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
 
-def vgg16(classes: int = 10, groups: int = 32, dropout: float = 0.5, channels: int = 3) -> nn.Sequential:
+def vgg16(
+    classes: int = 10, groups: int = 32, dropout: float = 0.5, channels: int = 3, shrink: int = 1
+) -> nn.Sequential:
     """[B, channels, 32, 32] to [B, classes]; children `features`, `flatten`, `classifier`.
 
     The layout of the features is torchvision's `vgg16_bn`. Five halvings leave 512x1x1, so there is no
-    pooling before the head.
+    pooling before the head. Every width is divided by `shrink`.
     """
-    if groups < 1 or STAGES[0][0] % groups:
+    narrowest = STAGES[0][0] // shrink
+    if groups < 1 or narrowest % groups:
         raise ConfigError(
-            f"vgg16 with {groups} groups: expected a divisor of {STAGES[0][0]}, its narrowest width."
+            f"vgg16 with {groups} groups: expected a divisor of {narrowest}, its narrowest width."
         )
     features: list[nn.Module] = []
     inputs = channels
     for stage in STAGES:
-        for width in stage:
+        for width in (full // shrink for full in stage):
             features += [nn.Conv2d(inputs, width, 3, padding=1), nn.GroupNorm(groups, width), nn.ReLU()]
             inputs = width
         features.append(nn.MaxPool2d(2))
     head = [
         nn.Dropout(dropout),
-        nn.Linear(512, 512),
+        nn.Linear(inputs, inputs),
         nn.ReLU(),
         nn.Dropout(dropout),
-        nn.Linear(512, 512),
+        nn.Linear(inputs, inputs),
         nn.ReLU(),
-        nn.Linear(512, classes),
+        nn.Linear(inputs, classes),
     ]
     model = nn.Sequential(
         OrderedDict(
