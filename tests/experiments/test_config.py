@@ -89,6 +89,8 @@ OTHER = {
     "target": 0.5,
     "seed": 1,
     "engine": "sequential",
+    "precision": "tf32",
+    "where": "every",
 }
 
 

@@ -48,7 +48,7 @@ def test_a_run_folder_holds_what_it_says(finished):
     environment = json.loads((finished / "environment.json").read_text())
     assert environment["torch"] == torch.__version__
     assert {"fedpara", "python", "machine", "threads", "device", "command"} <= environment.keys()
-    assert "engine sequential" in (finished / "log.txt").read_text()
+    assert "engine batched (auto was asked for)" in (finished / "log.txt").read_text()
 
 
 def test_a_line_of_metrics_is_a_round(finished):
@@ -322,7 +322,7 @@ def test_a_server_with_an_empty_group_comes_back(tmp_path):
     progress = Progress(
         1, {}, {"bn.count": torch.tensor(4)}, {"control": {}, "m": {"w": torch.ones(1)}}, 5, 6
     )
-    folder.save(Round(progress, (0,), 1.0, 5, 6), {"seconds": 1.0})
+    folder.save(Round(progress, (0,), 1.0, 5, 6), {"seconds": 1.0}, "sequential: alone")
     folder.close()
     again = RunFolder(tmp_path / "run", TINY).progress
     assert again.server.keys() == {"control", "m"}

@@ -1,6 +1,6 @@
 """From an Experiment's words to the objects they mean."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,9 @@ from fedpara.data.partition import Partition
 from fedpara.engines.task import Task
 from fedpara.errors import ConfigError
 from fedpara.experiments.config import Experiment
+from fedpara.experiments.own import is_own, server_side
 from fedpara.parameterization import Scheme
+from fedpara.parameterization.plan import Where
 from fedpara.wire import Link
 
 DEFAULT_GAMMA = 0.1
@@ -32,9 +34,12 @@ def build(experiment: Experiment, data_dir: Path | None = None) -> Parts:
     algorithm = build_algorithm(experiment)
     link = Link(up=experiment.link_up, down=experiment.link_down)
     scheme = build_scheme(experiment)
-    train, test = data.load(experiment.dataset, data_dir)
-    federation = build_federation(experiment, train, test)
-    model = build_model(experiment, train.classes, train.shape, scheme)
+    if is_own(experiment.dataset):
+        federation, test = server_side(experiment)
+    else:
+        train, test = data.load(experiment.dataset, data_dir)
+        federation = build_federation(experiment, train, test)
+    model = build_model(experiment, federation.train.classes, federation.train.shape, scheme)
     return Parts(Task(model, test, experiment.augment), federation, algorithm, link)  # type: ignore[arg-type]
 
 
@@ -78,12 +83,35 @@ def build_model(
         torch.manual_seed(experiment.seed)
         model = models.build(experiment.model, classes=classes, shape=shape)
         if scheme is not None:
-            parameterization.factorize(model, scheme, models.rule(experiment.model), init=experiment.init)
+            parameterization.factorize(
+                model, scheme, build_rule(experiment, model, scheme), init=experiment.init
+            )
     return model
 
 
+def build_rule(experiment: Experiment, model: nn.Module, scheme: Scheme) -> Where | None:
+    """Which weights become factors: the model's own rule, or by `where`
+
+    every      all of two or more dimensions that become smaller
+    hybrid:N   all convolutions but the first N (Pufferfish)
+    early      all convolutions, ResNet's first two and 1x1 ones at gamma 1 (appendix D.2)
+    """
+    if experiment.where is None:
+        return models.rule(experiment.model)
+    if experiment.where == "every":
+        return None
+    if experiment.where.startswith("hybrid:"):
+        return models.hybrid(model, int(experiment.where.removeprefix("hybrid:")))
+    if not isinstance(scheme, parameterization.FedPara | parameterization.PFedPara) or scheme.gamma is None:
+        raise ConfigError(
+            f"where 'early' gives ResNet's early layers gamma 1: expected a Hadamard scheme with a gamma, "
+            f"got {scheme}."
+        )
+    return models.resnet_layers(replace(scheme, gamma=1.0), scheme)
+
+
 def build_federation(experiment: Experiment, train: Examples, test: Examples) -> FederatedData:
-    clients, owners = _clients(experiment, train), experiment.split == "owner"
+    clients, owners = _clients(experiment, train), experiment.split in ("owner", "largest")
     if experiment.keep is not None:
         clients = clients[: experiment.keep]
     if experiment.data_fraction < 1:
@@ -95,8 +123,11 @@ def build_federation(experiment: Experiment, train: Examples, test: Examples) ->
             raise ConfigError(
                 f"{experiment.dataset} has no owners in its test set: there is no personal test data."
             )
-        theirs = data.by_owner(test.owners, roster=train.owners)[: len(clients)]
-        return FederatedData(train, clients, personal=(test, theirs))
+        assert train.owners is not None
+        theirs = data.by_owner(test.owners, roster=train.owners)
+        if experiment.split == "largest":
+            theirs = _largest_first(theirs, data.by_owner(train.owners))
+        return FederatedData(train, clients, personal=(test, theirs[: len(clients)]))
     theirs = data.personal_test(test.labels, clients, train.labels, seed=experiment.seed)
     return FederatedData(train, clients, personal=(test, theirs))
 
@@ -114,11 +145,18 @@ def _clients(experiment: Experiment, train: Examples) -> Partition:
             f"{experiment.dataset} does not say who owns an example: choose iid, dirichlet or shards."
         )
     owned = data.by_owner(train.owners)
+    if experiment.split == "largest":
+        owned = _largest_first(owned, owned)
     if experiment.cohort > min(n, len(owned)):
         raise ConfigError(
             f"a cohort of {experiment.cohort} from {min(n, len(owned))} owners: expected no more."
         )
     return owned[:n]
+
+
+def _largest_first(owners: Partition, training: Partition) -> Partition:
+    """The owners in the order of their training examples, the most first; ties in the owners' own order."""
+    return Partition.of([owners[int(i)] for i in np.argsort(-training.sizes, kind="stable")])
 
 
 def _thinned(clients: Partition, fraction: float, seed: int) -> Partition:

@@ -12,15 +12,17 @@ from typing import Any, get_args, get_type_hints
 from fedpara import algorithms, models
 from fedpara.engines.program import Share
 from fedpara.engines.simulate import ENGINES
+from fedpara.engines.stacked import Precision
 from fedpara.engines.task import Augment
 from fedpara.errors import ConfigError
 
 SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
-SPLITS = ("iid", "dirichlet", "shards", "owner")
+SPLITS = ("iid", "dirichlet", "shards", "owner", "largest")
+WHERE = r"every|early|hybrid:\d+"
 
 # What may differ between a run and its continuation without changing the rounds they share: a run's last round
 # is always evaluated, and that is all.
-FREE = ("rounds", "engine", "target")
+FREE = ("rounds", "engine", "precision", "target")
 
 _SPEAKS_OF = r"^(\w+) is |^unknown key '([^']+)'|^unknown (\w+) |hyper-parameter '([^']+)'"
 
@@ -36,10 +38,11 @@ class Experiment:
     nonlinearity: str | None = None  # tanh
     conv: str = "tensor"  # or reshape
     init: str | None = None  # fan_out, calibrated; each scheme has its own default
+    where: str | None = None  # every, early, hybrid:N in place of the model's own rule (`build_rule`)
     algorithm: str = "fedavg"
-    options: dict[str, float] = field(default_factory=dict)  # the algorithm's own: mu, alpha, server_lr, ...
+    options: dict[str, float] = field(default_factory=dict, hash=False)  # the algorithm's own: mu, alpha, ...
     share: str = "all"  # fedper: all but the last layer; none: Local
-    split: str = "dirichlet"  # iid, dirichlet, shards, owner
+    split: str = "dirichlet"  # iid, dirichlet, shards, owner, largest (the owners with most examples)
     alpha: float = 0.5  # of the Dirichlet split
     clients: int = 100
     keep: int | None = None  # of these only the first so many are in the federation
@@ -66,6 +69,7 @@ class Experiment:
     target: float | None = None  # stop once this accuracy is met
     seed: int = 0
     engine: str = "auto"
+    precision: str | None = None  # float32, tf32, bfloat16: of the batched engine on a GPU
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -76,15 +80,21 @@ class Experiment:
         _known("model", self.model, models.names())
         _known("algorithm", self.algorithm, algorithms.names())
         _known("engine", self.engine, ENGINES)
+        if self.precision is not None:
+            _known("precision", self.precision, get_args(Precision))
         _known("share", self.share, get_args(Share))
         _known("augment", self.augment, get_args(Augment))
         _check_options(self.algorithm, self.options)
+        if self.where is not None and not re.fullmatch(WHERE, self.where):
+            raise ConfigError(
+                f"unknown where {self.where!r}: expected every, early, or hybrid:5 with any number."
+            )
         if self.scheme == "original" and any(v is not None for v in (self.gamma, self.rank, self.ratio)):
             raise ConfigError("scheme 'original' has no gamma, rank or ratio: leave them out.")
         for name in ("clients", "cohort", "rounds", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: expected at least 1.")
-        if self.split != "owner" and self.cohort > self.clients:
+        if self.split not in ("owner", "largest") and self.cohort > self.clients:
             raise ConfigError(
                 f"a cohort of {self.cohort} from {self.clients} clients: expected no more than there are."
             )

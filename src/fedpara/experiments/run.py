@@ -6,14 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedpara.engines.client import Protocol
-from fedpara.engines.loop import Round, Schedule, play
-from fedpara.engines.simulate import build_engine, prepare
+from fedpara.engines.group import Group, Part, join
+from fedpara.engines.loop import Engine, Round, Schedule, play
+from fedpara.engines.simulate import build_engine, prepare, refuse_hostless
+from fedpara.errors import RunError
 from fedpara.experiments.build import Parts, build
 from fedpara.experiments.config import Experiment
+from fedpara.experiments.follow import Follower, opened
 from fedpara.experiments.store import RunFolder, Summary, create, open_run, read_config, read_run
 
 Watcher = Callable[[Round, dict[str, float]], None]
 Speaker = Callable[[str], None]
+NODES = "nodes.txt"
+Host = Callable[[Protocol, Parts, RunFolder, Schedule, Speaker], tuple[Engine, Schedule]]
+"""An engine that lives outside this process (Flower), and the schedule as it can keep it."""
 
 
 def run(
@@ -24,17 +30,33 @@ def run(
     watch: Watcher | None = None,
     say: Speaker | None = None,
 ) -> Summary:
-    """A new run folder, filled. Everything is checked before the folder is made: a mistake leaves nothing behind."""
-    parts = build(experiment, data_dir)
-    _prepared(experiment, parts)
-    return _go(parts, create(path, experiment, _model_of(experiment, parts)), watch, say)
+    """A new run folder, filled. Everything is checked before the folder is made: a mistake leaves nothing behind.
+
+    Under torchrun every rank calls this; rank 0 holds the folder, and `watch` and `say` are called there alone.
+    """
+    refuse_hostless(experiment.engine)
+    group = join()
+    with group.in_step(f"the end of {path}"):
+        parts = build(experiment, data_dir)
+        _prepared(experiment, parts)
+        model = _model_of(experiment, parts)
+        folder = opened(group, path, experiment, lambda: create(path, experiment, model))
+        _go(group, parts, folder, watch, say)
+    return read_run(path)
 
 
 def lay_out(experiment: Experiment, path: Path, *, data_dir: Path | None = None) -> None:
-    """The folder of a run that has not begun; `resume` begins it."""
-    parts = build(experiment, data_dir)
-    _prepared(experiment, parts)
-    create(path, experiment, _model_of(experiment, parts)).close()
+    """The folder of a run that has not begun; `resume` begins it. Under torchrun rank 0 makes it, and all wait."""
+    group = join()
+
+    def work() -> Part:
+        if group.rank == 0:
+            parts = build(experiment, data_dir)
+            _prepared(experiment, parts)
+            create(path, experiment, _model_of(experiment, parts)).close()
+        return Part()
+
+    group.gather(f"laying out {path}", work)
 
 
 def resume(
@@ -45,6 +67,7 @@ def resume(
     data_dir: Path | None = None,
     watch: Watcher | None = None,
     say: Speaker | None = None,
+    host: Host | None = None,
 ) -> Summary:
     """Go on where the folder's last checkpoint is, to the same bits as if it had never stopped."""
     experiment = read_config(path)
@@ -52,8 +75,15 @@ def resume(
         experiment = replace(experiment, rounds=rounds)
     if engine is not None:
         experiment = replace(experiment, engine=engine)
-    parts = build(experiment, data_dir)
-    return _go(parts, open_run(path, experiment), watch, say)
+    if host is None:
+        refuse_hostless(experiment.engine)
+        _refuse_elsewhere(path)
+    group = join()
+    with group.in_step(f"the end of {path}"):
+        parts = build(experiment, data_dir)
+        folder = opened(group, path, experiment, lambda: open_run(path, experiment))
+        _go(group, parts, folder, watch, say, host)
+    return read_run(path)
 
 
 def _prepared(experiment: Experiment, parts: Parts) -> tuple[Protocol, Schedule, bool]:
@@ -74,7 +104,17 @@ def _prepared(experiment: Experiment, parts: Parts) -> tuple[Protocol, Schedule,
     )
 
 
-def _go(parts: Parts, folder: RunFolder, watch: Watcher | None, say: Speaker | None) -> Summary:
+def _go(
+    group: Group,
+    parts: Parts,
+    folder: RunFolder | Follower,
+    watch: Watcher | None,
+    say: Speaker | None,
+    host: Host | None = None,
+) -> None:
+    if group.rank:
+        watch = say = None
+
     def tell(text: str) -> None:
         folder.log(text)
         if say is not None:
@@ -86,21 +126,41 @@ def _go(parts: Parts, folder: RunFolder, watch: Watcher | None, say: Speaker | N
         if folder.progress:
             tell(f"resumed after round {folder.progress.round}")
         if not folder.finished:
-            _play(parts, folder, watch, tell)
+            _play(parts, folder, watch, tell, host)
     except BaseException as error:
         folder.log(f"stopped: {type(error).__name__}: {error}")
+        if group.over and isinstance(error, RunError):
+            raise RunError(
+                f"{error} What was finished is saved: `fedpara resume {folder.path}` goes on, on any number of ranks."
+            ) from None
         raise
     finally:
         folder.close()
-    return read_run(folder.path)
 
 
-def _play(parts: Parts, folder: RunFolder, watch: Watcher | None, tell: Speaker) -> None:
+def _play(
+    parts: Parts,
+    folder: RunFolder | Follower,
+    watch: Watcher | None,
+    tell: Speaker,
+    host: Host | None = None,
+) -> None:
     experiment = folder.experiment
     protocol, schedule, personal = _prepared(experiment, parts)
-    engine = build_engine(
-        experiment.engine, protocol, parts.task, parts.data, folder.memory, experiment.cohort
-    )
+    if host is not None:
+        assert isinstance(folder, RunFolder), "Flower under torchrun"
+        engine, schedule = host(protocol, parts, folder, schedule, tell)
+    else:
+        engine = build_engine(
+            experiment.engine,
+            protocol,
+            parts.task,
+            parts.data,
+            folder.memory,
+            experiment.cohort,
+            experiment.precision,  # type: ignore[arg-type]
+            tell,
+        )
     tell(f"engine {engine.name} ({experiment.engine} was asked for): {engine.why}")
     if protocol.program.private and not personal:
         tell("no accuracy is measured: parts of the model are private, and --personal was not asked for")
@@ -108,7 +168,7 @@ def _play(parts: Parts, folder: RunFolder, watch: Watcher | None, tell: Speaker)
     for result in play(protocol, engine, schedule, personal, folder.progress):
         seconds = time.perf_counter() - started
         timing = {"seconds": seconds, "clients_per_second": len(result.cohort) / seconds}
-        folder.save(result, timing)
+        folder.save(result, timing, f"{engine.name}: {engine.why}")
         for client, reason in result.refused:
             tell(f"round {result.number}: client {client} refused: {reason}")
         for note in result.notes:
@@ -116,6 +176,16 @@ def _play(parts: Parts, folder: RunFolder, watch: Watcher | None, tell: Speaker)
         if watch is not None:
             watch(result, timing)
         started = time.perf_counter()
+    tell(f"engine {engine.name}: {engine.why}")
+
+
+def _refuse_elsewhere(path: Path) -> None:
+    """RunError where what clients keep is on Flower's nodes: no engine here could go on with it."""
+    if (path / NODES).exists():
+        raise RunError(
+            f"what the clients of {path} keep is on Flower's nodes ({NODES} names the run there): go on with "
+            "--engine flower, or with the same `flwr run`."
+        )
 
 
 def _model_of(experiment: Experiment, parts: Parts) -> dict[str, object]:

@@ -62,10 +62,11 @@ class RunFolder:
             self.close()
             raise
 
-    def save(self, result: Round, timing: dict[str, float]) -> None:
+    def save(self, result: Round, timing: dict[str, float], engine: str) -> None:
         """One round: its lines, then its checkpoint."""
         append_line(self.path / "metrics.jsonl", metrics_of(result))
-        append_line(self.path / "timing.jsonl", {"round": result.number, **timing}, durable=False)
+        line = {"round": result.number, **timing, "engine": engine}
+        append_line(self.path / "timing.jsonl", line, durable=False)
         current = self.path / CHECKPOINT
         if current.exists():
             current.replace(self.path / PREVIOUS)
@@ -133,6 +134,12 @@ class RunFolder:
             raise RunError(
                 f"no checkpoint in {self.path} can be used: {' '.join(reasons)} Start the run anew in another folder."
             )
+        # A kill before the first checkpoint leaves one line at most. More are a run's small form, kept for reading.
+        if len(self.metrics()) > 1:
+            raise RunError(
+                f"{self.path} has {len(self.metrics())} rounds and no checkpoint: it is kept for reading and cannot go "
+                "on. Start the run anew in another folder."
+            )
         return None
 
 
@@ -165,6 +172,11 @@ class Summary:
     @property
     def seconds(self) -> float:
         return float(sum(line["seconds"] for line in self.timing))
+
+    @property
+    def engine(self) -> str | None:
+        """Which engine ran the last round, how, and what could not be done and why."""
+        return self.timing[-1].get("engine") if self.timing else None
 
     def reached(self, accuracy: float) -> dict[str, Any] | None:
         """The first round whose accuracy is at least this."""
@@ -249,6 +261,16 @@ def final_state(path: Path) -> tuple[State, int]:
     raise RunError(f"{path} has no readable checkpoint: the run has not finished its first round.")
 
 
+def read_progress(path: Path, round: int) -> Progress:
+    """The checkpoint of that round, which whoever holds the folder goes on from."""
+    for name in (CHECKPOINT, PREVIOUS):
+        if (path / name).exists():
+            progress = _unflatten(*read_tensors(path / name))
+            if progress.round == round:
+                return progress
+    raise RunError(f"{path} has no checkpoint of round {round} here: expected one folder that all ranks see.")
+
+
 def metrics_of(result: Round) -> dict[str, Any]:
     return {
         "round": result.number,
@@ -287,6 +309,15 @@ def _version() -> str:
     import fedpara
 
     return fedpara.__version__
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the folder now."""
+    try:
+        os.close(_lock(path))
+    except RunError:
+        return True
+    return False
 
 
 def _lock(path: Path) -> int:

@@ -1,29 +1,162 @@
-"""Figures from run folders."""
+"""Figures of a study, by matplotlib: PNG or SVG by the file's ending."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fedpara.experiments import Summary
+from fedpara.experiments.paper.sizes import parameters, random_ranks
+from fedpara.report.series import Series, all_series, points
+from fedpara.report.tables import Table
+
+BLUE, AMBER, GREY = "#2f6fb3", "#c9822b", "#6b6f76"
+PALETTE = (BLUE, AMBER, "#3c8d5a", "#8a5bb0", "#c0504d", "#2a9aa6", "#9a7d2e", "#d0679d", "#5d6bc0")
+
+
+def study_figure(table: Table, runs: Sequence[Summary], path: Path) -> Path | None:
+    """The study's figure; None where it has none, or nothing to show yet."""
+    kind, series = table.study.figure, all_series(runs)
+    if kind == "histogram":
+        return _histogram(path)
+    if kind == "bars" and table.run:
+        return _bars(table, path)
+    if kind == "gamma" and series:
+        return _by_parameters(series, path)
+    return curves(series, path) if kind != "none" and series else None
 
 
 def accuracy_against_bytes(runs: Mapping[str, Summary], path: Path) -> Path:
     """One curve a run: accuracy [%] over megabytes sent, both ways, as Figure 3."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+    for name, run in runs.items():
+        found = points(run)
+        axes.plot(
+            [g * 2**30 / 1e6 for g in found.gigabytes], found.accuracy, marker="o", markersize=3, label=name
+        )
+    axes.set_xscale("log")
+    axes.set_xlabel("sent so far, both ways [MB]")
+    return _saved(plt, figure, [axes], path)
+
+
+def curves(series: Sequence[Series], path: Path) -> Path:
+    """A panel a data set and split: accuracy [%] over gigabytes; the original broken, as in Figure 3."""
+    plt = _pyplot()
+    panels = list(dict.fromkeys(one.panel for one in series))
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    size = (4.2 * columns + (1.8 if columns == 1 else 0), 3.2 * rows + (0.8 if rows == 1 else 0))
+    figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        for number, one in enumerate(s for s in series if s.panel == panel):
+            for index, run in enumerate(one.runs):
+                found = points(run)
+                axes.plot(
+                    found.gigabytes,
+                    found.accuracy,
+                    color=GREY if one.original else PALETTE[number % len(PALETTE)],
+                    linestyle="--" if one.original else "-",
+                    linewidth=1.2 if index == 0 else 0.6,
+                    label=one.label if index == 0 else None,
+                )
+        axes.set_title(panel, fontsize=10)
+        axes.set_xlabel("sent so far [GB]")
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_axis_off()
+    return _saved(plt, figure, list(grid.flat)[: len(panels)], path)
+
+
+def _by_parameters(series: Sequence[Series], path: Path) -> Path:
+    """Figure 4: the last accuracy over the share of the original's parameters, which is a dotted line."""
+    plt = _pyplot()
+    panels = list(dict.fromkeys(one.panel for one in series))
+    figure, grid = plt.subplots(
+        1, len(panels), figsize=(4.2 * len(panels) + 1, 3.6), layout="constrained", squeeze=False
+    )
+    for axes, panel in zip(grid.flat, panels, strict=True):
+        here = [one for one in series if one.panel == panel]
+        whole = max(parameters(one.runs[0].experiment) for one in here)
+        dots = []
+        for one in here:
+            last = [points(run).accuracy[-1] for run in one.runs if points(run).accuracy]
+            if not last:
+                continue
+            accuracy = sum(last) / len(last)
+            if one.original:
+                axes.axhline(accuracy, color=GREY, linestyle=":", label=one.label)
+            else:
+                dots.append((100 * parameters(one.runs[0].experiment) / whole, accuracy))
+        axes.plot(
+            *zip(*sorted(dots), strict=True), color=BLUE, marker="o", markersize=4, label="FedPara"
+        ) if dots else None
+        axes.set_title(panel, fontsize=10)
+        axes.set_xlabel("parameters [% of the largest]")
+    return _saved(plt, figure, list(grid.flat), path)
+
+
+def _bars(table: Table, path: Path) -> Path:
+    """Figure 5: a group a column, a bar a row, whiskers of ±."""
+    plt = _pyplot()
+    columns = [
+        c
+        for c in table.study.columns
+        if any((e := table.at(r, c)) and e.style == "%" for r in table.study.rows)
+    ]
+    figure, axes = plt.subplots(figsize=(1.6 * len(columns) + 1.5, 3.6), layout="constrained")
+    rows = table.study.rows
+    width = 0.8 / len(rows)
+    lowest = 100.0
+    for number, row in enumerate(rows):
+        shown = [(i, e) for i, c in enumerate(columns) if (e := table.at(row, c)) and e.value is not None]
+        heights = [e.value for _, e in shown if e.value is not None]
+        lowest = min([lowest, *heights])
+        axes.bar(
+            [i + (number - (len(rows) - 1) / 2) * width for i, _ in shown],
+            heights,
+            width * 0.92,
+            yerr=[e.spread or 0.0 for _, e in shown],
+            color=(GREY, AMBER, "#3c8d5a", BLUE)[number % 4],
+            error_kw={"linewidth": 0.9},
+            label=row,
+        )
+    axes.set_ylim(max(0.0, lowest - 10), 100)
+    axes.set_xticks(range(len(columns)), [column.replace(", ", "\n") for column in columns])
+    return _saved(plt, figure, [axes], path)
+
+
+def _histogram(path: Path) -> Path:
+    plt = _pyplot()
+    counts = random_ranks()
+    figure, axes = plt.subplots(figsize=(4.4, 3.2), layout="constrained")
+    axes.bar(list(counts), list(counts.values()), width=0.8, color=BLUE)
+    axes.set_xlim(90, 101)
+    axes.set_xlabel("rank of W")
+    axes.set_ylabel("of 1,000 random products")
+    return _written(plt, figure, path)
+
+
+def _pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    matplotlib.rcParams["svg.hashsalt"] = "fedpara"  # the same figure gives the same file
+    from matplotlib import pyplot
 
-    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
-    for name, run in runs.items():
-        measured = [line for line in run.metrics if line["accuracy"] is not None]
-        sent = [(line["total_up"] + line["total_down"]) / 1e6 for line in measured]
-        axes.plot(sent, [100 * line["accuracy"] for line in measured], marker="o", markersize=3, label=name)
-    axes.set_xscale("log")
-    axes.set_xlabel("sent so far, both ways [MB]")
-    axes.set_ylabel("accuracy [%]")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    return pyplot
+
+
+def _saved(plt: Any, figure: Any, axes: Sequence[Any], path: Path) -> Path:
+    for one in axes:
+        one.set_ylabel("accuracy [%]")
+        one.grid(alpha=0.25)
+        one.spines[["top", "right"]].set_visible(False)
+        if one.get_legend_handles_labels()[0]:
+            one.legend(frameon=False, fontsize=8)
+    return _written(plt, figure, path)
+
+
+def _written(plt: Any, figure: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {})
     plt.close(figure)
     return path

@@ -1,0 +1,67 @@
+"""fedpara report: run folders as one page, figures or tables."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedpara.errors import UsageError
+from fedpara.experiments.library import Library, name_of
+from fedpara.experiments.paper import STUDIES
+from fedpara.files import write_bytes
+from fedpara.report.document import document
+from fedpara.report.figures import study_figure
+from fedpara.report.formats import csv_text, latex
+from fedpara.report.page import page
+from fedpara.report.tables import Table, table_of
+
+FORMATS = ("html", "markdown", "csv", "latex", "png", "svg")
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold some.")],
+    out: Annotated[Path, typer.Option(help="The file; for png and svg a folder.")] = Path("page.html"),
+    format_: Annotated[
+        str | None, typer.Option("--format", help=", ".join(FORMATS) + "; else by the file's ending.")
+    ] = None,
+    scale: Annotated[
+        str, typer.Option(help="paper, or tiny: hold miniatures against the paper's tables.")
+    ] = "paper",
+) -> None:
+    """Everything the runs say: tables as paper | ours, and curves.
+
+    Example: fedpara report results --out page.html
+    """
+    kind = format_ or {".md": "markdown", ".tex": "latex"}.get(out.suffix, out.suffix.removeprefix("."))
+    if kind not in FORMATS:
+        raise UsageError(
+            f"--format {kind!r}: expected one of {', '.join(FORMATS)}, or an --out that ends so."
+        )
+    for path in runs:
+        if not path.is_dir():
+            raise UsageError(f"{path} is not a folder: expected run folders, or folders that hold some.")
+    library = Library.of(*runs)
+    if not library.runs:
+        raise UsageError(f"no run in {', '.join(map(str, runs))}: expected folders with a config.toml.")
+    tables = [table_of(study, library, library.seeds, scale=scale) for study in STUDIES.values()]
+    if kind in ("png", "svg"):
+        _figures(library, tables, out, kind, scale)
+        return
+    text = {
+        "html": lambda: page(library, tables),
+        "markdown": lambda: document(tables),
+        "csv": lambda: csv_text(tables),
+        "latex": lambda: "\n\n".join(f"% {t.study.name}: {t.study.title}\n{latex(t)}" for t in tables) + "\n",
+    }[kind]()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(out, text.encode())
+    typer.echo(f"{out}: {len(text.encode()) / 1e3:.0f} kB, {sum(1 for _ in library)} runs")
+
+
+def _figures(library: Library, tables: list[Table], out: Path, kind: str, scale: str) -> None:
+    for table in tables:
+        names = {name for entry in table.entries for name in entry.runs}
+        found = [run for run in library if name_of(run) in names]
+        path = study_figure(table, found, out / f"{table.study.name}.{kind}")
+        if path is not None:
+            typer.echo(str(path))

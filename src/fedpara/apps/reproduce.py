@@ -1,0 +1,175 @@
+"""fedpara reproduce: a table or figure of the paper by name."""
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedpara.apps.progress import Show, say
+from fedpara.apps.run import DataDir
+from fedpara.engines.group import join
+from fedpara.engines.simulate import ENGINES
+from fedpara.errors import UsageError
+from fedpara.experiments import Experiment
+from fedpara.experiments.library import Library
+from fedpara.experiments.paper import STUDIES, Study, merged, study
+from fedpara.experiments.paper.sizes import gpu_minutes, total_bytes
+from fedpara.experiments.reproduce import OUT, RESULTS, carry_out, jobs
+from fedpara.experiments.run import Watcher
+from fedpara.report.figures import study_figure
+from fedpara.report.formats import plain
+from fedpara.report.tables import Table, table_of
+
+
+def reproduce(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Tables and figures by name; --list shows them.")
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="All names, with what they cost.")] = False,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Repeats; else as many as the paper made.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds, in place of the paper's.")] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Run only those whose name has this piece or fits this pattern.")
+    ] = None,
+    scale: Annotated[str, typer.Option(help="paper, or tiny: a miniature on generated data.")] = "paper",
+    out: Annotated[Path, typer.Option(help="Where new run folders and the figure go.")] = OUT,
+    results: Annotated[
+        Path, typer.Option(help="Where finished runs are kept; they are not run again.")
+    ] = RESULTS,
+    data_dir: DataDir = None,
+    engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
+    precision: Annotated[str | None, typer.Option(help="float32, tf32, bfloat16 (default on a GPU)")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The last line of stdout is one JSON object.")
+    ] = False,
+) -> None:
+    """Run what a table or figure of the paper needs, then print paper | ours and draw the figure.
+
+    Runs that are there are skipped, those that were cut go on.
+
+    Example: fedpara reproduce capacity-cnn --only cifar10-iid
+    """
+    if list_:
+        _list(as_json)
+        return
+    if not names:
+        raise UsageError(f"which table or figure? `--list` shows what each costs: {', '.join(STUDIES)}.")
+    studies = [study(name) for name in names]
+    with ExitStack() as stack:
+
+        def begin(name: str, experiment: Experiment) -> Watcher:
+            stack.close()
+            return stack.enter_context(Show(name, experiment.rounds))
+
+        carry_out(
+            names,
+            seeds=seeds,
+            rounds=rounds,
+            only=only,
+            scale=scale,
+            out=out,
+            kept=(results,),
+            data_dir=data_dir,
+            engine=engine,
+            precision=precision,
+            begin=begin,
+            say=say,
+        )
+    if join().rank:
+        return
+    library = Library.of(out, results)
+    shown: list[tuple[Table, Path | None]] = []
+    for one in studies:
+        table = table_of(one, library, range(seeds or one.seeds), rounds, scale)
+        runs = [
+            job.found
+            for job in jobs([one.name], library, seeds=seeds, rounds=rounds, scale=scale)
+            if job.found
+        ]
+        shown.append((table, study_figure(table, runs, out / "figures" / f"{one.name}.png")))
+    if as_json:
+        typer.echo(json.dumps({table.study.name: _json(table, figure) for table, figure in shown}))
+        return
+    for table, figure in shown:
+        typer.echo(plain(table))
+        for note in table.study.notes:
+            typer.echo(f"  {note}")
+        if figure is not None:
+            typer.echo(f"figure: {figure}")
+        typer.echo("")
+
+
+def _json(table: Table, figure: Path | None) -> dict[str, Any]:
+    cells = [
+        {
+            "row": e.row,
+            "column": e.column,
+            "paper": e.paper,
+            "ours": e.value,
+            "spread": e.spread,
+            "seeds": e.seeds,
+            "text": e.text,
+            "runs": list(e.runs),
+        }
+        for e in table.entries
+    ]
+    return {
+        "title": table.study.title,
+        "source": table.study.source,
+        "cells": cells,
+        "figure": str(figure or ""),
+    }
+
+
+def _list(as_json: bool) -> None:
+    rows = {one.name: _cost(one) for one in STUDIES.values()}
+    whole = merged([e for one in STUDIES.values() for e in one.experiments])
+    if as_json:
+        typer.echo(json.dumps({"studies": rows, "all": _sum(whole)}))
+        return
+    from rich.console import Console
+    from rich.table import Table as Rich
+
+    table = Rich()
+    for heading in ("name", "in the paper", "what"):
+        table.add_column(heading, no_wrap=heading == "name")
+    for heading in ("runs", "seeds", "GPU minutes", "GB sent"):
+        table.add_column(heading, justify="right")
+    for name, row in rows.items():
+        numbers = (str(row["runs"]), str(row["seeds"]), _whole(row["gpu_minutes"]), _whole(row["gigabytes"]))
+        table.add_row(name, row["source"], row["title"], *(numbers if row["runs"] else ("", "", "", "")))
+    total = _sum(whole)
+    table.add_section()
+    table.add_row(
+        "all",
+        "",
+        "shared runs counted once",
+        str(total["runs"]),
+        "",
+        _whole(total["gpu_minutes"]),
+        _whole(total["gigabytes"]),
+    )
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    typer.echo(
+        "GPU minutes and GB are of one seed: an estimate for one H200, and the length of a message times their number."
+    )
+
+
+def _cost(one: Study) -> dict[str, Any]:
+    return {"title": one.title, "source": one.source, "seeds": one.seeds, **_sum(one.experiments)}
+
+
+def _sum(experiments: Sequence[Experiment]) -> dict[str, Any]:
+    return {
+        "runs": len(experiments),
+        "gpu_minutes": round(sum(map(gpu_minutes, experiments)), 1),
+        "gigabytes": round(sum(map(total_bytes, experiments)) / 1e9, 1),
+    }
+
+
+def _whole(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.1f}"

@@ -1,0 +1,101 @@
+"""Library: run folders found by what they are, whole ones and their small form alike.
+
+The small form, what `results/` keeps, is a finished run without its checkpoint:
+
+    config.toml  environment.json  metrics.jsonl  timing.jsonl
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fedpara.errors import ConfigError
+from fedpara.experiments.config import Experiment
+from fedpara.experiments.store import CHECKPOINT, PREVIOUS, Summary, read_run
+from fedpara.files import write_bytes
+
+SMALL = ("config.toml", "metrics.jsonl", "timing.jsonl")
+
+
+@dataclass(frozen=True)
+class Library:
+    """The run folders below some roots, by the identity of their experiments."""
+
+    runs: dict[str, tuple[Summary, ...]]
+
+    @classmethod
+    def of(cls, *roots: Path) -> "Library":
+        found: dict[str, list[Summary]] = {}
+        for path in _folders(roots):
+            summary = read_run(path)
+            found.setdefault(summary.experiment.identity, []).append(summary)
+        return cls({identity: tuple(runs) for identity, runs in found.items()})
+
+    def __iter__(self) -> Iterator[Summary]:
+        return (run for runs in self.runs.values() for run in runs)
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({run.experiment.seed for run in self})
+
+    def find(self, experiment: Experiment) -> Summary | None:
+        """The run that did this experiment's rounds, cut to them; None if none did them all."""
+        done = [run for run in self.runs.get(experiment.identity, ()) if finished(run, experiment.rounds)]
+        return cut(done[0], experiment.rounds) if done else None
+
+    def begun(self, experiment: Experiment) -> Path | None:
+        """The folder, of those that can go on, which is furthest."""
+        paths = [
+            (run.rounds, run.path)
+            for run in self.runs.get(experiment.identity, ())
+            if not run.metrics or any((run.path / name).exists() for name in (CHECKPOINT, PREVIOUS))
+        ]
+        return max(paths)[1] if paths else None
+
+
+def name_of(run: Summary) -> str:
+    """`paper/cifar10-iid-...`: what a run is called beside others, with the folder it lies in."""
+    return "/".join(run.path.parts[-2:])
+
+
+def finished(run: Summary, rounds: int) -> bool:
+    """All rounds asked for are in its metrics, whether or not a checkpoint is there."""
+    return run.rounds >= rounds
+
+
+def cut(run: Summary, rounds: int) -> Summary:
+    """The run as it stood after so many rounds."""
+    return replace(run, metrics=run.metrics[:rounds], timing=run.timing[:rounds])
+
+
+def keep_small(run: Path, into: Path) -> Path:
+    """The small form of a run folder, in a folder of the same name below `into`."""
+    if run.resolve().parent == into.resolve():
+        raise ConfigError(f"{run} lies in {into} already: choose another folder for its small form.")
+    read_run(run)
+    target = into / run.name
+    target.mkdir(parents=True, exist_ok=True)
+    for name in SMALL:
+        if (run / name).exists():
+            shutil.copyfile(run / name, target / name)
+    environment = json.loads((run / "environment.json").read_text(encoding="utf-8"))
+    # Where things lay on one machine is no one else's business.
+    words = environment.get("command", [])
+    environment["command"] = [Path(word).name if word.startswith("/") else word for word in words]
+    write_bytes(target / "environment.json", (json.dumps(environment, indent=2) + "\n").encode())
+    return target
+
+
+def _folders(roots: Iterable[Path]) -> list[Path]:
+    """Each run folder once: a root itself or anything below it that has a config."""
+    found: dict[Path, None] = {}
+    for root in roots:
+        if not root.is_dir():
+            continue
+        paths = (
+            [root] if (root / "config.toml").exists() else sorted(p.parent for p in root.rglob("config.toml"))
+        )
+        found |= dict.fromkeys(path.resolve() for path in paths)
+    return list(found)

@@ -1,0 +1,76 @@
+"""The paper's tables and figures by name: each a Study of cells, the paper's number beside where ours comes from.
+
+runs("capacity-cnn", seed=0)      the experiments it needs, by the name of their run folder
+STUDIES["capacity-cnn"].cells     what they are worth
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from difflib import get_close_matches
+
+from fedpara.errors import ConfigError
+from fedpara.experiments.config import Experiment
+from fedpara.experiments.paper import arithmetic, personal, text, variants, vision
+from fedpara.experiments.paper.recipe import RECIPE, SETTINGS
+from fedpara.experiments.paper.study import Cell, Study, merged, run_name
+from fedpara.experiments.paper.tiny import tiny
+
+_ORDER = (
+    *("rank-histogram", "table-sizes", "gamma-sizes", "capacity-cnn", "capacity-lstm", "communication"),
+    *(
+        "gamma-sweep",
+        "optimizers",
+        "personalization",
+        "techniques",
+        "round-time",
+        "training-time",
+        "long-run",
+    ),
+    *("resnet", "pufferfish", "lstm", "quantization"),
+)
+_ALL = {s.name: s for part in (arithmetic, vision, variants, text, personal) for s in part.STUDIES}
+
+STUDIES: dict[str, Study] = {name: _ALL[name] for name in _ORDER}
+
+
+def study(name: str) -> Study:
+    if name not in STUDIES:
+        close = get_close_matches(name, STUDIES, n=1, cutoff=0.4)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(f"the paper has no {name!r}: {hint}Known: {', '.join(STUDIES)}.")
+    return STUDIES[name]
+
+
+def changes(
+    seed: int = 0, rounds: int | None = None, scale: str = "paper"
+) -> Callable[[Experiment], Experiment]:
+    """What a repeat does to a declared experiment: another seed, at most so many rounds, a miniature."""
+    if scale not in ("paper", "tiny"):
+        raise ConfigError(f"scale is {scale!r}: expected paper or tiny.")
+
+    def change(experiment: Experiment) -> Experiment:
+        small = tiny(experiment) if scale == "tiny" else experiment
+        return replace(small, seed=seed, rounds=small.rounds if rounds is None else rounds)
+
+    return change
+
+
+def runs(name: str, seed: int = 0, rounds: int | None = None, scale: str = "paper") -> dict[str, Experiment]:
+    """The experiments of one table or figure, each once, by the name of its run folder."""
+    wanted = study(name).changed(changes(seed, rounds, scale)).experiments
+    return {run_name(experiment): experiment for experiment in wanted}
+
+
+__all__ = [
+    "RECIPE",
+    "SETTINGS",
+    "STUDIES",
+    "Cell",
+    "Study",
+    "changes",
+    "merged",
+    "run_name",
+    "runs",
+    "study",
+    "tiny",
+]

@@ -1,0 +1,98 @@
+"""Numbers out of a run's summary. A measure of a target gives None where the target was not reached."""
+
+from fedpara.experiments.paper.study import Measure
+from fedpara.experiments.store import Summary
+from fedpara.wire import PAPER_MEGA, energy_joules, round_seconds
+
+GIGABYTE = 2**30
+"""Figure 3's gigabytes are binary (see `wire.energy_joules`)."""
+
+
+def accuracy(run: Summary) -> float | None:
+    """[%], the last measured: of the global model, or the mean of the clients' own where parts are private."""
+    return None if run.accuracy is None else 100 * run.accuracy
+
+
+def before(run: Summary) -> float | None:
+    """[%], the mean accuracy of the clients' models before the last scored round's local training."""
+    return _last(run, "before")
+
+
+def after(run: Summary) -> float | None:
+    """[%], the same after it."""
+    return _last(run, "after")
+
+
+def gain(short: Summary, long: Summary) -> float | None:
+    """Points that the longer run is ahead."""
+    a, b = accuracy(short), accuracy(long)
+    return None if a is None or b is None else b - a
+
+
+def rounds_to(target: float) -> Measure:
+    def measure(run: Summary) -> float | None:
+        reached = run.reached(target)
+        return None if reached is None else float(reached["round"])
+
+    return measure
+
+
+def gigabytes_to(target: float) -> Measure:
+    """Both ways, all clients, until the target was first met."""
+
+    def measure(run: Summary) -> float | None:
+        sent = _sent_to(run, target)
+        return None if sent is None else sent / GIGABYTE
+
+    return measure
+
+
+def megajoules_to(target: float) -> Measure:
+    def measure(run: Summary) -> float | None:
+        sent = _sent_to(run, target)
+        return None if sent is None else energy_joules(sent) / 1e6
+
+    return measure
+
+
+def times_fewer_to(target: float) -> Measure:
+    """The original's bytes over the other's, each until its own round at the target."""
+
+    def measure(original: Summary, other: Summary) -> float | None:
+        a, b = _sent_to(original, target), _sent_to(other, target)
+        return None if a is None or not b else a / b
+
+    return measure
+
+
+def minutes_to(target: float, mbps: float, compute: float) -> Measure:
+    """Rounds to the target times (t_comp + t_comm), t_comm of the bytes that one client really sent and got."""
+
+    def measure(run: Summary) -> float | None:
+        reached = run.reached(target)
+        if reached is None:
+            return None
+        first = run.metrics[0]
+        bytes_ = round((first["up"] + first["down"]) / max(1, first["clients"]))
+        return float(reached["round"] * round_seconds(compute, bytes_, mbps, PAPER_MEGA) / 60)
+
+    return measure
+
+
+def times_shorter_to(target: float, mbps: float, compute: tuple[float, float]) -> Measure:
+    def measure(original: Summary, other: Summary) -> float | None:
+        a = minutes_to(target, mbps, compute[0])(original)
+        b = minutes_to(target, mbps, compute[1])(other)
+        return None if a is None or b is None else a / b
+
+    return measure
+
+
+def _last(run: Summary, key: str) -> float | None:
+    scored = [line[key] for line in run.metrics if line[key] is not None]
+    return 100 * float(scored[-1]) if scored else None
+
+
+def _sent_to(run: Summary, target: float) -> int | None:
+    reached = run.reached(target)
+    return None if reached is None else int(reached["total_up"] + reached["total_down"])

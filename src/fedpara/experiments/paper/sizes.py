@@ -1,0 +1,142 @@
+"""What needs no training: parameters, the bytes of one client's round, ranks of random products, GPU time."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from fedpara import models
+from fedpara.algorithms import Groups
+from fedpara.data.generated import KINDS, TRAIN
+from fedpara.engines.client import Protocol
+from fedpara.engines.program import Program, take_apart
+from fedpara.experiments.build import build_algorithm, build_rule, build_scheme
+from fedpara.experiments.config import Experiment
+from fedpara.parameterization import factorize
+from fedpara.parameterization.compose import matrix
+from fedpara.parameterization.schemes import Form
+from fedpara.wire import Link, encode, pack
+
+EXAMPLES = {
+    "cifar10": 50_000,
+    "cifar100": 50_000,
+    "cinic10": 90_000,
+    "mnist": 60_000,
+    "femnist": 300 * 137,
+    "shakespeare": 3_803_027,
+}
+OWNERS = {"femnist": 300, "shakespeare": 1_129}
+
+STEP_MS = {"vgg16": 1.12, "resnet18": 0.5, "lstm": 1.0, "mlp": 0.03}
+"""GPU milliseconds a client's step, 16 clients batched in bfloat16. VGG16's is measured (one H200, FedPara at
+gamma 0.1); the others are guesses from its arithmetic, good enough to plan an evening by."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one client's round."""
+
+    up: int
+    down: int
+
+
+def parameters(experiment: Experiment) -> int:
+    """Trainable parameters, factors counted as they are."""
+    program = _program(_shape_only(experiment))
+    return sum(program.initial[name].numel() for name in program.parameters)
+
+
+def shared_parameters(experiment: Experiment) -> int:
+    """Those that travel."""
+    program = _program(_shape_only(experiment))
+    return sum(program.initial[name].numel() for name in program.shared)
+
+
+def traffic(experiment: Experiment) -> Traffic:
+    """The lengths of real encoded messages, of a model whose numbers are all zero."""
+    return _traffic(_shape_only(experiment))
+
+
+def total_bytes(experiment: Experiment) -> int:
+    each = traffic(experiment)
+    return (each.up + each.down) * experiment.cohort * experiment.rounds
+
+
+def gpu_minutes(experiment: Experiment) -> float:
+    """Cohort x local steps x rounds x STEP_MS."""
+    name = experiment.dataset.removeprefix("generated:")
+    whole = TRAIN if name != experiment.dataset else EXAMPLES[name]
+    held = (
+        OWNERS.get(name, experiment.clients)
+        if experiment.split in ("owner", "largest")
+        else experiment.clients
+    )
+    each = max(1, round(whole / held * experiment.data_fraction))
+    steps = build_algorithm(experiment).local.steps_for(each)
+    ms = next((ms for model, ms in STEP_MS.items() if experiment.model.startswith(model)), STEP_MS["vgg16"])
+    return experiment.cohort * steps * experiment.rounds * ms / 60_000
+
+
+@cache
+def random_ranks(size: int = 100, rank: int = 10, repeats: int = 1000) -> dict[int, int]:
+    """rank(W) of W = (X1 Y1^T) * (X2 Y2^T) with standard normal factors: how often each occurs."""
+    generator = torch.Generator().manual_seed(0)
+    counts: dict[int, int] = {}
+    for _ in range(repeats // 100):
+        x1, y1, x2, y2 = torch.randn(4, 100, size, rank, generator=generator, dtype=torch.float64)
+        for found in torch.linalg.matrix_rank(matrix(x1, y1) * matrix(x2, y2)).tolist():
+            counts[found] = counts.get(found, 0) + 1
+    return counts
+
+
+def _shape_only(experiment: Experiment) -> Experiment:
+    """What decides a model's shapes and messages, and nothing else: the key of the caches below."""
+    e = experiment
+    name = e.dataset.removeprefix("generated:")
+    return Experiment(
+        dataset=next(known for known, kind in KINDS.items() if kind == KINDS[name]),
+        model=e.model,
+        scheme=e.scheme,
+        gamma=e.gamma,
+        rank=e.rank,
+        ratio=e.ratio,
+        conv=e.conv,
+        where=e.where,
+        share=e.share,
+        algorithm=e.algorithm,
+        link_up=e.link_up,
+        link_down=e.link_down,
+    )
+
+
+@cache
+def _program(e: Experiment) -> Program:
+    """On the meta device: shapes without numbers."""
+    kind, scheme = KINDS[e.dataset], build_scheme(e)
+    with torch.device("meta"):
+        model = models.build(e.model, classes=kind.classes, shape=kind.shape)
+        if scheme is not None:
+            factorize(model, scheme, build_rule(e, model, scheme), init=_nothing)
+        return take_apart(model, e.share)  # type: ignore[arg-type]
+
+
+def _nothing(form: Form, generator: torch.Generator | None) -> list[torch.Tensor]:
+    return [torch.empty(shape) for shape in form.factors.values()]
+
+
+@cache
+def _traffic(e: Experiment) -> Traffic:
+    program = _program(e)
+    zeros = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in program.initial.items()}
+    algorithm = build_algorithm(e)
+    protocol = Protocol(replace(program, initial=zeros), algorithm, Link(e.link_up, e.link_down), 0)
+    x = {name: zeros[name] for name in program.shared}
+    model = {**x, **{name: zeros[name] for name in program.shared_buffers}}
+    broadcast = algorithm.broadcast(algorithm.server_init(x))
+    extra, _ = algorithm.finish(x, x, broadcast, algorithm.client_init(x), 1, 1.0)
+
+    def length(groups: Groups, precision: str, sender: str) -> int:
+        generator = torch.Generator() if precision == "int8" else None
+        return len(encode(pack({"": model, **groups}), protocol.header(1, sender, 1), precision, generator))
+
+    return Traffic(length(extra, e.link_up, "client:0"), length(broadcast, e.link_down, "server"))

@@ -1,0 +1,89 @@
+"""Study: one table or figure of the paper, as cells. A cell is the paper's number beside where ours comes from.
+
+    Cell("FedPara", "CIFAR-10 IID", 82.88, (experiment,), accuracy)
+
+`measure` gets one run's Summary an experiment, cut at the rounds the experiment asks for; a cell without
+experiments is computed and needs no training. Cells that name equal experiments share their run.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fedpara.experiments.config import Experiment
+
+Measure = Callable[..., float | None]
+"""From the runs' summaries to a number; None where a target was not reached."""
+
+Figure = Literal["curves", "gamma", "bars", "histogram", "none"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    row: str
+    column: str
+    paper: float | str | None  # None where the paper prints no number
+    experiments: tuple[Experiment, ...]
+    measure: Measure
+    style: str = "%"  # how both numbers are written: a key of STYLES in `report/tables.py`
+
+
+@dataclass(frozen=True)
+class Study:
+    name: str
+    title: str
+    source: str  # where in the paper
+    cells: tuple[Cell, ...]
+    notes: tuple[str, ...] = ()
+    seeds: int = 1  # as many repeats as the paper made
+    spread: Literal["std", "ci95"] = "std"
+    figure: Figure = "curves"
+
+    @property
+    def rows(self) -> list[str]:
+        return list(dict.fromkeys(cell.row for cell in self.cells))
+
+    @property
+    def columns(self) -> list[str]:
+        return list(dict.fromkeys(cell.column for cell in self.cells))
+
+    @property
+    def experiments(self) -> list[Experiment]:
+        """Each run once, for as many rounds as the cell that wants most."""
+        return merged([e for cell in self.cells for e in cell.experiments])
+
+    def changed(self, change: Callable[[Experiment], Experiment]) -> "Study":
+        """The same study of other experiments: another seed, fewer rounds, a miniature."""
+        cells = (replace(c, experiments=tuple(map(change, c.experiments))) for c in self.cells)
+        return replace(self, cells=tuple(cells))
+
+
+def merged(experiments: list[Experiment]) -> list[Experiment]:
+    """Equal runs once, for the most rounds anyone asks for, in the order they first appear."""
+    found: dict[str, Experiment] = {}
+    for experiment in experiments:
+        known = found.get(experiment.identity, experiment)
+        found[experiment.identity] = replace(known, rounds=max(known.rounds, experiment.rounds))
+    return list(found.values())
+
+
+def run_name(experiment: Experiment) -> str:
+    """A folder's name: readable first, then enough of the identity to be one experiment's alone."""
+    e = experiment
+    size = next((f"{v:g}" for v in (e.gamma, e.rank, e.ratio) if v is not None), "")
+    words = [
+        e.dataset.replace(":", "-"),
+        {"dirichlet": "noniid", "owner": "noniid", "largest": "writers"}.get(e.split, e.split),
+        e.model,
+        f"{e.scheme}{size}",
+        *([e.nonlinearity] if e.nonlinearity else []),
+        *([f"jacobian{e.jacobian:g}"] if e.jacobian else []),
+        *([e.where.replace(":", "")] if e.where else []),
+        *([f"share-{e.share}"] if e.share != "all" else []),
+        *([f"data{e.data_fraction:g}"] if e.data_fraction < 1 else []),
+        e.algorithm,
+        *([e.link_up] if e.link_up != "float32" else []),
+        f"seed{e.seed}",
+        e.identity[:6],
+    ]
+    return "-".join(words)

@@ -1,0 +1,168 @@
+"""Carry out a table or figure of the paper: run what is missing, go on with what was cut, skip what is there.
+
+    python -m fedpara.experiments.reproduce capacity-cnn --seeds 3 --out runs/paper --data-dir data
+    python -m fedpara.experiments.reproduce --keep results/paper --out runs/paper
+
+The second line copies every finished run to its small form. Needs torch, numpy and safetensors, nothing else.
+"""
+
+import argparse
+import fnmatch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedpara.engines.group import join
+from fedpara.engines.loop import Round
+from fedpara.errors import RunError
+from fedpara.experiments.config import Experiment, with_values
+from fedpara.experiments.library import Library, cut, finished, keep_small
+from fedpara.experiments.paper import changes, merged, run_name, study
+from fedpara.experiments.run import Speaker, Watcher, resume, run
+from fedpara.experiments.store import Summary
+
+OUT = Path("runs/paper")
+RESULTS = Path("results/paper")
+Begin = Callable[[str, Experiment], Watcher | None]
+"""Called as a run begins, with its name; what it returns watches the rounds."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run that a study needs, and what is there of it."""
+
+    name: str
+    experiment: Experiment
+    found: Summary | None
+    begun: Path | None
+
+
+def jobs(
+    names: Sequence[str],
+    library: Library,
+    *,
+    seeds: int | None = None,
+    rounds: int | None = None,
+    only: str | None = None,
+    scale: str = "paper",
+) -> list[Job]:
+    """Every run the named studies need, once, the first seed of all of them before the second of any."""
+    wanted: list[Experiment] = []
+    most = max((seeds or study(name).seeds for name in names), default=0)
+    for seed in range(most):
+        for name in names:
+            if seed < (seeds or study(name).seeds):
+                wanted += study(name).changed(changes(seed, rounds, scale)).experiments
+    listed = [Job(run_name(e), e, library.find(e), library.begun(e)) for e in merged(wanted)]
+    return [job for job in listed if only is None or matches(only, job.name)]
+
+
+def matches(pattern: str, name: str) -> bool:
+    """A piece of the name, or a shell pattern for all of it."""
+    return pattern.lower() in name.lower() or fnmatch.fnmatch(name.lower(), pattern.lower())
+
+
+def carry_out(
+    names: Sequence[str],
+    *,
+    seeds: int | None = None,
+    rounds: int | None = None,
+    only: str | None = None,
+    scale: str = "paper",
+    out: Path = OUT,
+    kept: Sequence[Path] = (RESULTS,),
+    data_dir: Path | None = None,
+    engine: str | None = None,
+    precision: str | None = None,
+    begin: Begin | None = None,
+    say: Speaker | None = None,
+) -> list[Summary]:
+    """The runs of the named studies, finished. Those found under `out` or `kept` are not run again.
+
+    A run that fails (it diverged) does not keep the others from being run; RunError at the end names it.
+    """
+    library = Library.of(out, *kept)
+    summaries: list[Summary] = []
+    failed: list[str] = []
+    listed = jobs(names, library, seeds=seeds, rounds=rounds, only=only, scale=scale)
+    join().gather(
+        "the list of runs"
+    )  # before rank 0 makes a folder that another would take for one begun earlier
+    for job in listed:
+        if job.found is not None:
+            summaries.append(job.found)
+            continue
+        watch = begin(job.name, job.experiment) if begin else None
+        try:
+            summary = _done(job, out, data_dir, engine, precision, watch, say)
+        except RunError as error:
+            failed.append(f"{job.name}: {error}")
+            continue
+        summaries.append(cut(summary, job.experiment.rounds))
+    if failed:
+        raise RunError(f"{len(failed)} of {len(listed)} runs failed, the others are done. {' '.join(failed)}")
+    return summaries
+
+
+def _done(
+    job: Job,
+    out: Path,
+    data_dir: Path | None,
+    engine: str | None,
+    precision: str | None,
+    watch: Watcher | None,
+    say: Speaker | None,
+) -> Summary:
+    if job.begun is not None:
+        wanted = job.experiment.rounds
+        return resume(job.begun, rounds=wanted, engine=engine, data_dir=data_dir, watch=watch, say=say)
+    given = {"engine": engine, "precision": precision}
+    experiment = with_values(job.experiment, {name: v for name, v in given.items() if v is not None})
+    return run(experiment, out / job.name, data_dir=data_dir, watch=watch, say=say)
+
+
+def keep_finished(out: Path, into: Path) -> list[Path]:
+    """The small form of every finished run under `out`."""
+    return [keep_small(s.path, into) for s in Library.of(out) if finished(s, s.experiment.rounds)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m fedpara.experiments.reproduce",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__,
+    )
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--seeds", type=int)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--only")
+    parser.add_argument("--scale", default="paper")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--engine")
+    parser.add_argument("--precision")
+    parser.add_argument("--keep", type=Path, help="copy finished runs to their small form here")
+    given = vars(parser.parse_args(arguments))
+    names, keep, out = given.pop("names"), given.pop("keep"), given["out"]
+
+    def begin(name: str, experiment: Experiment) -> Watcher:
+        print(f"{name}: {experiment.rounds} rounds", flush=True)
+
+        def watch(result: Round, timing: dict[str, float]) -> None:
+            if result.accuracy is not None:
+                print(
+                    f"{name}: round {result.number} accuracy {result.accuracy:.4f} {timing['seconds']:.1f} s",
+                    flush=True,
+                )
+
+        return watch
+
+    if names:
+        carry_out(names, begin=begin, say=print, **given)
+    if keep is not None:
+        for path in keep_finished(out, keep):
+            print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Tables as text: for a terminal, Markdown, CSV, LaTeX."""
+
+import csv
+import io
+from collections.abc import Sequence
+
+from fedpara.report.tables import Entry, Table
+
+_LATEX = {
+    "%": r"\%",
+    "&": r"\&",
+    "_": r"\_",
+    "γ": r"$\gamma$",
+    "λ": r"$\lambda$",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+}
+
+
+def grid(table: Table) -> tuple[list[str], list[list[str]]]:
+    """(headings, rows): two columns, paper and ours, for each of the study's."""
+    study = table.study
+    headings = ["", *(f"{column}, {who}" for column in study.columns for who in ("paper", "ours"))]
+    rows = []
+    for row in study.rows:
+        entries = [table.at(row, column) for column in study.columns]
+        rows.append([row, *(text for entry in entries for text in _pair(entry))])
+    return headings, rows
+
+
+def plain(table: Table) -> str:
+    """Aligned columns, a line a row: one block of paper and ours for each column of the study."""
+    study = table.study
+    head = ["", *(study.columns)]
+    lines = [[row, *(_joined(table.at(row, column)) for column in study.columns)] for row in study.rows]
+    widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
+    text = [
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in [head, *lines]
+    ]
+    return "\n".join(
+        [f"{study.name}: {study.title} ({study.source}); paper | ours", *(line.rstrip() for line in text)]
+    )
+
+
+def markdown(table: Table) -> str:
+    """Paper / **ours** in every cell."""
+    study = table.study
+    lines = [
+        ["", *study.columns],
+        ["---", *("---:" for _ in study.columns)],
+        *([row, *(_slashed(table.at(row, column)) for column in study.columns)] for row in study.rows),
+    ]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def csv_text(tables: Sequence[Table]) -> str:
+    """One line a cell, numbers unrounded: study, row, column, paper, ours, spread, seeds, runs."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["study", "row", "column", "paper", "ours", "spread", "seeds", "state", "runs"])
+    for table in tables:
+        for e in table.entries:
+            state = "computed" if e.computed else "run" if e.value is not None else e.text
+            writer.writerow(
+                [
+                    table.study.name,
+                    e.row,
+                    e.column,
+                    _empty(e.paper),
+                    _empty(e.value),
+                    _empty(e.spread),
+                    e.seeds,
+                    state,
+                    " ".join(e.runs),
+                ]
+            )
+    return out.getvalue()
+
+
+def latex(table: Table) -> str:
+    study = table.study
+    pairs = " & ".join(rf"\multicolumn{{2}}{{c}}{{{_escaped(column)}}}" for column in study.columns)
+    who = " & ".join("paper & ours" for _ in study.columns)
+    _, rows = grid(table)
+    body = [" & ".join(map(_escaped, row)) + r" \\" for row in rows]
+    return "\n".join(
+        [
+            r"\begin{tabular}{l" + " rr" * len(study.columns) + "}",
+            r"\toprule",
+            f" & {pairs}" + r" \\",
+            f" & {who}" + r" \\",
+            r"\midrule",
+            *body,
+            r"\bottomrule",
+            r"\end{tabular}",
+        ]
+    )
+
+
+def _pair(entry: Entry | None) -> tuple[str, str]:
+    return ("", "") if entry is None else (entry.paper_text, entry.text)
+
+
+def _joined(entry: Entry | None) -> str:
+    return "" if entry is None else f"{entry.paper_text} | {entry.text}"
+
+
+def _slashed(entry: Entry | None) -> str:
+    if entry is None:
+        return ""
+    ours = entry.text if entry.value is None else f"**{entry.text}**"
+    return f"{entry.paper_text} / {ours}"
+
+
+def _empty(value: object) -> object:
+    return "" if value is None else value
+
+
+def _escaped(text: str) -> str:
+    return "".join(_LATEX.get(letter, letter) for letter in text)

@@ -1,0 +1,141 @@
+"""One page that holds everything: tables, curves, configs, style and program; no network.
+
+The numbers travel as JSON in the page; `assets/` holds the style and the programs, which draw SVG by hand.
+"""
+
+import json
+from dataclasses import asdict
+from importlib.resources import files
+from statistics import mean
+from typing import Any
+
+from fedpara.experiments import Summary
+from fedpara.experiments.library import Library, name_of
+from fedpara.experiments.paper.measures import accuracy
+from fedpara.report.series import Points, Series, all_series, points
+from fedpara.report.tables import NOT_REACHED, NOT_RUN, Entry, Table
+
+MOST_POINTS = 400
+PROGRAMS = ("chart.js", "page.js")
+
+
+def page(library: Library, tables: list[Table]) -> str:
+    """The page of these runs and tables."""
+    runs = list(library)
+    series = [one for one in all_series(runs) if any(points(run).rounds for run in one.runs)]
+    content = {
+        "tables": [_table(table) for table in tables],
+        "series": [_series(one, tables) for one in series],
+        "groups": _groups(series, tables),
+        "runs": {name_of(run): _run(run) for run in runs},
+    }
+    # "</" would end the script element it stands in.
+    data = json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+    text = _asset("page.html").replace("/* style */", _asset("page.css"))
+    text = text.replace("/* programs */", "\n".join(map(_asset, PROGRAMS)))
+    return text.replace("/* data */", data)
+
+
+def _asset(name: str) -> str:
+    return (files("fedpara.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _table(table: Table) -> dict[str, Any]:
+    study = table.study
+    rows = []
+    for row in study.rows:
+        cells: list[dict[str, Any] | None] = []
+        for column in study.columns:
+            entry = table.at(row, column)
+            if entry is None:
+                cells.append(None)
+                continue
+            state = "computed" if entry.computed else "run"
+            if entry.value is None:
+                state = {NOT_RUN: "missing", NOT_REACHED: "unreached"}[entry.text]
+            shown = {"paper": entry.paper_text, "ours": entry.text, "state": state, "runs": list(entry.runs)}
+            cells.append(shown | _numbers(entry))
+        rows.append({"name": row, "cells": cells})
+    head = {"name": study.name, "title": study.title, "source": study.source, "notes": list(study.notes)}
+    return {**head, "columns": study.columns, "rows": rows, "filled": table.run}
+
+
+def _numbers(entry: Entry) -> dict[str, float]:
+    """An accuracy and the paper's as numbers, for the strips of dots."""
+    if entry.style != "%" or entry.value is None:
+        return {}
+    found = {"value": round(entry.value, 3), "spread": round(entry.spread or 0.0, 3)}
+    return found | ({"number": entry.paper} if isinstance(entry.paper, float) else {})
+
+
+def _groups(series: list[Series], tables: list[Table]) -> list[dict[str, Any]]:
+    """The series of each study, by number, under the labels that tell them apart there; all of them at the end."""
+    numbers = {one.runs[0].path: number for number, one in enumerate(series)}
+    groups = []
+    for table in tables:
+        names = {name for entry in table.entries for name in entry.runs}
+        own = [one for one in series if names & set(map(name_of, one.runs))]
+        labelled = all_series(run for one in own for run in one.runs)
+        members = [[numbers[one.runs[0].path], one.label] for one in labelled]
+        if len(members) > 1:
+            groups.append({"name": table.study.title, "members": members})
+    everything = [[number, one.label] for number, one in enumerate(series)]
+    return [*groups, {"name": "everything", "members": everything}]
+
+
+def _series(series: Series, tables: list[Table]) -> dict[str, Any]:
+    """Seeds as their mean and range, at the rounds all of them have."""
+    each = [found for run in series.runs if (found := points(run)).rounds]
+    shortest = min(each, key=lambda found: len(found.rounds))
+    chosen = _thinned(len(shortest.rounds))
+
+    def column(pick: Any, digits: int) -> list[float]:
+        return [round(pick(i), digits) for i in chosen]
+
+    several = len(each) > 1
+    return {
+        "panel": series.panel,
+        "original": series.original,
+        "runs": [name_of(run) for run in series.runs],
+        "paper": _paper(series, tables),
+        "rounds": [shortest.rounds[i] for i in chosen],
+        "accuracy": column(lambda i: mean(one.accuracy[i] for one in each), 3),
+        "low": column(lambda i: min(one.accuracy[i] for one in each), 3) if several else [],
+        "high": column(lambda i: max(one.accuracy[i] for one in each), 3) if several else [],
+        "gigabytes": column(lambda i: shortest.gigabytes[i], 5),
+        "megabits": column(lambda i: shortest.megabits[i], 4),
+        "compute": column(lambda i: shortest.compute[i], 3),
+    }
+
+
+def _paper(series: Series, tables: list[Table]) -> dict[str, float] | None:
+    """The paper's accuracy of this experiment, and after how many rounds."""
+    names = set(map(name_of, series.runs))
+    for table in tables:
+        for cell, entry in zip(table.study.cells, table.entries, strict=True):
+            if cell.measure is accuracy and isinstance(cell.paper, float) and names & set(entry.runs):
+                return {"accuracy": cell.paper, "round": cell.experiments[0].rounds}
+    return None
+
+
+def _thinned(count: int) -> list[int]:
+    """At most MOST_POINTS indices, evenly, the last among them."""
+    step = -(-count // MOST_POINTS)
+    return sorted({*range(0, count, step), count - 1})
+
+
+def _run(run: Summary) -> dict[str, Any]:
+    try:
+        environment = json.loads((run.path / "environment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        environment = {}
+    sent: Points = points(run)
+    return {
+        "config": {name: value for name, value in asdict(run.experiment).items() if value not in (None, {})},
+        "environment": environment,
+        "rounds": run.rounds,
+        "accuracy": None if run.accuracy is None else round(100 * run.accuracy, 3),
+        "gigabytes": round((run.bytes_up + run.bytes_down) / 2**30, 4),
+        "seconds": round(run.seconds, 1),
+        "evaluations": len(sent.rounds),
+    }

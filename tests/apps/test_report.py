@@ -1,0 +1,60 @@
+"""fedpara report, as a user calls it."""
+
+import pytest
+
+from fedpara.experiments.reproduce import carry_out
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    given = {"seeds": 1, "scale": "tiny", "kept": (), "engine": "sequential"}
+    carry_out(["personalization"], out=folder, only="mnist-shards-mlp-original", **given)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "starts"),
+    [
+        ("page.html", "<!doctype html>"),
+        ("page.md", "# The paper, run here"),
+        ("page.csv", "study,row,column,paper,ours"),
+        ("page.tex", "% rank-histogram"),
+    ],
+)
+def test_a_file_by_its_ending(cli, tmp_path, runs, name, starts):
+    code, out, err = cli("report", runs, "--out", name, "--scale", "tiny")
+    assert code == 0, err
+    assert (tmp_path / name).read_text().startswith(starts)
+    assert "3 runs" in out
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_figures_into_a_folder(cli, tmp_path, runs, kind):
+    code, _, err = cli("report", runs, "--format", kind, "--out", "figures", "--scale", "tiny")
+    assert code == 0, err
+    found = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert found == {f"rank-histogram.{kind}", f"personalization.{kind}"}
+
+
+def test_any_run_has_its_curve_on_the_page(cli, tmp_path):
+    """Also one that belongs to no table."""
+    code, _, err = cli(
+        *("run", "--model", "mlp", "--scheme", "original", "--clients", 8, "--cohort", 2, "--steps", 1),
+        *("--rounds", 3, "--out", "runs/mine"),
+    )
+    assert code == 0, err
+    code, _, err = cli("report", "runs", "--out", "page.html")
+    assert code == 0, err
+    assert '"runs/mine"' in (tmp_path / "page.html").read_text()
+
+
+def test_mistakes(cli, tmp_path, runs):
+    for arguments, says in (
+        (["report", runs, "--out", "page.doc"], "expected one of html"),
+        (["report", tmp_path / "absent"], "is not a folder"),
+        (["report", tmp_path], "no run in"),
+    ):
+        code, _, err = cli(*arguments)
+        assert code == 2
+        assert says in err

@@ -1,0 +1,102 @@
+"""fedpara reproduce, as a user calls it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedpara.experiments import paper
+from fedpara.report.tables import NOT_REACHED, NOT_RUN
+
+TRAINED = [name for name in paper.STUDIES if paper.runs(name)]
+BARE = [name for name in paper.STUDIES if name not in TRAINED]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """One folder for every study here: they share their runs."""
+    return tmp_path_factory.mktemp("paper")
+
+
+def tiny(cli, name, out, *more):
+    given = ("--scale", "tiny", "--seeds", 1, "--engine", "sequential", "--out", out, *more)
+    code, text, err = cli("reproduce", name, *given)
+    assert code == 0, err
+    return text, err
+
+
+def rounds_run(err):
+    return err.count(": round ")
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_miniature_of_every_trained_study(cli, out, name):
+    """Two rounds on generated data; of the sixty runs of gamma-sweep those of CIFAR-10 IID."""
+    only = ("--only", "cifar10-iid") if name == "gamma-sweep" else ()
+    text, _ = tiny(cli, name, out, *only)
+    study = paper.study(name)
+    assert text.startswith(f"{name}: {study.title}")
+    assert (NOT_RUN in text) == (name == "gamma-sweep")
+    again, err = tiny(cli, name, out, "--json", *only)
+    assert rounds_run(err) == 0, "it is all there"
+    cells = json.loads(again.splitlines()[-1])[name]["cells"]
+    assert [(cell["row"], cell["column"]) for cell in cells] == [(c.row, c.column) for c in study.cells]
+    for cell, declared in zip(cells, study.cells, strict=True):
+        assert cell["paper"] == declared.paper
+        if cell["ours"] is None:
+            assert cell["text"] in (NOT_RUN, NOT_REACHED)
+        else:
+            assert bool(cell["runs"]) == bool(declared.experiments)
+            assert all((Path(out).parent / run).is_dir() for run in cell["runs"])
+    figure = json.loads(again.splitlines()[-1])[name]["figure"]
+    assert (study.figure == "none") == (figure == "")
+    assert not figure or Path(figure).stat().st_size > 5000
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_studies_without_training_need_nothing(cli, name):
+    code, text, err = cli("reproduce", name)
+    assert code == 0, err
+    assert NOT_RUN not in text
+    assert list(Path.cwd().rglob("config.toml")) == []
+
+
+def test_the_list_has_every_name_and_its_cost(cli):
+    code, text, _ = cli("reproduce", "--list", "--json")
+    assert code == 0
+    listed = json.loads(text)
+    assert list(listed["studies"]) == list(paper.STUDIES)
+    for name, row in listed["studies"].items():
+        assert (row["runs"] > 0) == (row["gpu_minutes"] > 0) == (row["gigabytes"] > 0) == (name in TRAINED)
+    assert listed["all"]["runs"] < sum(row["runs"] for row in listed["studies"].values()), (
+        "shared runs count once"
+    )
+    # 16 clients x 200 rounds x 122 MB and 12.4 MB
+    assert listed["studies"]["training-time"]["gigabytes"] == pytest.approx(
+        16 * 200 * (0.1220 + 0.0124), rel=0.01
+    )
+    code, text, _ = cli("reproduce", "--list")
+    assert code == 0
+    assert all(name in text for name in paper.STUDIES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "which table or figure"),
+        (["capacity-cn"], "did you mean 'capacity-cnn'"),
+        (["optimizers", "--scale", "small"], "expected paper or tiny"),
+        (["optimizers", "--seeds", "0"], "seeds"),
+    ],
+)
+def test_mistakes(cli, tmp_path, arguments, says):
+    code, _, err = cli("reproduce", *arguments)
+    assert code == 2
+    assert says in err
+    assert list(tmp_path.rglob("config.toml")) == []
+
+
+def test_data_that_is_not_here_is_named(cli, tmp_path):
+    code, _, err = cli("reproduce", "optimizers", "--data-dir", tmp_path / "nothing")
+    assert code == 1
+    assert "cifar10 is not in" in err

@@ -1,0 +1,74 @@
+"""`where` and the split `largest`: what the paper's studies need beyond a model's own rule."""
+
+import pytest
+
+from fedpara import data
+from fedpara.errors import ConfigError
+from fedpara.experiments import Experiment
+from fedpara.experiments.build import build_federation, build_model, build_scheme
+from fedpara.parameterization import FedPara, forms
+
+
+def built(**given):
+    experiment = Experiment(**given)
+    return forms(build_model(experiment, 10, (3, 32, 32), build_scheme(experiment)))
+
+
+def test_hybrid_leaves_the_first_convolutions_dense():
+    whole = built(model="vgg16-tiny", scheme="lowrank", ratio=0.5, conv="reshape")
+    hybrid = built(model="vgg16-tiny", scheme="lowrank", ratio=0.5, conv="reshape", where="hybrid:8")
+    assert len(whole) == 13
+    assert list(hybrid) == list(whole)[8:]
+
+
+def test_early_layers_of_a_resnet_have_gamma_one():
+    found = built(model="resnet18-tiny", scheme="fedpara", gamma=0.1, where="early")
+    by_gamma = {
+        gamma: [n for n, f in found.items() if f.scheme == FedPara(gamma=gamma)] for gamma in (1.0, 0.1)
+    }
+    assert sum(map(len, by_gamma.values())) == len(found)
+    early = [
+        name for name in found if "shortcut" in name or name in ("conv1.weight", "layer1.0.conv1.weight")
+    ]
+    assert by_gamma[1.0] == early
+
+
+def test_every_takes_the_linear_layers_too():
+    usual = built(model="vgg16", scheme="fedpara", gamma=0.1)
+    every = built(model="vgg16", scheme="fedpara", gamma=0.1, where="every")
+    assert set(every) - set(usual) == {f"classifier.{n}.weight" for n in (1, 4, 6)} & set(every)
+    assert len(every) > len(usual)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"where": "first"}, "expected every, early, or hybrid"),
+        ({"where": "hybrid:x"}, "unknown where"),
+    ],
+)
+def test_unknown_words_are_refused(given, says):
+    with pytest.raises(ConfigError, match=says):
+        Experiment(**given)
+
+
+def test_early_needs_a_gamma():
+    with pytest.raises(ConfigError, match="Hadamard scheme with a gamma"):
+        built(model="resnet18-tiny", scheme="lowrank", ratio=0.5, where="early")
+
+
+def test_the_largest_owners_come_first_with_their_own_test_data():
+    train, test = data.load("generated:femnist")
+    keep = (train.owners % 3 == 0) | (train.labels % 2 == 0)
+    train = train.subset(keep.nonzero().flatten())
+    experiment = Experiment(
+        dataset="generated:femnist", split="largest", clients=4, cohort=4, personal=True, model="mlp"
+    )
+    federation = build_federation(experiment, train, test)
+    counts = train.owners.bincount()
+    sizes = [federation.size(i) for i in range(4)]
+    assert sizes == sorted(counts.tolist(), reverse=True)[:4]
+    for i in range(4):
+        (owner,) = set(federation.client(i).owners.tolist())
+        assert counts[owner] == sizes[i]
+        assert set(federation.client_test(i).owners.tolist()) == {owner}

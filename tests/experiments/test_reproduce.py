@@ -1,0 +1,148 @@
+"""Contract: a study killed at any round goes on, nothing is run twice, and its table is the same."""
+
+import pytest
+
+from fedpara.errors import RunError
+from fedpara.experiments import paper, read_run, resume
+from fedpara.experiments.config import to_toml
+from fedpara.experiments.library import Library, keep_small
+from fedpara.experiments.reproduce import carry_out, jobs, keep_finished
+from fedpara.report.tables import NOT_RUN, table_of
+
+STUDY = "personalization"
+ONLY = "mnist-shards"
+PFEDPARA = "mnist-shards-mlp-pfedpara0.5"
+TINY = {"seeds": 1, "scale": "tiny", "only": ONLY, "kept": (), "engine": "sequential"}
+
+
+class Stop(Exception):
+    pass
+
+
+class Rounds:
+    """Every round that is run, and a stop before one of them is watched to its end."""
+
+    def __init__(self, stop_at=None):
+        self.seen, self.stop_at = [], stop_at
+
+    def __call__(self, name, experiment):
+        def watch(result, timing):
+            self.seen.append((name, result.number))
+            if len(self.seen) == self.stop_at:
+                raise Stop
+
+        return watch
+
+
+def texts(folder):
+    table = table_of(paper.study(STUDY), Library.of(folder), range(1), scale="tiny")
+    return [entry.text for entry in table.entries]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The study in one go: (folder, rounds)."""
+    folder, rounds = tmp_path_factory.mktemp("whole"), Rounds()
+    carry_out([STUDY], out=folder, begin=rounds, **TINY)
+    return folder, rounds
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 5])
+def test_a_cut_study_goes_on_and_runs_nothing_twice(whole, tmp_path, stop_at):
+    first, second = Rounds(stop_at), Rounds()
+    with pytest.raises(Stop):
+        carry_out([STUDY], out=tmp_path, begin=first, **TINY)
+    carry_out([STUDY], out=tmp_path, begin=second, **TINY)
+    assert len(first.seen) == stop_at
+    assert first.seen + second.seen == whole[1].seen
+    assert texts(tmp_path) == texts(whole[0])
+
+
+def test_a_finished_study_runs_nothing(whole):
+    again = Rounds()
+    found = carry_out([STUDY], out=whole[0], begin=again, **TINY)
+    assert again.seen == []
+    assert len(found) == 4
+    assert {summary.rounds for summary in found} == {2}
+
+
+def test_the_small_form_is_a_finished_run(whole, tmp_path):
+    """No checkpoint, no clients' memory; the same table, and nothing is run again."""
+    kept = keep_finished(whole[0], tmp_path / "results")
+    assert len(kept) == 4
+    for path in kept:
+        assert {file.name for file in path.iterdir()} == {
+            "config.toml",
+            "environment.json",
+            "metrics.jsonl",
+            "timing.jsonl",
+        }
+    again = Rounds()
+    carry_out([STUDY], out=tmp_path / "out", begin=again, **{**TINY, "kept": (tmp_path / "results",)})
+    assert again.seen == []
+    assert texts(tmp_path / "results") == texts(whole[0])
+
+
+def test_the_small_form_is_never_cut_back(whole, tmp_path):
+    """Opening it to go on would drop every round after a checkpoint it does not have."""
+    run = next(path for path in whole[0].iterdir() if path.is_dir())
+    small = keep_small(run, tmp_path)
+    before = (small / "metrics.jsonl").read_bytes()
+    with pytest.raises(RunError, match="cannot go on"):
+        resume(small, rounds=3)
+    assert (small / "metrics.jsonl").read_bytes() == before
+
+
+def test_more_rounds_than_a_small_form_has_are_run_anew(whole, tmp_path):
+    keep_finished(whole[0], tmp_path / "results")
+    rounds = Rounds()
+    given = {**TINY, "only": PFEDPARA, "rounds": 3, "kept": (tmp_path / "results",)}
+    found = carry_out([STUDY], out=tmp_path / "out", begin=rounds, **given)
+    assert [number for _, number in rounds.seen] == [1, 2, 3]
+    assert [summary.rounds for summary in found] == [3]
+
+
+def test_a_longer_run_holds_the_shorter_one(whole):
+    (job,) = jobs([STUDY], Library.of(whole[0]), seeds=1, rounds=1, scale="tiny", only=PFEDPARA)
+    assert job.found is not None
+    assert [line["round"] for line in job.found.metrics] == [1]
+    (job,) = jobs([STUDY], Library.of(whole[0]), seeds=1, rounds=3, scale="tiny", only=PFEDPARA)
+    assert job.found is None
+    assert job.begun is not None
+
+
+def test_going_on_to_more_rounds_keeps_the_first(whole, tmp_path):
+    carry_out([STUDY], out=tmp_path, **{**TINY, "only": PFEDPARA})
+    rounds = Rounds()
+    given = {**TINY, "only": PFEDPARA, "rounds": 3}
+    carry_out([STUDY], out=tmp_path, begin=rounds, **given)
+    assert [number for _, number in rounds.seen] == [3]
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert read_run(folder).rounds == 3
+
+
+def test_what_is_not_there_is_said_so(whole):
+    found = texts(whole[0])
+    scenarios = [cell.column for cell in paper.study(STUDY).cells]
+    for column, text in zip(scenarios, found, strict=True):
+        assert (text == NOT_RUN) == column.startswith(("Scenario 1", "Scenario 2"))
+
+
+def test_first_seeds_come_before_second_ones():
+    seeds = [job.experiment.seed for job in jobs(["techniques", "optimizers"], Library({}), seeds=2)]
+    assert seeds == sorted(seeds)
+    assert seeds.count(0) == seeds.count(1) > 5
+
+
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
+    """A learning rate of the recipe that is too high for one method must not cost a night."""
+    (broken,) = jobs([STUDY], Library({}), seeds=1, scale="tiny", only="mnist-shards-mlp-original-share-none")
+    folder = tmp_path / broken.name
+    folder.mkdir()
+    (folder / "something.txt").write_text("in the way")
+    (folder / "config.toml").write_text(to_toml(broken.experiment))
+    (folder / "metrics.jsonl").write_text('{"round": 1, "accuracy": null}\n{"round": 2')
+    (folder / "checkpoint.safetensors").write_bytes(b"damaged")
+    with pytest.raises(RunError, match=f"1 of 4 runs failed, the others are done. {broken.name}"):
+        carry_out([STUDY], out=tmp_path, **TINY)
+    assert sum(run.rounds == 2 for run in Library.of(tmp_path)) == 3

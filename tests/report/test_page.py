@@ -1,0 +1,81 @@
+"""The page is one file that needs nothing else."""
+
+import json
+import re
+
+import pytest
+
+from fedpara.experiments.library import name_of
+from fedpara.report.page import page
+from fedpara.report.series import all_series, label_of, points
+
+
+@pytest.fixture(scope="module")
+def text(library, tables):
+    return page(library, tables)
+
+
+def content(text):
+    return json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)[1])
+
+
+def test_nothing_is_fetched(text):
+    """The one address is a name, that of the SVG vocabulary."""
+    assert set(re.findall(r"https?://[^\s\"'<)]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(
+        r"\bimport\b[^;]*from|@import|fetch\(|XMLHttpRequest|<link[^>]+stylesheet|src=", text
+    )
+    assert "/* data */" not in text
+    assert "/* style */" not in text
+    assert len(text.encode()) < 5_000_000
+
+
+def test_it_holds_every_table_and_run(text, library, tables):
+    found = content(text)
+    assert [table["name"] for table in found["tables"]] == [table.study.name for table in tables]
+    assert set(found["runs"]) == {name_of(run) for run in library}
+    for table in found["tables"]:
+        assert all(len(row["cells"]) == len(table["columns"]) for row in table["rows"])
+        shown = [cell for row in table["rows"] for cell in row["cells"] if cell]
+        assert all(name in found["runs"] for cell in shown for name in cell["runs"])
+    some = next(iter(found["runs"].values()))
+    assert some["config"]["dataset"] == "generated:cifar10"
+    assert "torch" in some["environment"]
+
+
+def test_seeds_are_one_series_with_a_range(text, library):
+    found = content(text)
+    assert len(found["series"]) == 3
+    for series in found["series"]:
+        assert len(series["runs"]) == 2
+        assert series["rounds"] == [1, 2]
+        rows = zip(series["low"], series["accuracy"], series["high"], strict=True)
+        assert all(low <= middle <= high for low, middle, high in rows)
+    labels = [label for _, label in found["groups"][0]["members"]]
+    assert sorted(labels) == ["FedPara γ 0.1", "low-rank", "original"]
+
+
+def test_points_add_up_to_the_runs_bytes(library):
+    run = next(iter(library))
+    found = points(run)
+    assert found.gigabytes[-1] == pytest.approx((run.bytes_up + run.bytes_down) / 2**30)
+    assert found.megabits[-1] == pytest.approx(
+        8 * (run.bytes_up + run.bytes_down) / run.experiment.cohort / 1e6
+    )
+    assert found.compute[-1] == pytest.approx(run.seconds / run.experiment.cohort)
+
+
+def test_labels_tell_series_apart(library):
+    series = all_series(library)
+    assert len({(one.panel, one.label) for one in series}) == len(series)
+    assert {label_of(run.experiment) for run in library} == {"FedPara γ 0.1", "low-rank", "original"}
+
+
+def test_a_name_cannot_end_the_script(library, tables):
+    """Text in the data that looks like the end of its element does not end it."""
+    from dataclasses import replace
+
+    wild = [replace(t, study=replace(t.study, title="</script><b>")) for t in tables]
+    text = page(library, wild)
+    assert "</script><b>" not in text
+    assert content(text)["tables"][0]["title"] == "</script><b>"

@@ -1,0 +1,102 @@
+"""Tables: every number of ours comes from a run folder, and what is missing says so."""
+
+import csv
+import io
+from pathlib import Path
+from statistics import mean, stdev
+
+import pytest
+
+from fedpara.experiments import paper
+from fedpara.experiments.library import Library
+from fedpara.report.document import BEGIN, END, document
+from fedpara.report.formats import csv_text, latex, markdown, plain
+from fedpara.report.tables import NOT_REACHED, NOT_RUN, half_width, table_of
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def entry(tables, study, row, column):
+    (table,) = (table for table in tables if table.study.name == study)
+    found = table.at(row, column)
+    assert found is not None
+    return found
+
+
+def test_ours_is_the_mean_of_the_seeds_that_were_run(tables, library):
+    found = entry(tables, "capacity-cnn", "FedPara", "CIFAR-10 IID")
+    last = [100 * run.accuracy for run in library if run.experiment.scheme == "fedpara"]
+    assert found.seeds == len(last) == 2
+    assert found.value == pytest.approx(mean(last))
+    assert found.spread == pytest.approx(stdev(last))
+    assert found.text == f"{mean(last):.2f} ± {stdev(last):.2f}"
+    assert found.paper_text == "82.88"
+    assert len(found.runs) == 2
+
+
+def test_what_was_not_run_and_what_was_not_reached(tables):
+    assert entry(tables, "capacity-cnn", "FedPara", "CINIC-10 IID").text == NOT_RUN
+    assert entry(tables, "communication", "CIFAR-10 IID, 80%", "FedPara [GB]").text == NOT_REACHED
+    assert entry(tables, "communication", "CIFAR-10 non-IID, 70%", "times fewer").text == NOT_RUN
+    assert entry(tables, "optimizers", "FedProx", "rounds to 80%").paper_text == "-"
+
+
+def test_runs_of_another_scale_are_not_taken_for_the_papers(library):
+    table = table_of(paper.study("capacity-cnn"), library, range(2))
+    assert table.run == 0
+
+
+def test_a_95_percent_interval_by_hand():
+    """n = 5, s = sqrt(2.5), t(0.975, 4) = 2.776"""
+    assert half_width([1, 2, 3, 4, 5]) == pytest.approx(2.776 * 2.5**0.5 / 5**0.5)
+
+
+def test_every_study_as_text(tables):
+    for table in tables:
+        shown = plain(table)
+        assert all(row in shown for row in table.study.rows)
+        lines = markdown(table).splitlines()
+        assert len(lines) == 2 + len(table.study.rows)
+        assert {line.count("|") for line in lines} == {2 + len(table.study.columns)}
+        tex = latex(table)
+        assert tex.count(r"\\") == 2 + len(table.study.rows)
+        assert "γ" not in tex
+        assert all(
+            line.count("&") == 2 * len(table.study.columns)
+            for line in tex.splitlines()
+            if "&" in line and "multicolumn" not in line
+        )
+
+
+def test_csv_has_a_line_a_cell_and_unrounded_numbers(tables):
+    rows = list(csv.DictReader(io.StringIO(csv_text(tables))))
+    assert len(rows) == sum(len(study.cells) for study in paper.STUDIES.values())
+    (row,) = (
+        r for r in rows if (r["study"], r["row"], r["column"]) == ("capacity-cnn", "FedPara", "CIFAR-10 IID")
+    )
+    assert float(row["ours"]) == entry(tables, "capacity-cnn", "FedPara", "CIFAR-10 IID").value
+    assert row["seeds"] == "2"
+    assert {r["state"] for r in rows} == {"run", "computed", NOT_RUN, NOT_REACHED}
+
+
+def test_the_document_has_every_study_and_a_headline(tables):
+    text = document(tables)
+    assert all(f"## {name}: " in text for name in paper.STUDIES)
+    assert 5 < text.split(BEGIN)[1].split(END)[0].count("\n") < 16
+    assert NOT_RUN in text
+
+
+def test_the_documents_are_those_of_the_results():
+    """`fedpara report results --out docs/reproduction.md`, and its headline between the README's two marks."""
+    found = Library.of(ROOT / "results")
+    text = document([table_of(study, found, found.seeds) for study in paper.STUDIES.values()])
+    assert (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8") == text
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    if BEGIN in readme:
+        assert readme.split(BEGIN)[1].split(END)[0] == text.split(BEGIN)[1].split(END)[0]
+
+
+def test_the_library_skips_what_is_no_run(tmp_path, runs):
+    (tmp_path / "empty").mkdir()
+    assert Library.of(tmp_path, tmp_path / "absent").runs == {}
+    assert len(Library.of(runs, runs).runs) == len(Library.of(runs).runs), "a folder named twice counts once"
