@@ -7,19 +7,23 @@ import torch
 
 from fedpara.algorithms import Algorithm
 from fedpara.data import FederatedData
-from fedpara.engines.batched import Batched, unfit
+from fedpara.engines.batched import Batched
 from fedpara.engines.client import PRIVATE, Protocol
+from fedpara.engines.fitness import slower_on_cpu, unfit
+from fedpara.engines.group import Group, join
 from fedpara.engines.loop import Engine, Progress, Round, Schedule, play
 from fedpara.engines.memory import ClientMemory, InMemory
 from fedpara.engines.program import Share, shared_names, take_apart
+from fedpara.engines.ranks import Elsewhere, Ranks
 from fedpara.engines.sequential import Sequential
+from fedpara.engines.stacked import Precision
 from fedpara.engines.task import Task
 from fedpara.errors import ConfigError, RunError
 from fedpara.parameterization import forms
 from fedpara.state import State
 from fedpara.wire import Link
 
-ENGINES = ("auto", "sequential", "batched")
+ENGINES = ("auto", "sequential", "batched", "flower")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +80,7 @@ def simulate(
     link: Link | None = None,
     share: Share = "all",
     engine: str = "auto",
+    precision: Precision | None = None,
     evaluate_every: int = 1,
     personal: bool | None = None,
     max_norm: float | None = None,
@@ -84,6 +89,7 @@ def simulate(
     on_round: Callable[[Round], None] | None = None,
 ) -> Run:
     """Run `algorithm` on the federation for `rounds` rounds with `cohort` clients each."""
+    refuse_hostless(engine)
     protocol, schedule, personal = prepare(
         task,
         data,
@@ -100,14 +106,17 @@ def simulate(
         target=target,
     )
     memory = InMemory() if memory is None else memory
-    chosen = build_engine(engine, protocol, task, data, memory, cohort)
     results: list[Round] = []
-    for result in play(protocol, chosen, schedule, personal):
-        if results:
-            results[-1] = _without_tensors(results[-1])
-        results.append(result)
-        if on_round is not None:
-            on_round(result)
+    with join().in_step("the end of the run"):
+        chosen = build_engine(engine, protocol, task, data, memory, cohort, precision)
+        for result in play(protocol, chosen, schedule, personal):
+            if results:
+                results[-1] = _without_tensors(results[-1])
+            results.append(result)
+            if on_round is not None:
+                on_round(result)
+    if isinstance(chosen, Ranks):
+        memory = Elsewhere(memory, chosen)
     return Run(protocol, memory, tuple(results), f"{chosen.name}: {chosen.why}")
 
 
@@ -167,14 +176,57 @@ def prepare(
     return protocol, schedule, personal
 
 
+def refuse_hostless(engine: str) -> None:
+    """ConfigError for an engine that cannot be made here: Flower starts us, not we it."""
+    if engine == "flower":
+        raise ConfigError(
+            "engine 'flower' runs an experiment under Flower: use `fedpara run --engine flower`, or `flwr run` on a "
+            "folder that `fedpara flower init` writes."
+        )
+
+
 def build_engine(
-    name: str, protocol: Protocol, task: Task, data: FederatedData, memory: ClientMemory, cohort: int
+    name: str,
+    protocol: Protocol,
+    task: Task,
+    data: FederatedData,
+    memory: ClientMemory,
+    cohort: int,
+    precision: Precision | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Engine:
-    if name == "auto":
-        name = "batched" if torch.cuda.is_available() else "sequential"
+    """The engine of that name. Under torchrun every rank has one, for its share of the cohort."""
+    group = join()
+    inner = _build_one(name, protocol, task, data, memory, cohort, precision, say, group)
+    return inner if group.size == 1 else Ranks(group, inner, protocol)
+
+
+def _build_one(
+    name: str,
+    protocol: Protocol,
+    task: Task,
+    data: FederatedData,
+    memory: ClientMemory,
+    cohort: int,
+    precision: Precision | None,
+    say: Callable[[str], None] | None,
+    group: Group,
+) -> Engine:
     if name == "sequential":
         return Sequential(protocol, task, data, memory)
-    reason = unfit(protocol, task, data)
+    reason = unfit(protocol, data)
+    if not reason and name == "auto" and not torch.cuda.is_available():
+        reason = slower_on_cpu(protocol, cohort)
     if reason:
         return Sequential(protocol, task, data, memory, why=f"not batched: {reason}")
-    return Batched(protocol, task, data, memory, size=cohort)
+    return Batched(
+        protocol,
+        task,
+        data,
+        memory,
+        size=-(-cohort // group.size),
+        device=str(group.device) if group.device is not None else None,
+        precision=precision,
+        say=say,
+        stream=group.rank,
+    )

@@ -1,0 +1,138 @@
+"""The engine of more than one GPU: every rank trains a share of the cohort, one exchange a round joins them.
+
+    replies of rank r = inner.train(share r);  all ranks: replies = all_gather;  aggregate in the cohort's order
+
+Every rank runs the same server loop on the same replies, so the bits are those of one process. What travels are
+the clients' encoded messages and their scores; what a client keeps stays with the rank that has it.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fedpara.algorithms import Groups
+from fedpara.engines.client import Protocol, Reply
+from fedpara.engines.group import Group, Part
+from fedpara.engines.loop import Engine
+from fedpara.engines.memory import ClientMemory
+from fedpara.engines.worker import Score
+from fedpara.errors import RunError
+from fedpara.state import State
+
+
+def keeps(protocol: Protocol) -> bool:
+    """Whether a client holds anything from round to round."""
+    return any(protocol.first(protocol.program.start(protocol.program.shared)).values())
+
+
+class Ranks:
+    def __init__(self, group: Group, inner: Engine, protocol: Protocol) -> None:
+        self.group, self.inner = group, inner
+        self.by_number = keeps(protocol)
+        settings = (protocol.algorithm.name, protocol.algorithm.local, protocol.link, protocol.seed)
+        self._settings = zlib.crc32(repr(settings).encode())
+        self._mine: list[int] = []
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def why(self) -> str:
+        return f"{self.group.size} ranks ({self.group.backend}), each: {self.inner.why}"
+
+    def share(self, clients: Sequence[int], rank: int) -> list[int]:
+        """By number where clients keep something, so that each stays with its rank; else by place, evenly."""
+        size = self.group.size
+        if self.by_number:
+            return [client for client in clients if client % size == rank]
+        return list(clients[rank::size])
+
+    def train(self, round: int, clients: Sequence[int], message: bytes, personal: bool) -> Iterator[Reply]:
+        self._mine = mine = self.share(clients, self.group.rank)
+        task = zlib.crc32(message, zlib.crc32(repr((*clients, personal)).encode(), self._settings))
+
+        def work() -> Part:
+            replies = list(self.inner.train(round, mine, message, personal)) if mine else []
+            messages = [reply.message for reply in replies if reply.message is not None]
+            return Part({"task": task, "replies": [_facts(reply) for reply in replies]}, messages)
+
+        parts = self.group.gather(f"round {round}", work)
+        for rank, part in enumerate(parts):
+            if part.header["task"] != parts[0].header["task"]:
+                raise RunError(
+                    f"rank {rank} has another model, cohort or seed than rank 0 in round {round}: expected the same "
+                    "settings, run folder and versions of fedpara and torch on every rank."
+                )
+        replies = [reply for part in parts for reply in _replies(part)]
+        place = {client: i for i, client in enumerate(clients)}
+        yield from sorted(replies, key=lambda reply: place.get(reply.client, len(place)))
+
+    def keep(self, round: int, clients: Sequence[int]) -> None:
+        """Returns once every rank has kept its own, so that no checkpoint is ahead of them."""
+
+        def work() -> Part:
+            self.inner.keep(round, [client for client in clients if client in self._mine])
+            return Part()
+
+        self.group.gather(f"the end of round {round}", work)
+
+    def evaluate(self, state: State) -> Score | None:
+        """Rank 0's, so that all ranks stop at the same round."""
+
+        def work() -> Part:
+            return Part({"score": _of_score(self.inner.evaluate(state)) if self.group.rank == 0 else None})
+
+        return _score(self.group.gather("the evaluation", work)[0].header["score"])
+
+
+class Elsewhere:
+    """A memory that says so where a client's own part is with another rank."""
+
+    def __init__(self, memory: ClientMemory, engine: Ranks) -> None:
+        self.memory, self.engine = memory, engine
+
+    def get(self, client: int) -> Groups | None:
+        group = self.engine.group
+        if self.engine.by_number and client % group.size != group.rank:
+            raise RunError(
+                f"what client {client} keeps is with rank {client % group.size}, and this is rank {group.rank}: "
+                "ask there. Private parts do not travel."
+            )
+        return self.memory.get(client)
+
+    def put(self, client: int, round: int, groups: Groups) -> None:
+        self.memory.put(client, round, groups)
+
+
+def _facts(reply: Reply) -> dict[str, Any]:
+    """A reply without its message."""
+    return {
+        "client": reply.client,
+        "sent": reply.message is not None,
+        "reason": reply.reason,
+        "loss": reply.loss,
+        "before": _of_score(reply.before),
+        "after": _of_score(reply.after),
+    }
+
+
+def _replies(part: Part) -> Iterator[Reply]:
+    messages = iter(part.blobs)
+    for facts in part.header["replies"]:
+        yield Reply(
+            facts["client"],
+            next(messages) if facts["sent"] else None,
+            facts["reason"],
+            facts["loss"],
+            _score(facts["before"]),
+            _score(facts["after"]),
+        )
+
+
+def _of_score(score: Score | None) -> list[float] | None:
+    return None if score is None else [score.correct, score.examples, score.loss]
+
+
+def _score(numbers: list[Any] | None) -> Score | None:
+    return None if numbers is None else Score(*numbers)
