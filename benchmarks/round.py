@@ -1,4 +1,4 @@
-"""Client updates a second: the sequential engine against a bare PyTorch loop, pfl and Flower's simulator.
+"""Client updates a second: both engines against a bare PyTorch loop, pfl and Flower's simulator.
 
     python benchmarks/round.py                both workloads, every row whose package is installed
     python benchmarks/round.py --no-flower    without the row that takes half a minute to start
@@ -44,6 +44,7 @@ from fedpara.state import State, mean
 SEED = 0
 LR = 0.1
 OURS = "fedpara, sequential"
+AUTO = "fedpara, batched (auto)"
 FLOWER_HOME = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -110,7 +111,7 @@ def start() -> nn.Module:
     return models.mlp(inputs=64, classes=10)
 
 
-def ours(work: Workload) -> Timed:
+def ours(work: Workload, engine: str = "sequential") -> Timed:
     watch = Watch()
     run = fp.simulate(
         fp.Task(start()),
@@ -119,7 +120,7 @@ def ours(work: Workload) -> Timed:
         rounds=work.rounds,
         cohort=work.cohort,
         seed=SEED,
-        engine="sequential",
+        engine=engine,
         on_round=watch,
     )
     return watch.timed(run.state)
@@ -303,14 +304,17 @@ def show(title: str, work: Workload, times: dict[str, list[Timed]], elsewhere: t
     steps = work.algorithm.local.steps_for(least)
     print(f"\n{title}: {work.cohort} of {work.clients} clients, {work.epochs} epochs, batch {work.batch}")
     print(f"({steps} steps a client, {work.rounds - 1} timed rounds; medians of the turns)\n")
-    print("| | turns | updates/s | fedpara is | fedpara is, CPU time |\n|---|---|---|---|---|")
+    print(
+        "| | turns | updates/s | sequential is | CPU time | batched is | CPU time |\n|---|---|---|---|---|---|---|"
+    )
     wall = {name: median(t.wall for t in turns) for name, turns in times.items()}
     cpu = {name: median(t.cpu for t in turns) for name, turns in times.items()}
     for name, turns in times.items():
-        processor = "-" if name in elsewhere else f"{cpu[name] / cpu[OURS]:.2f}x"
-        print(
-            f"| {name} | {len(turns)} | {updates / wall[name]:.0f} | {wall[name] / wall[OURS]:.2f}x | {processor} |"
-        )
+        cells = [name, str(len(turns)), f"{updates / wall[name]:.0f}"]
+        for engine in (OURS, AUTO):
+            processor = "-" if name in elsewhere else f"{cpu[name] / cpu[engine]:.2f}x"
+            cells += [f"{wall[name] / wall[engine]:.2f}x", processor]
+        print(f"| {' | '.join(cells)} |")
 
 
 def hardware() -> str:
@@ -342,6 +346,7 @@ def main() -> None:
 
     rows: dict[str, Row] = {
         OURS: ours,
+        AUTO: lambda work: ours(work, "auto"),
         "bare loop (torch.optim)": bare,
         "bare loop (by hand)": lambda work: bare(work, by_hand=True),
     }

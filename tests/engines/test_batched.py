@@ -14,6 +14,16 @@ from fedpara import algorithms, data, models
 from fedpara.algorithms import Local
 from fedpara.data import Examples
 from fedpara.engines import lanes
+from fedpara.engines.batched import Batched
+from fedpara.engines.client import Protocol
+from fedpara.engines.freight import bring, fetch
+from fedpara.engines.loop import Schedule, play
+from fedpara.engines.memory import InMemory
+from fedpara.engines.places import stack
+from fedpara.engines.plan import look_ahead
+from fedpara.engines.program import take_apart
+from fedpara.engines.simulate import build_engine
+from fedpara.errors import ConfigError, RunError
 
 SCHEMES = {
     "original": None,
@@ -139,11 +149,6 @@ def test_a_model_vmap_cannot_take_runs_sequentially_and_says_why(digits):
         def forward(self, x):
             return self.fc(x.flatten(1)) * (1.0 if float(x.sum()) > 0 else 2.0)
 
-    from fedpara.engines.client import Protocol
-    from fedpara.engines.memory import InMemory
-    from fedpara.engines.program import take_apart
-    from fedpara.engines.simulate import build_engine
-
     train, test = digits
     task = fp.Task(Reads(), test=test)
     federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
@@ -152,3 +157,117 @@ def test_a_model_vmap_cannot_take_runs_sequentially_and_says_why(digits):
     assert engine.name == "sequential"
     assert "not batched" in engine.why
     assert ".item()" in engine.why
+
+
+class Small(Batched):
+    """An engine on a device with room for two lanes."""
+
+    room = 2
+
+    def _tick(self, masked, places):
+        if self.lanes > self.room:
+            raise torch.OutOfMemoryError("no room")
+        return super()._tick(masked, places)
+
+
+def rounds_of(engine, protocol, clients, cohort):
+    return list(play(protocol, engine, Schedule(2, clients, cohort), personal=False))
+
+
+def test_a_cohort_larger_than_memory_goes_in_waves_to_the_same_model(digits):
+    train, test = digits
+    federation = fp.FederatedData(train, data.iid(train.labels, 8, 0))
+    task = fp.Task(models.mlp(64, 24, 10), test=test)
+    protocol = Protocol(take_apart(task.model), algorithms.fedavg(lr=0.1, batch_size=8), fp.Link(), 0)
+    said = []
+    waves = Small(protocol, task, federation, InMemory(), size=5, say=said.append)
+    whole = Batched(protocol, task, federation, InMemory(), size=5)
+    a, b = (rounds_of(engine, protocol, 8, 5)[-1].progress.x for engine in (waves, whole))
+    assert (whole.lanes, waves.lanes) == (5, 2)
+    assert "out of memory with 5 lanes: the cohort goes in waves of 2" in waves.why
+    assert any("waves of 2" in text for text in said)
+    for name in a:
+        assert torch.allclose(a[name], b[name], rtol=1e-5, atol=1e-6), name
+
+
+def test_one_client_too_large_for_memory_ends_the_run_with_a_cure(digits):
+    train, _ = digits
+    federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
+    task = fp.Task(models.mlp(64, 24, 10))
+    protocol = Protocol(take_apart(task.model), algorithms.fedavg(lr=0.1), fp.Link(), 0)
+    engine = Small(protocol, task, federation, InMemory(), size=2)
+    engine.room = 0
+    with pytest.raises(RunError, match=r"one client alone is too large .* Lower the batch size"):
+        rounds_of(engine, protocol, 4, 2)
+
+
+def test_the_narrow_precisions_need_a_gpu(digits):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    train, _ = digits
+    task, federation = fp.Task(models.mlp(64, 24, 10)), fp.FederatedData(train, data.iid(train.labels, 4, 0))
+    with pytest.raises(ConfigError, match="precision 'tf32' needs a GPU"):
+        fp.simulate(task, federation, algorithms.fedavg(lr=0.1), rounds=1, cohort=2, precision="tf32")
+
+
+def test_auto_on_a_cpu_stacks_matrix_products_and_leaves_convolutions_alone(digits):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    train, _ = digits
+    federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
+
+    def engine(model, cohort=2):
+        run = fp.simulate(
+            fp.Task(model), federation, algorithms.fedavg(lr=0.01, steps=1), rounds=1, cohort=cohort
+        )
+        return run.engine
+
+    assert engine(models.mlp(64, 24, 10)).startswith("batched: 2 lanes on cpu, float32, eager")
+    assert "stacked convolutions are slower on a CPU" in engine(
+        models.build("cnn", classes=10, shape=(1, 8, 8))
+    )
+    assert "a cohort of one" in engine(models.mlp(64, 24, 10), cohort=1)
+
+
+def test_padding_is_no_wider_than_the_largest_batch(digits):
+    """Clients of at most 20 examples and batches of 64: lanes are 20 wide, and equal to sequential."""
+    train, test = digits
+    method = algorithms.fedavg(lr=0.05, batch_size=64)
+    a, b = both(lambda: models.mlp(64, 24, 10), None, train, test, method)
+    assert_equal(a, b)
+    federation = fp.FederatedData(train, data.iid(train.labels, 8, 0))
+    protocol = Protocol(take_apart(models.mlp(64, 24, 10)), method, fp.Link(), 0)
+    assert look_ahead(protocol, federation, 4).width == 20
+
+
+def test_states_go_to_the_device_and_back_unchanged():
+    state = {"b": torch.randn(2, 3), "a": torch.tensor(4), "c": torch.randn(5).double(), "e": torch.empty(0)}
+    stacked = stack([state, {name: tensor + 1 for name, tensor in state.items()}])
+    back = fetch(bring(stacked, torch.device("cpu")))
+    assert [list(client) for client in back] == [list(state)] * 2
+    for name, tensor in state.items():
+        assert torch.equal(back[0][name], tensor)
+        assert torch.equal(back[1][name], tensor + 1)
+
+
+def test_personal_scores_are_those_of_the_sequential_engine(digits):
+    """Test sets of different sizes, one of them empty; more clients than lanes."""
+    train, test = digits
+    clients = data.shards(train.labels, 6, 0, 2)
+    theirs = data.personal_test(test.labels, clients, train.labels, seed=0)
+    sizes = [*range(3, 8), 0]
+    personal = (test, data.Partition.of([theirs[i][:n] for i, n in enumerate(sizes)]))
+    seen = []
+    for engine in ("sequential", "batched"):
+        torch.manual_seed(0)
+        network = fp.factorize(models.mlp(64, 24, 10), fp.PFedPara(gamma=0.3), init="calibrated", force=True)
+        run = fp.simulate(
+            fp.Task(network),
+            fp.FederatedData(train, clients, personal=personal),
+            algorithms.fedavg(lr=0.05, batch_size=8, epochs=2),
+            rounds=3,
+            cohort=6,
+            engine=engine,
+        )
+        seen.append([(r.before, r.after) for r in run.rounds])
+    assert seen[0] == seen[1]

@@ -57,17 +57,17 @@ def make_plan(
 class Outlook:
     """What a few cohorts of this federation ask for, so that the places seldom have to grow."""
 
-    lanes: int  # the most that waste little
+    lanes: int
     steps: int  # of the longest lane
     width: int  # of the largest batch
 
 
-def look_ahead(protocol: Protocol, data: FederatedData, size: int, most: int | None = None) -> Outlook:
-    """At most `most` lanes, or one a client of the cohort."""
+def look_ahead(protocol: Protocol, data: FederatedData, size: int, lanes: int | None = None) -> Outlook:
+    """For so many lanes, or for the most, up to one a client of the cohort, that waste little."""
     local = protocol.algorithm.local
     drawn = [cohort(protocol.seed, t, len(data), size) for t in range(1, TYPICAL_COHORTS + 1)]
     sizes = [[data.size(client) for client in clients] for clients in drawn]
     steps = [[local.steps_for(n) for n in row] for row in sizes]
-    lanes = packing.choose(steps, most or size)
+    lanes = lanes or packing.choose(steps, size)
     longest = max(packing.length(packing.pack(row, lanes)) for row in steps)
     return Outlook(lanes, longest, min(local.batch_size, max(map(max, sizes))))
