@@ -271,3 +271,18 @@ def test_personal_scores_are_those_of_the_sequential_engine(digits):
         )
         seen.append([(r.before, r.after) for r in run.rounds])
     assert seen[0] == seen[1]
+
+
+def test_images_are_cropped_alike_in_every_engine(digits):
+    """What is drawn belongs to the client and the round, not to the lane."""
+    train, test = digits
+    clients = data.dirichlet(train.labels, clients=8, alpha=0.5, seed=0)
+    states = []
+    for engine in ("sequential", "batched"):
+        torch.manual_seed(0)
+        task = fp.Task(models.mlp(64, 24, 10), test=test, augment="crop-flip")
+        method = algorithms.fedavg(lr=0.05, batch_size=8, epochs=2)
+        run = fp.simulate(task, fp.FederatedData(train, clients), method, rounds=3, cohort=4, engine=engine)
+        states.append(run.state)
+    for name, tensor in states[0].items():
+        assert torch.allclose(tensor, states[1][name], rtol=1e-5, atol=1e-5), name

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import pad
 
 from fedpara.algorithms import Local
-from fedpara.engines.augment import PAD, crop_flip
+from fedpara.engines.augment import PAD, crop_flip, draw
 from fedpara.engines.batches import batches
 from fedpara.engines.streams import cohort, numbers, own_layers, torch_numbers, torch_seed
 
@@ -113,7 +113,7 @@ def test_nobody_steps_without_examples():
 def test_a_crop_is_a_window_of_the_padded_image_or_of_its_mirror(seed, count, height, width):
     generator = torch.Generator().manual_seed(seed)
     images = torch.randn(count, 2, height, width, generator=generator)
-    cropped = crop_flip(images, np.random.default_rng(seed))
+    cropped = crop_flip(images, torch.from_numpy(draw(len(images), np.random.default_rng(seed))))
     assert cropped.shape == images.shape
     padded = pad(images, (PAD, PAD, PAD, PAD))
     for image, whole in zip(cropped, padded, strict=True):
@@ -127,7 +127,7 @@ def test_a_crop_is_a_window_of_the_padded_image_or_of_its_mirror(seed, count, he
 
 def test_crops_and_mirrors_all_occur():
     image = torch.arange(64.0).reshape(1, 1, 8, 8) + 1
-    cropped = crop_flip(image.expand(3000, 1, 8, 8), np.random.default_rng(0))
+    cropped = crop_flip(image.expand(3000, 1, 8, 8), torch.from_numpy(draw(3000, np.random.default_rng(0))))
     padded = pad(image[0], (PAD, PAD, PAD, PAD))
     kinds = {
         w.flip(2).numpy().tobytes() if mirror else w.contiguous().numpy().tobytes()

@@ -1,21 +1,32 @@
-"""Crop-and-flip: pad by 4, cut a window of the old size, mirror every other image."""
+"""Crop-and-flip: pad by 4, cut a window of the old size, mirror every other image.
+
+Drawn on the host from the client's stream, done wherever the images are: every engine crops alike.
+"""
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
 PAD = 4
 
 
-def crop_flip(images: Tensor, generator: np.random.Generator) -> Tensor:
-    """images [B, C, H, W], normalised; draws two offsets and a coin for each."""
+def draw(count: int, generator: np.random.Generator) -> NDArray[np.uint8]:
+    """[3, count]: for each image where its window begins, down and across, and whether it is mirrored."""
+    offsets = generator.integers(0, 2 * PAD + 1, size=(2, count))
+    flips = generator.integers(0, 2, size=(1, count))
+    return np.concatenate([offsets, flips]).astype(np.uint8)
+
+
+def crop_flip(images: Tensor, draws: Tensor) -> Tensor:
+    """images [B, C, H, W], normalised; draws [3, B]."""
     count, channels, height, width = images.shape
-    tops, lefts = torch.from_numpy(generator.integers(0, 2 * PAD + 1, size=(2, count)))
-    flips = torch.from_numpy(generator.integers(0, 2, size=count)).bool()
-    rows = tops[:, None] + torch.arange(height)
-    across = torch.arange(width)
-    columns = lefts[:, None] + torch.where(flips[:, None], across.flip(0), across)
+    tops, lefts, flips = draws.long().unsqueeze(-1)
+    across = torch.arange(width, device=images.device)
+    rows = tops + torch.arange(height, device=images.device)
+    columns = lefts + torch.where(flips > 0, width - 1 - across, across)
     padded = pad(images, (PAD, PAD, PAD, PAD))
-    index = torch.arange(count)[:, None, None, None], torch.arange(channels)[None, :, None, None]
-    return padded[(*index, rows[:, None, :, None], columns[:, None, None, :])]
+    i = torch.arange(count, device=images.device).view(-1, 1, 1, 1)
+    c = torch.arange(channels, device=images.device).view(1, -1, 1, 1)
+    return padded[i, c, rows.view(count, 1, height, 1), columns.view(count, 1, 1, width)]

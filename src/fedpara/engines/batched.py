@@ -247,7 +247,7 @@ class Batched:
         """One step of all lanes, again and again, outside any round: what a benchmark times."""
         program, algorithm = self.protocol.program, self.protocol.algorithm
         model = program.initial
-        plan = make_plan(self.protocol, self.data, 1, range(self.lanes), self.lanes)
+        plan = make_plan(self.protocol, self.data, self.task.augment, 1, range(self.lanes), self.lanes)
         first = self.protocol.first(model)
         down = algorithm.broadcast(algorithm.server_init(program.start(program.shared)))
         places = self._prepare(plan, bring(model, self.device), first[PRIVATE], down, own_variables(first))
@@ -263,7 +263,7 @@ class Batched:
     def _plan(self, round: int, clients: Sequence[int]) -> Plan:
         if self._ahead is not None and self._ahead[:2] == (round, clients):
             return self._ahead[2]
-        return make_plan(self.protocol, self.data, round, clients, self.lanes)
+        return make_plan(self.protocol, self.data, self.task.augment, round, clients, self.lanes)
 
     def _think_ahead(self, round: int, size: int) -> None:
         """The plan of the next round, made while the device still works on this one."""
@@ -271,7 +271,7 @@ class Batched:
             return
         clients = cohort(self.protocol.seed, round + 1, len(self.data), size)
         if all(self.data.size(client) for client in clients):
-            plan = make_plan(self.protocol, self.data, round + 1, clients, self.lanes)
+            plan = make_plan(self.protocol, self.data, self.task.augment, round + 1, clients, self.lanes)
             self._ahead = (round + 1, clients, plan)
 
     def _prepare(self, plan: Plan, start: State, private: State, down: Groups, own: Groups) -> Lanes:
@@ -282,9 +282,11 @@ class Batched:
             whole = {**start, **bring(private, self.device)}
             there = {group: bring(state, self.device) for group, state in own.items()}
             self._ticks = {}
-            self._places = places = places_for(self.protocol, whole, down, there, shape, self.device)
+            self._places = places = places_for(
+                self.protocol, whole, down, there, shape, self.task.augment == "crop-flip", self.device
+            )
         x = {name: start[name] for name in self.protocol.program.shared}
-        places.fill(plan.index, plan.sizes, x, {g: bring(s, self.device) for g, s in down.items()})
+        places.fill(plan, x, {g: bring(s, self.device) for g, s in down.items()})
         return places
 
     def _tick(self, masked: bool, places: Lanes) -> Callable[[], None]:
@@ -293,7 +295,7 @@ class Batched:
             step = one_step(
                 self.plain, self.forms, self.protocol.algorithm, self.precision, program.shared, masked
             )
-            tick = make_tick(step, self.train_set, places, self.task.augment)
+            tick = make_tick(step, self.train_set, places)
             if self.on_gpu:
                 if self.compile:
                     self.say(

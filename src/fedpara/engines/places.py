@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedpara.algorithms import Groups
 from fedpara.engines.client import Protocol
+from fedpara.engines.plan import Plan
 from fedpara.state import State
 
 
@@ -28,13 +27,16 @@ class Lanes:
     counter: Tensor  # int64 [1]
     lr: Tensor
     losses: Tensor  # [lane], summed since it was last cleared
+    crops: Tensor | None  # uint8 [lane, step, 3, batch], where images are cropped and mirrored
 
-    def fill(self, index: NDArray[np.int64], sizes: NDArray[np.int64], x: State, down: Groups) -> None:
+    def fill(self, plan: Plan, x: State, down: Groups) -> None:
         """A round's plan, and what all its clients receive."""
-        steps, width = index.shape[1:]
-        self.plan[:, :steps, :width].copy_(torch.from_numpy(index))
+        steps, width = plan.steps, plan.width
+        self.plan[:, :steps, :width].copy_(torch.from_numpy(plan.index))
         self.sizes.zero_()
-        self.sizes[:, :steps].copy_(torch.from_numpy(sizes))
+        self.sizes[:, :steps].copy_(torch.from_numpy(plan.sizes))
+        if self.crops is not None and plan.crops is not None:
+            self.crops[:, :steps, :, :width].copy_(torch.from_numpy(plan.crops))
         for name, tensor in x.items():
             self.x[name].copy_(tensor)
         for group, members in down.items():
@@ -69,6 +71,7 @@ def places_for(
     down: Groups,
     own: Groups,
     shape: tuple[int, int, int],
+    crops: bool,
     device: torch.device,
 ) -> Lanes:
     """Places for `shape` = (lanes, steps, batch) clients like the one given."""
@@ -91,4 +94,5 @@ def places_for(
         counter=torch.zeros(1, dtype=torch.int64, device=device),
         lr=torch.zeros((), device=device),
         losses=torch.zeros(lanes, device=device),
+        crops=torch.zeros((*shape[:2], 3, shape[2]), dtype=torch.uint8, device=device) if crops else None,
     )

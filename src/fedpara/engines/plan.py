@@ -2,6 +2,7 @@
 
 index[lane, step, place]   an example of the training set; 0 where nothing is
 sizes[lane, step]          how many of the places hold one; 0 where the lane is done
+    crops[lane, step, :, place]  how its image is cropped and mirrored, if it is
 """
 
 from collections.abc import Sequence
@@ -12,10 +13,12 @@ from numpy.typing import NDArray
 
 from fedpara.data import FederatedData
 from fedpara.engines import lanes as packing
+from fedpara.engines.augment import draw
 from fedpara.engines.batches import batches
 from fedpara.engines.client import Protocol
 from fedpara.engines.lanes import Segment
 from fedpara.engines.streams import cohort, numbers
+from fedpara.engines.task import Augment
 
 TYPICAL_COHORTS = 20
 
@@ -25,6 +28,7 @@ class Plan:
     segments: list[Segment]
     index: NDArray[np.int64]
     sizes: NDArray[np.int64]
+    crops: NDArray[np.uint8] | None
 
     @property
     def steps(self) -> int:
@@ -36,7 +40,12 @@ class Plan:
 
 
 def make_plan(
-    protocol: Protocol, data: FederatedData, round: int, clients: Sequence[int], lanes: int
+    protocol: Protocol,
+    data: FederatedData,
+    augment: Augment,
+    round: int,
+    clients: Sequence[int],
+    lanes: int,
 ) -> Plan:
     local = protocol.algorithm.local
     held = [np.asarray(data.clients[client]) for client in clients]
@@ -44,13 +53,17 @@ def make_plan(
     width = min(local.batch_size, max(map(len, held)))
     index = np.zeros((lanes, packing.length(segments), width), np.int64)
     sizes = np.zeros(index.shape[:2], np.int64)
+    crops = np.zeros((*index.shape[:2], 3, width), np.uint8) if augment == "crop-flip" else None
     for segment in segments:
-        order = numbers(protocol.seed, "batches", round, clients[segment.client])
-        examples = held[segment.client]
+        client, examples = clients[segment.client], held[segment.client]
+        order = numbers(protocol.seed, "batches", round, client)
+        windows = numbers(protocol.seed, "augment", round, client)
         for i, batch in enumerate(batches(len(examples), local, order), segment.start):
             index[segment.lane, i, : len(batch)] = examples[batch]
             sizes[segment.lane, i] = len(batch)
-    return Plan(segments, index, sizes)
+            if crops is not None:
+                crops[segment.lane, i, :, : len(batch)] = draw(len(batch), windows)
+    return Plan(segments, index, sizes, crops)
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy
 
 from fedpara.algorithms import Algorithm, Groups, clip_by_norm, sgd_step
 from fedpara.data import Examples, normalise
-from fedpara.engines.augment import PAD
+from fedpara.engines.augment import crop_flip
 from fedpara.engines.places import Lanes
-from fedpara.engines.task import Augment
 from fedpara.parameterization import Form, compose_state, corrected_grad
 from fedpara.state import State
 
@@ -104,7 +103,6 @@ def make_tick(
     step: Callable[..., tuple[State, State, State, Tensor]],
     examples: Examples,
     lanes: Lanes,
-    augment: Augment,
 ) -> Callable[[], None]:
     """One step of all lanes: read the plan at the counter, step, write back, count."""
     stepped = vmap(step, in_dims=LANES_OF_A_STEP, randomness="different")
@@ -114,7 +112,10 @@ def make_tick(
     def tick() -> None:
         index = lanes.plan.index_select(1, lanes.counter).reshape(-1)
         size = lanes.sizes.index_select(1, lanes.counter)[:, 0]
-        images = gather(examples, scale, index, augment)
+        images = gather(examples, scale, index)
+        if lanes.crops is not None:
+            draws = lanes.crops.index_select(1, lanes.counter)[:, 0]
+            images = crop_flip(images, draws.transpose(0, 1).reshape(3, -1))
         images = images.reshape(count, width, *images.shape[1:])
         labels = examples.labels.index_select(0, index).reshape(count, width)
         parameters, velocity, buffers, value = stepped(
@@ -150,22 +151,7 @@ def per_channel(examples: Examples) -> tuple[Tensor, Tensor] | None:
     return both[0].view(-1, 1, 1), both[1].view(-1, 1, 1)
 
 
-def gather(
-    examples: Examples, scale: tuple[Tensor, Tensor] | None, index: Tensor, augment: Augment
-) -> Tensor:
-    """The normalised inputs at `index`, cropped and flipped on the device if asked."""
+def gather(examples: Examples, scale: tuple[Tensor, Tensor] | None, index: Tensor) -> Tensor:
+    """The normalised inputs at `index`."""
     raw = examples.inputs.index_select(0, index)
-    inputs = normalise(raw, None, None) if scale is None else (raw.float() / 255 - scale[0]) / scale[1]
-    if augment == "none":
-        return inputs
-    count, channels, height, width = inputs.shape
-    device = inputs.device
-    offsets = torch.randint(0, 2 * PAD + 1, (2, count, 1), device=device)
-    flips = torch.randint(0, 2, (count, 1), device=device).bool()
-    across = torch.arange(width, device=device)
-    rows = offsets[0] + torch.arange(height, device=device)
-    columns = offsets[1] + torch.where(flips, width - 1 - across, across)
-    padded = pad(inputs, (PAD, PAD, PAD, PAD))
-    i = torch.arange(count, device=device).view(-1, 1, 1, 1)
-    c = torch.arange(channels, device=device).view(1, -1, 1, 1)
-    return padded[i, c, rows.view(count, 1, height, 1), columns.view(count, 1, 1, width)]
+    return normalise(raw, None, None) if scale is None else (raw.float() / 255 - scale[0]) / scale[1]

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from fedpara import parameterization
 from fedpara.algorithms import Algorithm, Groups, Local, clip_by_norm, sgd_step
 from fedpara.data import Examples, normalise
-from fedpara.engines.augment import crop_flip
+from fedpara.engines.augment import crop_flip, draw
 from fedpara.engines.batches import batches
 from fedpara.engines.program import Program, named_tensors
 from fedpara.engines.streams import numbers, own_layers
@@ -90,7 +90,7 @@ class Worker:
                 index = torch.from_numpy(batch)
                 images, labels = inputs.index_select(0, index), examples.labels.index_select(0, index)
                 if crops is not None:
-                    images = crop_flip(images, crops)
+                    images = crop_flip(images, torch.from_numpy(draw(len(batch), crops)))
                 gradient, loss = self._gradient(images, labels, local, eta)
                 if local.clip is not None:
                     gradient = clip_by_norm(gradient, local.clip)
