@@ -43,7 +43,15 @@ def unfit(protocol: Protocol, data: FederatedData) -> str:
     try:
         with torch.random.fork_rng(devices=[]):
             vmap(step, in_dims=LANES_OF_A_STEP, randomness="different")(
-                *lanes, stacked_own, images[None], labels[None], torch.tensor([2]), x, down, torch.tensor(0.1)
+                *lanes,
+                stacked_own,
+                images[None],
+                labels[None],
+                torch.tensor([2]),
+                torch.tensor([0]),
+                x,
+                down,
+                torch.tensor(0.1),
             )
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -24,6 +24,7 @@ class Lanes:
     down: Groups
     plan: Tensor  # int64 [lane, step, batch]
     sizes: Tensor  # int64 [lane, step]: examples in that step's batch, 0 where the lane is done
+    seeds: Tensor  # int64 [lane, step]
     counter: Tensor  # int64 [1]
     lr: Tensor
     losses: Tensor  # [lane], summed since it was last cleared
@@ -35,6 +36,7 @@ class Lanes:
         self.plan[:, :steps, :width].copy_(torch.from_numpy(plan.index))
         self.sizes.zero_()
         self.sizes[:, :steps].copy_(torch.from_numpy(plan.sizes))
+        self.seeds[:, :steps].copy_(torch.from_numpy(plan.seeds))
         if self.crops is not None and plan.crops is not None:
             self.crops[:, :steps, :, :width].copy_(torch.from_numpy(plan.crops))
         for name, tensor in x.items():
@@ -91,6 +93,7 @@ def places_for(
         down={g: {n: t.to(device, copy=True) for n, t in s.items()} for g, s in down.items()},
         plan=torch.zeros(shape, dtype=torch.int64, device=device),
         sizes=torch.zeros(shape[:2], dtype=torch.int64, device=device),
+        seeds=torch.zeros(shape[:2], dtype=torch.int64, device=device),
         counter=torch.zeros(1, dtype=torch.int64, device=device),
         lr=torch.zeros((), device=device),
         losses=torch.zeros(lanes, device=device),

@@ -2,6 +2,7 @@
 
 index[lane, step, place]   an example of the training set; 0 where nothing is
 sizes[lane, step]          how many of the places hold one; 0 where the lane is done
+seeds[lane, step]          what its dropouts draw from
     crops[lane, step, :, place]  how its image is cropped and mirrored, if it is
 """
 
@@ -16,6 +17,7 @@ from fedpara.engines import lanes as packing
 from fedpara.engines.augment import draw
 from fedpara.engines.batches import batches
 from fedpara.engines.client import Protocol
+from fedpara.engines.dropout import step_seed
 from fedpara.engines.lanes import Segment
 from fedpara.engines.streams import cohort, numbers
 from fedpara.engines.task import Augment
@@ -28,6 +30,7 @@ class Plan:
     segments: list[Segment]
     index: NDArray[np.int64]
     sizes: NDArray[np.int64]
+    seeds: NDArray[np.int64]
     crops: NDArray[np.uint8] | None
 
     @property
@@ -52,7 +55,7 @@ def make_plan(
     segments = packing.pack([local.steps_for(len(examples)) for examples in held], lanes)
     width = min(local.batch_size, max(map(len, held)))
     index = np.zeros((lanes, packing.length(segments), width), np.int64)
-    sizes = np.zeros(index.shape[:2], np.int64)
+    sizes, seeds = np.zeros(index.shape[:2], np.int64), np.zeros(index.shape[:2], np.int64)
     crops = np.zeros((*index.shape[:2], 3, width), np.uint8) if augment == "crop-flip" else None
     for segment in segments:
         client, examples = clients[segment.client], held[segment.client]
@@ -61,9 +64,10 @@ def make_plan(
         for i, batch in enumerate(batches(len(examples), local, order), segment.start):
             index[segment.lane, i, : len(batch)] = examples[batch]
             sizes[segment.lane, i] = len(batch)
+            seeds[segment.lane, i] = step_seed(protocol.seed, round, client, i - segment.start)
             if crops is not None:
                 crops[segment.lane, i, :, : len(batch)] = draw(len(batch), windows)
-    return Plan(segments, index, sizes, crops)
+    return Plan(segments, index, sizes, seeds, crops)
 
 
 @dataclass(frozen=True)

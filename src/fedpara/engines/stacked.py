@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from fedpara.algorithms import Algorithm, Groups, clip_by_norm, sgd_step
 from fedpara.data import Examples, normalise
 from fedpara.engines.augment import crop_flip
+from fedpara.engines.dropout import layer_seed, own_dropouts
 from fedpara.engines.places import Lanes
 from fedpara.parameterization import Form, compose_state, corrected_grad
 from fedpara.state import State
@@ -25,7 +26,7 @@ from fedpara.state import State
 Precision = Literal["float32", "tf32", "bfloat16"]
 
 # Which arguments of a step are stacked: all but x, down and the learning rate.
-LANES_OF_A_STEP = (0, 0, 0, 0, 0, 0, 0, None, None, None)
+LANES_OF_A_STEP = (0, 0, 0, 0, 0, 0, 0, 0, None, None, None)
 
 
 def one_step(
@@ -37,14 +38,15 @@ def one_step(
     masked: bool,
 ) -> Callable[..., tuple[State, State, State, Tensor]]:
     """A pure function of one lane; `vmap` makes it one of all. Unless `masked`, every batch is full."""
-    local = algorithm.local
+    local, dropouts = algorithm.local, list(own_dropouts(plain))
 
     def loss(
-        weights: State, buffers: State, images: Tensor, labels: Tensor, size: Tensor
+        weights: State, buffers: State, images: Tensor, labels: Tensor, size: Tensor, seed: Tensor
     ) -> tuple[Tensor, State]:
         fresh = {name: tensor.clone() for name, tensor in buffers.items()}
+        seeds = {f"{name}.seed": layer_seed(seed, i) for i, name in enumerate(dropouts)}
         with torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-            logits = functional_call(plain, {**weights, **fresh}, (images,))
+            logits = functional_call(plain, {**weights, **fresh, **seeds}, (images,))
         each = cross_entropy(logits.float(), labels, reduction="none")
         if not masked:
             return each.mean(), fresh
@@ -78,11 +80,12 @@ def one_step(
         images: Tensor,
         labels: Tensor,
         size: Tensor,
+        seed: Tensor,
         x: State,
         down: Groups,
         lr: Tensor,
     ) -> tuple[State, State, State, Tensor]:
-        g, value, fresh = gradient(parameters, lr, buffers, images, labels, size)
+        g, value, fresh = gradient(parameters, lr, buffers, images, labels, size, seed)
         if local.clip is not None:
             g = clip_by_norm(g, local.clip)
         y = {name: parameters[name] for name in shared}
@@ -112,6 +115,7 @@ def make_tick(
     def tick() -> None:
         index = lanes.plan.index_select(1, lanes.counter).reshape(-1)
         size = lanes.sizes.index_select(1, lanes.counter)[:, 0]
+        seed = lanes.seeds.index_select(1, lanes.counter)[:, 0]
         images = gather(examples, scale, index)
         if lanes.crops is not None:
             draws = lanes.crops.index_select(1, lanes.counter)[:, 0]
@@ -126,6 +130,7 @@ def make_tick(
             images,
             labels,
             size,
+            seed,
             lanes.x,
             lanes.down,
             lanes.lr,

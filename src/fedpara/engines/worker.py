@@ -21,6 +21,7 @@ from fedpara.algorithms import Algorithm, Groups, Local, clip_by_norm, sgd_step
 from fedpara.data import Examples, normalise
 from fedpara.engines.augment import crop_flip, draw
 from fedpara.engines.batches import batches
+from fedpara.engines.dropout import OwnDropout, layer_seed, own_dropouts, step_seed
 from fedpara.engines.program import Program, named_tensors
 from fedpara.engines.streams import numbers, own_layers
 from fedpara.engines.task import Augment
@@ -62,6 +63,7 @@ class Worker:
         named = named_tensors(self.model)
         self.parameters = {name: named[name] for name in program.parameters}
         self.buffers = {name: named[name] for name in program.buffers}
+        self.dropouts = list(own_dropouts(self.model).values())
         self._plain: nn.Module | None = None
 
     def train(
@@ -91,6 +93,7 @@ class Worker:
                 images, labels = inputs.index_select(0, index), examples.labels.index_select(0, index)
                 if crops is not None:
                     images = crop_flip(images, torch.from_numpy(draw(len(batch), crops)))
+                self._seed(self.dropouts, step_seed(seed, round, who, steps))
                 gradient, loss = self._gradient(images, labels, local, eta)
                 if local.clip is not None:
                     gradient = clip_by_norm(gradient, local.clip)
@@ -122,6 +125,11 @@ class Worker:
             tensors = self.parameters | self.buffers
             torch._foreach_copy_(list(tensors.values()), [state[name] for name in tensors])
 
+    @staticmethod
+    def _seed(dropouts: list[OwnDropout], step: int) -> None:
+        for layer, dropout in enumerate(dropouts):
+            dropout.seed.fill_(layer_seed(step, layer))
+
     def _gradient(self, images: Tensor, labels: Tensor, local: Local, eta: float) -> tuple[State, Tensor]:
         if local.jacobian:
             return self._jacobian_gradient(images, labels, local, eta)
@@ -137,6 +145,8 @@ class Worker:
         if self._plain is None:
             self._plain = parameterization.merge(self.model)
         plain, forms = self._plain, parameterization.forms(self.model)
+        for mine, its in zip(self.dropouts, own_dropouts(plain).values(), strict=True):
+            its.seed.copy_(mine.seed)
 
         def loss(state: State) -> Tensor:
             # Copies: a transform may not write to what lies outside it.

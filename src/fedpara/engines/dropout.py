@@ -1,0 +1,67 @@
+"""Dropout whose draws belong to the client, the round and the step: the same in every engine, lane and rank.
+
+    keep[i] = hash(i, seed) >= p 2^32,   seed = the client's stream + step + layer
+
+The hash is MurmurHash3's finalizer in integer arithmetic, so it runs anywhere, under vmap and compile, and needs no
+generator. `own_dropouts` puts it in the place of `nn.Dropout` in an engine's own copy of the model; other random
+layers draw from torch's generator.
+"""
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fedpara.engines.streams import torch_seed
+
+_WORD = 0xFFFFFFFF
+_STEP, _LAYER = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+_POSITIVE = (1 << 63) - 1
+
+Seed = TypeVar("Seed", int, Tensor)
+
+
+class OwnDropout(nn.Dropout):
+    seed: Tensor  # int64, set before each step
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or not self.p:
+            return input
+        places = torch.arange(input.numel(), device=input.device).view(input.shape)
+        keep = _hashed(places, self.seed) >= int(self.p * (_WORD + 1))
+        return torch.where(keep, input / (1 - self.p), 0.0)
+
+
+def own_dropouts(model: nn.Module) -> dict[str, OwnDropout]:
+    """Turns the model's dropouts in place, and names them."""
+    found: dict[str, OwnDropout] = {}
+    for name, module in model.named_modules():
+        if type(module) is nn.Dropout and module.p < 1:
+            module.__class__ = OwnDropout
+            device = next((p.device for p in model.parameters()), torch.device("cpu"))
+            module.register_buffer(
+                "seed", torch.zeros((), dtype=torch.int64, device=device), persistent=False
+            )
+        if isinstance(module, OwnDropout):
+            found[name] = module
+    return found
+
+
+def step_seed(seed: int, round: int, client: int, step: int) -> int:
+    """Of one local step of one client; steps count from 0."""
+    return (torch_seed(seed, "layers", round, client) + step * _STEP) & _POSITIVE
+
+
+def layer_seed(step: Seed, layer: int) -> Seed:
+    """The step's, apart for each of the model's dropouts."""
+    return (step + (layer * _LAYER & _POSITIVE)) & _POSITIVE
+
+
+def _hashed(x: Tensor, seed: Tensor) -> Tensor:
+    """32 bits for each place. Products wrap around, and only their low words are used."""
+    for part in (seed & _WORD, seed >> 32):
+        x = (x ^ part) & _WORD
+        x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _WORD
+        x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _WORD
+        x = x ^ (x >> 16)
+    return x

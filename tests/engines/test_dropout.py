@@ -1,0 +1,96 @@
+"""Dropout by the client's own stream: fair, fresh for every step and layer, alike in every engine."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, vmap
+
+import fedpara as fp
+from fedpara import algorithms, data
+from fedpara.engines.dropout import OwnDropout, layer_seed, own_dropouts, step_seed
+
+
+def dropped(p, seed, shape=(200, 100)):
+    model = nn.Sequential(nn.Dropout(p))
+    (dropout,) = own_dropouts(model).values()
+    dropout.seed.fill_(seed)
+    return model(torch.ones(shape))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_as_many_are_dropped_as_asked_and_the_rest_is_scaled(p):
+    y = dropped(p, step_seed(0, 1, 2, 3))
+    kept = (y != 0).double().mean()
+    assert abs(float(kept) - (1 - p)) < 5 * (p * (1 - p) / y.numel()) ** 0.5
+    assert torch.equal(y[y != 0], torch.full_like(y[y != 0], 1 / (1 - p)))
+
+
+def test_rows_and_columns_are_dropped_evenly():
+    kept = (dropped(0.5, 12345, (400, 400)) != 0).double()
+    for means in (kept.mean(0), kept.mean(1)):
+        assert float((means - 0.5).abs().max()) < 5 * 0.5 / 400**0.5
+
+
+def test_every_client_round_step_and_layer_draws_anew():
+    seeds = [
+        step_seed(*key) for key in ((0, 1, 2, 3), (1, 1, 2, 3), (0, 2, 2, 3), (0, 1, 3, 3), (0, 1, 2, 4))
+    ]
+    seeds += [layer_seed(seeds[0], 1)]
+    masks = [dropped(0.5, seed) != 0 for seed in seeds]
+    for i, a in enumerate(masks):
+        for b in masks[i + 1 :]:
+            assert 0.47 < float((a == b).double().mean()) < 0.53
+
+
+def test_a_shorter_batch_is_dropped_as_the_first_rows_of_a_longer_one():
+    assert torch.equal(dropped(0.5, 7, (3, 10)), dropped(0.5, 7, (8, 10))[:3])
+
+
+def test_lanes_draw_by_their_own_seeds():
+    model = nn.Sequential(nn.Dropout(0.5))
+    own_dropouts(model)
+    seeds = torch.tensor([5, 9])
+    y = vmap(lambda s: functional_call(model, {"0.seed": s}, (torch.ones(20, 20),)))(seeds)
+    assert torch.equal(y[0], dropped(0.5, 5, (20, 20)))
+    assert torch.equal(y[1], dropped(0.5, 9, (20, 20)))
+
+
+def test_only_in_training_and_in_no_state():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Dropout1d(0.5))
+    assert [type(m) for m in own_dropouts(model).values()] == [OwnDropout]
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
+    x = torch.randn(3, 4)
+    assert torch.equal(model.eval()[1](x), x)
+
+
+@pytest.mark.parametrize("jacobian", [0.0, 1.0])
+def test_engines_drop_alike(jacobian):
+    train, test = data.load("digits")
+    train, test = train.subset(np.arange(160)), test.subset(np.arange(60))
+    clients = data.dirichlet(train.labels, clients=8, alpha=0.5, seed=0)
+    states = []
+    for engine in ("sequential", "batched"):
+        torch.manual_seed(0)
+        layers = (
+            nn.Flatten(),
+            nn.Linear(64, 24),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+            nn.Linear(24, 10),
+            nn.Dropout(0.1),
+        )
+        model = fp.factorize(nn.Sequential(*layers), fp.FedPara(gamma=0.3), init="calibrated", force=True)
+        method = algorithms.fedavg(lr=0.05, batch_size=8, epochs=2, jacobian=jacobian)
+        run = fp.simulate(
+            fp.Task(model, test=test),
+            fp.FederatedData(train, clients),
+            method,
+            rounds=3,
+            cohort=4,
+            engine=engine,
+        )
+        assert run.engine.startswith(engine)
+        states.append(run.state)
+    for name, tensor in states[0].items():
+        assert torch.allclose(tensor, states[1][name], rtol=1e-5, atol=1e-5), name
