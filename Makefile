@@ -11,14 +11,18 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.11 python3.12 python3.13,\
 	$(if $(shell $(name) -c '$(NEW_ENOUGH)' 2>/dev/null && echo yes),$(name))))
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test check install
+.PHONY: demo test test-deploy check install
 
 demo: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/fedpara run quickstart
 
 # One thread: the demo's layers are too small for two. In the tests, the workers' threads fight over the cores.
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m 'not deploy'
+
+# A federation of real processes on loopback: a minute or two, all of it waiting for one thing at a time.
+test-deploy: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m deploy
 
 check: $(READY)
 	$(BIN)/ruff format --check --quiet

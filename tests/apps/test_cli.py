@@ -20,11 +20,12 @@ from fedpara.experiments.store import final_state
 
 TINY = ["--model", "mlp", "--scheme", "fedpara", "--init", "calibrated", "--clients", "8", "--cohort", "2"]
 TINY += ["--steps", "1", "--lr", "0.05"]
-KEYS = ["run", "rounds", "accuracy", "bytes_up", "bytes_down", "seconds"]
+KEYS = ["run", "rounds", "accuracy", "bytes_up", "bytes_down", "seconds", "engine"]
 
 
 @pytest.mark.parametrize(
-    "command", ["inspect", "run", "resume", "export", "data list", "data verify", "data prepare"]
+    "command",
+    ["inspect", "run", "resume", "reproduce", "report", "export", "data list", "data verify", "data prepare"],
 )
 def test_help_shows_an_example(cli, command):
     code, out, _ = cli(*command.split(), "--help")

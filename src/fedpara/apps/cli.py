@@ -1,6 +1,11 @@
-"""fedpara: inspect, run, resume, data, export. Exit code 0 done, 1 failed, 2 wrong use, 130 interrupted."""
+"""fedpara: inspect, run, resume, reproduce, report, export, data, flower.
 
+Exit code 0 done, 1 failed, 2 wrong use, 130 interrupted.
+"""
+
+import signal
 import sys
+from types import FrameType
 
 import click
 import typer
@@ -8,8 +13,12 @@ import typer
 from fedpara import __version__
 from fedpara.apps.data import app as data_app
 from fedpara.apps.export import export
+from fedpara.apps.flower import app as flower_app
 from fedpara.apps.inspect import inspect
+from fedpara.apps.report import report
+from fedpara.apps.reproduce import reproduce
 from fedpara.apps.run import resume, run
+from fedpara.engines.group import Group, join, place
 from fedpara.errors import FedParaError, UsageError
 
 INTERRUPTED = 130
@@ -25,8 +34,11 @@ app = typer.Typer(
 app.command()(inspect)
 app.command()(run)
 app.command()(resume)
+app.command()(reproduce)
+app.command()(report)
 app.command()(export)
 app.add_typer(data_app, name="data")
+app.add_typer(flower_app, name="flower")
 
 
 def _version(wanted: bool) -> None:
@@ -44,19 +56,47 @@ def _root(
     pass
 
 
-def main() -> None:
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which torchrun sends to the ranks that are left when one has died."""
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated("SIGTERM")
+
+
+def _command(group: Group) -> int:
+    """Under torchrun all ranks run the command, in step, and rank 0 speaks for them."""
+    if group.size > 1:
+        signal.signal(signal.SIGTERM, _terminate)
     try:
-        code = app(standalone_mode=False)
+        with group.in_step("the end of the command"):
+            code = app(standalone_mode=False) or 0
+            if code == INTERRUPTED:  # which typer makes of Ctrl-C
+                raise KeyboardInterrupt
+    finally:
+        if group.size > 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends by itself now, and says why
+    return int(code)
+
+
+def main() -> None:
+    first, group = place()[0] == 0, Group()
+    try:
+        group = join()
+        code = _command(group)
     except click.exceptions.Exit as stop:
         code = stop.exit_code
     except click.ClickException as error:
-        error.show()
+        if first:
+            error.show()
         code = 2
     except (KeyboardInterrupt, click.exceptions.Abort):
         code = INTERRUPTED
     except FedParaError as error:
-        typer.echo(f"fedpara: {error}", err=True)
+        if first or group.over:  # rank 0 may be the one that is gone
+            typer.echo(f"fedpara: {error}", err=True)
         code = 2 if isinstance(error, UsageError) else 1
-    if code == INTERRUPTED:  # which typer, too, makes of Ctrl-C
+    if code == INTERRUPTED and first:
         typer.echo("interrupted: what was finished is saved, `fedpara resume` goes on with it.", err=True)
-    sys.exit(code or 0)
+    group.leave()
+    sys.exit(code)

@@ -7,10 +7,11 @@ from types import TracebackType
 import typer
 
 from fedpara.engines import Round
+from fedpara.engines.group import join
 
 
 def say(text: str) -> None:
-    if not text.startswith("engine"):
+    if not text.startswith("engine "):
         typer.echo(text, err=True)
 
 
@@ -24,7 +25,7 @@ class Show:
         self._accuracy = "-"
 
     def __enter__(self) -> "Show":
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and join().rank == 0:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -2,6 +2,8 @@
 
 import json
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from fedpara.apps.progress import Show, say
+from fedpara.engines.group import join
 from fedpara.engines.simulate import ENGINES
 from fedpara.errors import ConfigError, UsageError
 from fedpara.experiments import Experiment, Summary, read_run
@@ -67,6 +70,7 @@ def run(
     max_norm: Annotated[float | None, typer.Option(help="Refuse updates further away than this.")] = None,
     seed: int | None = None,
     engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
+    precision: Annotated[str | None, typer.Option(help="float32, tf32, bfloat16 (default on a GPU)")] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; by default under runs/.")] = None,
     data_dir: DataDir = None,
     track: Track = "none",
@@ -83,12 +87,14 @@ def run(
         given["options"] = dict(_option(text) for text in option)
     require(track)
     experiments = _experiments(preset, config, given)
+    _refuse_ranks(*(experiment.engine for experiment in experiments.values()))
     folder = out or Path("runs") / f"{preset or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(join().agreed("the choice of a folder", str(folder)))
     alone = len(experiments) == 1
     paths = {name: folder if alone else folder / name for name in experiments}
     for name, experiment in experiments.items():
         lay_out(experiment, paths[name], data_dir=data_dir)
-    _finish(folder, _go_on(paths, data_dir, track), as_json)
+    finish(folder, _go_on(paths, data_dir, track), as_json)
 
 
 def resume(
@@ -109,7 +115,7 @@ def resume(
         paths = {path.parent.name: path.parent for path in sorted(folder.glob("*/config.toml"))}
     if not paths:
         raise ConfigError(f"{folder} holds no run: expected a folder that `fedpara run` made.")
-    _finish(folder, _go_on(paths, data_dir, track, rounds, engine), as_json)
+    finish(folder, _go_on(paths, data_dir, track, rounds, engine), as_json)
 
 
 def _experiments(preset: str | None, config: Path | None, given: dict[str, Any]) -> dict[str, Experiment]:
@@ -134,21 +140,49 @@ def _go_on(
     engine: str | None = None,
 ) -> dict[str, Summary]:
     summaries: dict[str, Summary] = {}
-    for name, path in paths.items():
-        experiment = read_run(path).experiment
-        with tracker(track, path, asdict(experiment)) as log, Show(name, rounds or experiment.rounds) as show:
+    experiments = {name: read_run(path).experiment for name, path in paths.items()}
+    by_flower = [paths[name] for name, e in experiments.items() if (engine or e.engine) == "flower"]
+    _refuse_ranks(*(engine or e.engine for e in experiments.values()))
+    with _simulation(by_flower, rounds, data_dir) as simulated:
+        for name, path in paths.items():
+            experiment = experiments[name]
+            with (
+                tracker(track if join().rank == 0 else "none", path, asdict(experiment)) as log,
+                Show(name, rounds or experiment.rounds) as show,
+            ):
 
-            def watch(result: Any, timing: dict[str, float], show: Any = show, log: Any = log) -> None:
-                show(result, timing)
-                log(result, timing)
+                def watch(result: Any, timing: dict[str, float], show: Any = show, log: Any = log) -> None:
+                    show(result, timing)
+                    log(result, timing)
 
-            summaries[name] = resume_run(
-                path, rounds=rounds, engine=engine, data_dir=data_dir, watch=watch, say=say
-            )
+                play = simulated if path in by_flower else resume_run
+                summaries[name] = play(
+                    path, rounds=rounds, engine=engine, data_dir=data_dir, watch=watch, say=say
+                )
     return summaries
 
 
-def _finish(folder: Path, runs: dict[str, Summary], as_json: bool) -> None:
+def _refuse_ranks(*engines: str) -> None:
+    if "flower" in engines and join().size > 1:
+        raise UsageError("--engine flower has processes of its own: start it without torchrun.")
+
+
+@contextmanager
+def _simulation(
+    paths: list[Path], rounds: int | None, data_dir: Path | None
+) -> Iterator[Callable[..., Summary]]:
+    if not paths:
+        yield resume_run
+        return
+    from fedpara.apps.flower_drive import Simulation
+
+    with Simulation(paths, rounds, data_dir) as simulation:
+        yield simulation.resume
+
+
+def finish(folder: Path, runs: dict[str, Summary], as_json: bool) -> None:
+    if join().rank:
+        return
     if len(runs) > 1:
         from fedpara.report.figures import accuracy_against_bytes
 
@@ -181,6 +215,7 @@ def _row(summary: Summary) -> dict[str, Any]:
         "bytes_up": summary.bytes_up,
         "bytes_down": summary.bytes_down,
         "seconds": round(summary.seconds, 3),
+        "engine": summary.engine,
     }
     target = summary.experiment.target
     if target is not None:

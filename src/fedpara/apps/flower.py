@@ -1,0 +1,140 @@
+"""fedpara flower: the app for `flwr run`, certificates, a federation on this machine."""
+
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedpara.apps.progress import Show, say
+from fedpara.apps.run import finish
+from fedpara.engines.flower import Terms
+from fedpara.errors import ConfigError, UsageError
+from fedpara.experiments import Experiment, Summary
+from fedpara.experiments.config import read_toml, with_values
+from fedpara.experiments.presets import preset as find_preset
+from fedpara.experiments.run import lay_out
+from fedpara.experiments.store import read_config
+
+app = typer.Typer(
+    help="Flower: real federations, over TLS, with node keys.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@app.command()
+def init(folder: Annotated[Path, typer.Argument(help="A new folder.")]) -> None:
+    """Write the folder that `flwr run` takes: the installed package is the app.
+
+    Example: fedpara flower init my-federation
+    """
+    from fedpara.apps.flower_app import write_app
+
+    write_app(folder)
+    typer.echo(f"{folder}: flwr run {folder} --run-config 'preset=\"quickstart\" rounds=20'")
+
+
+@app.command()
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Where the files go.")],
+    host: Annotated[
+        list[str] | None, typer.Option(help="A name or address of the server; several are fine.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="How many node keys.")] = 3,
+) -> None:
+    """Make a CA, a server certificate and node keys. Nothing is overwritten.
+
+    Example: fedpara flower certs certificates --host fl.example.org --host 10.0.0.5 --nodes 3
+    """
+    from fedpara.apps.flower_certs import make_certificates
+
+    for path in make_certificates(folder, host or [], nodes):
+        typer.echo(f"{path}{'' if path.suffix in ('.crt', '.pem', '.pub') else '  private'}")
+
+
+@app.command()
+def up(
+    preset: Annotated[str | None, typer.Argument(help="A preset of one run.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file of fields.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="A field: rounds=3, model=mlp.")] = None,
+    nodes: Annotated[int, typer.Option(help="SuperNodes; each serves its share of the clients.")] = 3,
+    out: Annotated[Path, typer.Option(help="The run's folder; one that holds a run is gone on with.")] = Path(
+        "runs/flower"
+    ),
+    deadline: Annotated[float, typer.Option(help="Seconds a round.")] = Terms.deadline,
+    min_replies: Annotated[int, typer.Option(help="Good replies a round needs.")] = Terms.minimum,
+    oversample: Annotated[int, typer.Option(help="Clients asked beyond the cohort.")] = Terms.oversample,
+    data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The last line of stdout is one JSON object.")
+    ] = False,
+) -> None:
+    """Start a SuperLink and nodes on loopback with TLS and node keys, run the experiment, stop them.
+
+    Example: fedpara flower up --nodes 3 --set dataset=digits --set model=mlp --set clients=3 --set cohort=3
+    """
+    experiment = _experiment(preset, config, set_ or [], out)
+    if nodes < 1 or nodes > experiment.clients:
+        raise ConfigError(f"{nodes} nodes for {experiment.clients} clients: expected 1 to as many.")
+    if not (out / "config.toml").exists():
+        lay_out(experiment, out, data_dir=data_dir)
+    terms = {"deadline": deadline, "min-replies": min_replies, "oversample": oversample}
+    with Show("flower", experiment.rounds) as show:
+        summary = _federate(experiment, out, nodes, terms, data_dir, show)
+    finish(out, {"flower": summary}, as_json)
+
+
+def _federate(
+    experiment: Experiment, out: Path, nodes: int, terms: dict[str, Any], data_dir: Path | None, show: Show
+) -> Summary:
+    from fedpara.apps.flower_drive import follow
+    from fedpara.apps.flower_federation import Federation
+    from fedpara.apps.flower_node import RUNS
+    from fedpara.apps.flower_processes import Processes
+
+    given = {"out": str(out.absolute()), "rounds": experiment.rounds, **terms}
+    env = {RUNS: str(out.absolute())}
+    if data_dir is not None:
+        given["data-dir"] = env["FEDPARA_DATA"] = str(data_dir.absolute())
+    with tempfile.TemporaryDirectory(prefix="fedpara-") as folder, Processes() as processes:
+        federation = Federation(Path(folder), nodes, processes, given, env)
+        federation.start_link()
+        federation.register()
+        for i in range(nodes):
+            federation.start_node(i)
+        submitted = federation.submit()
+        return follow(out, submitted, federation.folder / "run.log", experiment.rounds, show, say)
+
+
+def _experiment(preset: str | None, config: Path | None, said: list[str], out: Path) -> Experiment:
+    given = {**dict(_field(text) for text in said), "engine": "flower"}
+    if (out / "config.toml").exists():
+        there = read_config(out)
+        changed = with_values(there, given)
+        if changed.identity != there.identity or preset or config:
+            raise ConfigError(
+                f"{out} holds a run already: go on with it with nothing but --set rounds=N, or choose another --out."
+            )
+        return changed
+    if preset is None:
+        return with_values(read_toml(config) if config else Experiment(), given)
+    if config is not None:
+        raise UsageError("give a preset or a --config, not both: a preset is a config of its own.")
+    runs = find_preset(preset).runs
+    if len(runs) > 1:
+        raise UsageError(
+            f"{preset} is {len(runs)} runs ({', '.join(runs)}), and a federation runs one: write one of them as a "
+            "--config, or use `flwr run` on the folder that `fedpara flower init` writes."
+        )
+    return with_values(next(iter(runs.values())), given)
+
+
+def _field(text: str) -> tuple[str, Any]:
+    """name=value; a value that is no TOML is a text."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--set {text!r}: expected name=value, such as rounds=3.")
+    try:
+        return name.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name.strip(), value

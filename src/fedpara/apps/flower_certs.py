@@ -1,0 +1,128 @@
+"""The files a federation's TLS and node keys need.
+
+ca.crt  ca.key           an authority of its own; the key signs nothing else and can be put away afterwards
+server.pem  server.key   the SuperLink's certificate for the names its nodes call it by
+node-0  node-0.pub       a key pair a node; the public one is registered with the SuperLink
+"""
+
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+
+from fedpara.errors import ConfigError, MissingExtraError, RunError
+
+DAYS = 825
+
+
+def make_certificates(folder: Path, hosts: Sequence[str], nodes: int) -> list[Path]:
+    """Private files are readable by their owner only. Nothing is overwritten."""
+    if not hosts:
+        raise ConfigError(
+            "no host is named: give --host with each name or address that nodes reach the server by."
+        )
+    if nodes < 1:
+        raise ConfigError(f"nodes is {nodes}: expected at least 1.")
+    names = ["ca.crt", "ca.key", "server.pem", "server.key"]
+    names += [f"node-{i}{end}" for i in range(nodes) for end in ("", ".pub")]
+    there = [name for name in names if (folder / name).exists()]
+    if there:
+        raise ConfigError(f"{folder / there[0]} exists, and nothing is overwritten: choose another folder.")
+    contents = _contents(hosts, nodes)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for name in names:
+            _write(folder / name, contents[name], private=not name.endswith((".crt", ".pem", ".pub")))
+    except OSError as error:
+        raise RunError(f"{folder} cannot be written to: {error.strerror}.") from None
+    return [folder / name for name in names]
+
+
+def _write(path: Path, content: bytes, private: bool) -> None:
+    """O_EXCL: made by this call, with its rights from the first moment on."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+
+
+def _contents(hosts: Sequence[str], nodes: int) -> dict[str, bytes]:
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+    except ImportError:
+        raise MissingExtraError(
+            "certificates need the package cryptography: pip install 'fedpara[flower]'."
+        ) from None
+
+    def private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:
+        return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+
+    def name(common: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
+
+    def certificate(subject: str, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+        now = datetime.now(UTC)
+        builder = x509.CertificateBuilder().subject_name(name(subject)).issuer_name(name("fedpara CA"))
+        builder = builder.public_key(key).serial_number(x509.random_serial_number())
+        return builder.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(days=DAYS))
+
+    def usage(signs: bool) -> x509.KeyUsage:
+        return x509.KeyUsage(
+            digital_signature=not signs,
+            content_commitment=False,
+            key_encipherment=False,
+            data_encipherment=False,
+            key_agreement=False,
+            key_cert_sign=signs,
+            crl_sign=signs,
+            encipher_only=False,
+            decipher_only=False,
+        )
+
+    curve, pem = ec.SECP384R1(), serialization.Encoding.PEM
+    ca_key, server_key = ec.generate_private_key(curve), ec.generate_private_key(curve)
+    identifier = x509.SubjectKeyIdentifier.from_public_key(ca_key.public_key())
+    ca = (
+        certificate("fedpara CA", ca_key.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage(signs=True), critical=True)
+        .add_extension(identifier, critical=False)
+        .sign(ca_key, hashes.SHA384())
+    )
+    server = (
+        certificate(hosts[0], server_key.public_key())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(usage(signs=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in hosts]), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False
+        )
+        .sign(ca_key, hashes.SHA384())
+    )
+    contents = {
+        "ca.crt": ca.public_bytes(pem),
+        "ca.key": private(ca_key, serialization.PrivateFormat.PKCS8),
+        "server.pem": server.public_bytes(pem),
+        "server.key": private(server_key, serialization.PrivateFormat.PKCS8),
+    }
+    for i in range(nodes):
+        key = ec.generate_private_key(curve)
+        contents[f"node-{i}"] = private(key, serialization.PrivateFormat.OpenSSH)
+        public = key.public_key().public_bytes(
+            serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+        )
+        contents[f"node-{i}.pub"] = public + b"\n"
+    return contents
+
+
+def _general_name(host: str):  # type: ignore[no-untyped-def]
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)

@@ -1,0 +1,188 @@
+"""`--engine flower`: Flower's simulator runs the folder's experiment; this process watches the folder.
+
+Flower starts our ServerApp, not we it. So a Flower app that names the folder is written into a temporary home, a
+SuperLink of our own runs it, and what the run folder says is shown as if the rounds were ours.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from fedpara.apps.flower_app import write_app, write_home
+from fedpara.apps.flower_node import RUNS
+from fedpara.apps.flower_processes import Processes, environment, free_port, require, tail, wait_for_port
+from fedpara.engines import Progress, Round
+from fedpara.errors import RunError
+from fedpara.experiments import Summary, read_run
+from fedpara.experiments.files import read_lines
+from fedpara.experiments.run import Speaker, Watcher
+from fedpara.experiments.store import is_locked, read_config
+
+LOOK = 0.2
+# A slow machine is no reason to leave a simulated client out.
+PATIENT = {"deadline": 7 * 86400, "hello": 600, "wait": 600, "poll": 0.02}
+MOST_NODES = 100
+QUIET = re.compile(r"stopped: |node \d+ is number ")
+"""Of the log's lines, those that are an error to be raised, or say that all is well."""
+
+
+class Simulation:
+    """One SuperLink and one Flower run for several folders, which it goes through in their order."""
+
+    def __init__(self, paths: Sequence[Path], rounds: int | None, data_dir: Path | None) -> None:
+        require()
+        self._paths = [path.absolute() for path in paths]
+        self._rounds, self._data_dir = rounds, data_dir
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Simulation":
+        try:
+            self._start()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def resume(
+        self,
+        path: Path,
+        *,
+        rounds: int | None = None,
+        engine: str | None = None,
+        data_dir: Path | None = None,
+        watch: Watcher | None = None,
+        say: Speaker | None = None,
+    ) -> Summary:
+        """As `experiments.resume`; rounds and data are those the simulation was made with."""
+        return follow(path, self._submitted, self._log, self._rounds, watch, say)
+
+    def _start(self) -> None:
+        threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+        folders = "\n".join(map(str, self._paths))
+        given: dict[str, str | int | float] = {"out": folders, "threads": threads, **PATIENT}
+        extra = {RUNS: folders}
+        if self._rounds is not None:
+            given["rounds"] = self._rounds
+        if self._data_dir is not None:
+            given["data-dir"] = extra["FEDPARA_DATA"] = str(self._data_dir.absolute())
+        short = "/tmp" if os.path.isdir("/tmp") else None  # Ray's sockets need a short path
+        name = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="fedpara-", dir=short))
+        processes = self._stack.enter_context(Processes())
+        home, port = Path(name), free_port()
+        write_app(home / "app", given)
+        write_home(home / "flwr", port)
+        env = environment(home / "flwr", {**extra, "RAY_TMPDIR": name})
+        words = ["--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
+        link = processes.start(["flower-superlink", *words], env, home / "superlink.log")
+        wait_for_port(port, link, home / "superlink.log")
+        nodes = max(min(e.clients, e.cohort, MOST_NODES) for e in map(read_config, self._paths))
+        cpus = f"client-resources-num-cpus={threads} init-args-num-cpus={max(cores, threads)}"
+        self._log = home / "run.log"
+        words = [
+            str(home / "app"),
+            "federation",
+            "--stream",
+            "--federation-config",
+            f"num-supernodes={nodes} {cpus}",
+        ]
+        self._submitted = processes.start(["flwr", "run", *words], env, self._log)
+
+
+def follow(
+    path: Path,
+    submitted: "subprocess.Popen[bytes]",
+    output: Path,
+    rounds: int | None,
+    watch: Watcher | None,
+    say: Speaker | None,
+) -> Summary:
+    """Show what the folder says until its run is done; RunError where Flower ended before."""
+    log = path / "log.txt"
+    shown, read = read_run(path).rounds, log.stat().st_size if log.exists() else 0
+    while True:
+        ended = submitted.poll() is not None
+        done = _finished(path, rounds) and not is_locked(path)
+        if say is not None:
+            read = _say_new(log, read, say)
+        if watch is not None:
+            shown = _watch_new(path, shown, watch)
+        if done:
+            return read_run(path)
+        if ended:
+            raise RunError(_why(log, output))
+        time.sleep(LOOK)
+
+
+def _finished(path: Path, rounds: int | None) -> bool:
+    summary = read_run(path)
+    target = summary.experiment.target
+    met = target is not None and summary.reached(target) is not None
+    return met or summary.rounds >= (rounds or summary.experiment.rounds)
+
+
+def _say_new(log: Path, read: int, say: Speaker) -> int:
+    if not log.exists():
+        return read
+    with log.open("rb") as file:
+        file.seek(read)
+        new = file.read()
+    whole = new[: new.rfind(b"\n") + 1]
+    for line in whole.decode(errors="replace").splitlines():
+        text = line.partition(" ")[2]
+        if not QUIET.match(text):
+            say(text)
+    return read + len(whole)
+
+
+def _watch_new(path: Path, shown: int, watch: Watcher) -> int:
+    """A resumed folder may be cut back by a round first: what was shown is not shown again."""
+    timing = {line["round"]: line for line in read_lines(path / "timing.jsonl")}
+    for line in read_lines(path / "metrics.jsonl"):
+        if line["round"] > shown and line["round"] in timing:
+            watch(_round(line), timing[line["round"]])
+            shown = line["round"]
+    return shown
+
+
+def _round(line: dict[str, Any]) -> Round:
+    """A round as its metrics tell it, without the tensors."""
+    refused = tuple((entry["client"], entry["reason"]) for entry in line["refused"])
+    return Round(
+        Progress(line["round"], {}, {}, {}, line["total_up"], line["total_down"]),
+        tuple(range(line["clients"])),
+        float("nan") if line["train_loss"] is None else line["train_loss"],
+        line["up"],
+        line["down"],
+        refused,
+        line["accuracy"],
+        line["loss"],
+        line["before"],
+        line["after"],
+        tuple(line["notes"]),
+    )
+
+
+def _why(log: Path, output: Path) -> str:
+    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    if lines and " stopped: " in lines[-1]:
+        kind, _, text = lines[-1].partition(" stopped: ")[2].partition(": ")
+        return text or kind
+    said = (tail(output).splitlines() or ["nothing"])[-1]
+    return (
+        f"Flower ended the run in {log.parent} before its last round; the last it said: {said} What was finished is "
+        "saved: `fedpara resume` goes on with it."
+    )

@@ -1,0 +1,83 @@
+"""Parcels over Flower's Grid: its message types are met here and nowhere else.
+
+A parcel is a ConfigRecord of its facts and an ArrayRecord of one array: our own encoded bytes as they are, in no
+format of Flower's that would have to be parsed before it is checked.
+"""
+
+from collections.abc import Collection, Sequence
+
+import httpx
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from fedpara.engines.parcels import Fact, Parcel
+
+FACTS, BODY, STYPE = "facts", "body", "fedpara"
+TRAVEL = 30.0
+"""Seconds beyond the deadline before Flower forgets a message: late answers are then refused by name."""
+
+
+def to_records(parcel: Parcel) -> RecordDict:
+    records = RecordDict({FACTS: ConfigRecord(dict(parcel.facts))})
+    if parcel.body:
+        array = Array("uint8", (len(parcel.body),), STYPE, parcel.body)
+        records[BODY] = ArrayRecord({BODY: array})
+    return records
+
+
+def from_records(records: RecordDict) -> Parcel | str:
+    """The parcel, or what is wrong with the records."""
+    facts = records.get(FACTS)
+    if not set(records) <= {FACTS, BODY} or not isinstance(facts, ConfigRecord):
+        return f"its records are {', '.join(sorted(map(str, records)))[:200] or 'none'}: expected {FACTS} and {BODY}"
+    body = b""
+    if BODY in records:
+        arrays = records[BODY]
+        if not isinstance(arrays, ArrayRecord) or list(arrays) != [BODY] or arrays[BODY].stype != STYPE:
+            return f"its {BODY} is not one array of fedpara's own bytes"
+        body = arrays[BODY].data
+    return Parcel({name: value for name, value in facts.items() if isinstance(value, Fact)}, body)
+
+
+class GridCourier:
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def nodes(self) -> list[int]:
+        return [int(node) for node in self._grid.get_node_ids()]
+
+    def send(self, parcels: Sequence[tuple[int, Parcel]], seconds: float) -> list[str]:
+        return [self._send(node, parcel, seconds) for node, parcel in parcels]
+
+    def collect(self, letters: Collection[str]) -> dict[str, Parcel | str]:
+        try:
+            return self._pull(letters)
+        except httpx.HTTPError:
+            raise  # the SuperLink itself
+        except Exception as error:
+            # One reply that Flower cannot put together must not cost the others.
+            if len(letters) == 1:
+                return {next(iter(letters)): f"Flower cannot read it: {type(error).__name__}: {error}"}
+        got: dict[str, Parcel | str] = {}
+        for letter in letters:
+            got |= self.collect([letter])
+        return got
+
+    def _pull(self, letters: Collection[str]) -> dict[str, Parcel | str]:
+        got: dict[str, Parcel | str] = {}
+        for message in self._grid.pull_messages(list(letters)):
+            if message.has_error():
+                answer: Parcel | str = f"Flower reports error {message.error.code}: {message.error.reason}"
+            else:
+                answer = from_records(message.content)
+            got[message.metadata.reply_to_message_id] = answer
+        return got
+
+    def _send(self, node: int, parcel: Parcel, seconds: float) -> str:
+        kind = MessageType.QUERY if parcel.facts.get("kind") == "hello" else MessageType.TRAIN
+        message = Message(
+            to_records(parcel), node, kind, ttl=seconds + TRAVEL, group_id=str(parcel.facts.get("round", ""))
+        )
+        # One at a time: Flower leaves out those it could not take, and the rest would lose their places.
+        names = [name for name in self._grid.push_messages([message]) if name]
+        return names[0] if names else ""

@@ -1,0 +1,55 @@
+"""What a node keeps for its clients: a file a round, under the run's and the client's name.
+
+    <folder>/nodes-<run>/<client>/<round>.safetensors
+
+A round's file counts once the server has taken that round's update, which it says with the next order. Kept are
+that one, the one before it (the server may go back by a checkpoint) and the newest, which still waits.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from fedpara.algorithms import Groups
+from fedpara.errors import RunError
+from fedpara.experiments.files import read_tensors, write_tensors
+from fedpara.files import sweep
+
+
+class NodeMemory:
+    def __init__(self, folder: Path, run: str, client: int) -> None:
+        if not re.fullmatch(r"[0-9a-f]{1,64}", run):
+            raise RunError(f"a run called {run[:80]!r}: expected hexadecimal digits.")
+        self.folder = folder / f"nodes-{run}" / str(int(client))
+
+    def get(self, accepted: int) -> Groups | None:
+        """What the client kept in its round `accepted`; None before its first."""
+        if accepted == 0:
+            return None
+        path = self._path(accepted)
+        if not path.exists():
+            raise RunError(
+                f"what the client kept in round {accepted} is not on this node ({path}). Bring the folder back, "
+                "or begin a new run."
+            )
+        state, metadata = read_tensors(path)
+        groups: Groups = {group: {} for group in json.loads(metadata["groups"])}
+        for name, tensor in state.items():
+            group, _, rest = name.partition("/")
+            groups[group][rest] = tensor
+        return groups
+
+    def put(self, round: int, groups: Groups, accepted: int) -> None:
+        state = {f"{group}/{name}": t for group, members in groups.items() for name, t in members.items()}
+        if not state:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        sweep(self.folder, older_than=3600.0)
+        write_tensors(self._path(round), state, {"groups": json.dumps(list(groups))})
+        rounds = sorted(int(path.stem) for path in self.folder.glob("*.safetensors") if path.stem.isdigit())
+        taken = [known for known in rounds if known <= accepted]
+        for old in {*rounds} - {*taken[-2:], round}:
+            self._path(old).unlink(missing_ok=True)
+
+    def _path(self, round: int) -> Path:
+        return self.folder / f"{round}.safetensors"

@@ -1,0 +1,187 @@
+"""A node's side: an order in, an answer out. It sees nothing of the server but the order.
+
+What can be asked of a node: `hello`, and one client's part of a round. Whatever goes wrong becomes the answer's
+reason; an answer that takes too long becomes one too, so that a client that hangs does not block its node.
+"""
+
+import os
+import threading
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+import fedpara
+from fedpara.apps.flower_memory import NodeMemory
+from fedpara.data import Examples
+from fedpara.engines.client import Protocol, client_round
+from fedpara.engines.flower import digest, has_memory
+from fedpara.engines.parcels import Answer, Hello, Order, Parcel, packed, size_limit, unpacked
+from fedpara.engines.program import take_apart
+from fedpara.engines.worker import Worker
+from fedpara.errors import ConfigError, FedParaError, RunError, WireError
+from fedpara.experiments.build import Parts, build
+from fedpara.experiments.config import Experiment, with_values
+from fedpara.experiments.own import is_own, read_own
+from fedpara.experiments.run import NODES
+
+ORDER_LIMIT = 1 << 32
+MEMORY = "FEDPARA_MEMORY"
+RUNS = "FEDPARA_RUNS"
+"""Simulation: run folders on this machine, a line each. What their clients keep stays in them."""
+DATA_DIR = "data-dir"
+SPARE = 0.9
+"""Of the server's seconds: the answer must still travel."""
+
+NodeConfig = Mapping[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """An experiment as one node builds it."""
+
+    protocol: Protocol
+    worker: Worker
+    parts: Parts
+    own: tuple[Examples, Examples | None] | None
+
+    def data(self, client: int, personal: bool) -> tuple[Examples, Examples | None]:
+        if self.own is not None:
+            return self.own[0], self.own[1] if personal else None
+        held = self.parts.data
+        return held.client(client), held.client_test(client) if personal else None
+
+
+def answer(parcel: Parcel, node_config: NodeConfig) -> Parcel:
+    """Never raises for what an order or a node's own files hold."""
+    try:
+        order = unpacked(parcel, Order, ORDER_LIMIT)
+    except WireError as error:
+        return packed(Hello(fedpara.__version__, reason=f"the order cannot be read: {error}"))
+    if order.kind == "hello":
+        return packed(_in_time(order, lambda: hello(order, node_config), _no_hello))
+    return packed(_in_time(order, lambda: train(order, node_config), lambda why: _no_answer(order, why)))
+
+
+def hello(order: Order, node_config: NodeConfig) -> Hello:
+    """Everything is built that training needs, so that what is missing is known before a round begins."""
+    if order.version != fedpara.__version__:
+        return Hello(fedpara.__version__)
+    first, every = place(node_config)
+    site = _site_of(order, node_config)
+    return Hello(fedpara.__version__, first, every, site.protocol.program.scheme, digest(site.protocol))
+
+
+def train(order: Order, node_config: NodeConfig) -> Answer:
+    if order.version != fedpara.__version__:
+        raise RunError(f"the node runs fedpara {fedpara.__version__}, the server {order.version}.")
+    if order.threads:
+        torch.set_num_threads(order.threads)
+    site = _site_of(order, node_config)
+    protocol = site.protocol
+    limit = size_limit(protocol.down)
+    if len(order.message) > limit:
+        raise WireError(f"a broadcast of {len(order.message)} bytes: expected at most {limit}.")
+    received = protocol.read_down(order.message, order.round)
+    examples, test = site.data(order.client, order.personal)
+    if len(examples) == 0:
+        return Answer(order.client, order.round, reason="it holds no examples")
+    memory = NodeMemory(memory_folder(node_config, order.run), order.run, order.client)
+    reply, kept = client_round(
+        protocol,
+        site.worker,
+        received,
+        memory.get(order.accepted) if has_memory(protocol) else None,
+        examples,
+        round=order.round,
+        client=order.client,
+        test=test,
+    )
+    memory.put(order.round, kept, order.accepted)
+    return Answer(
+        order.client, order.round, reply.message or b"", reply.reason, reply.loss, reply.before, reply.after
+    )
+
+
+def place(node_config: NodeConfig) -> tuple[int, int]:
+    """(k, n): the node serves the clients i with i % n == k."""
+    for first, every in (("client", "clients"), ("partition-id", "num-partitions")):
+        if first in node_config:
+            k, n = node_config[first], node_config.get(every)
+            if type(k) is not int or type(n) is not int or not 0 <= k < n:
+                raise ConfigError(
+                    f"the node's config says {first}={k!r} {every}={n!r}: expected whole numbers, such as "
+                    f"{first}=0 {every}=3."
+                )
+            return k, n
+    raise ConfigError(
+        "the node's config does not say which clients it serves: start it with --node-config "
+        "'partition-id=0 num-partitions=3', each node with its own number."
+    )
+
+
+def memory_folder(node_config: NodeConfig, run: str) -> Path:
+    """node_config's memory, else FEDPARA_MEMORY, else the user's state folder."""
+    for folder in map(Path, os.environ.get(RUNS, "").splitlines()):
+        if (folder / NODES).exists() and (folder / NODES).read_text().strip() == run:
+            return folder
+    given = node_config.get("memory") or os.environ.get(MEMORY)
+    if given:
+        return Path(str(given)).expanduser()
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "fedpara"
+
+
+def _site_of(order: Order, node_config: NodeConfig) -> Site:
+    experiment = with_values(Experiment(), tomllib.loads(order.experiment))
+    own = is_own(experiment.dataset)
+    return _site(
+        order.experiment, tuple(sorted((k, v) for k, v in node_config.items() if own or k == DATA_DIR))
+    )
+
+
+@lru_cache(maxsize=1)
+def _site(experiment_toml: str, node_config: tuple[tuple[str, Any], ...]) -> Site:
+    """Kept while the process lasts: for one order in a deployment, for many in a simulation."""
+    config = dict(node_config)
+    experiment = with_values(Experiment(), tomllib.loads(experiment_toml))
+    data_dir = config.get(DATA_DIR)
+    parts = build(experiment, Path(str(data_dir)).expanduser() if data_dir else None)
+    program = take_apart(parts.task.model, experiment.share)  # type: ignore[arg-type]
+    own = read_own(experiment.dataset, config) if is_own(experiment.dataset) else None
+    protocol = Protocol(program, parts.algorithm, parts.link, experiment.seed)
+    return Site(protocol, Worker(program, parts.task.augment), parts, own)
+
+
+def _in_time(order: Order, work: Callable[[], T], failed: Callable[[str], T]) -> T:
+    """The work's result, or why there is none, within the seconds the server waits."""
+    result: list[T] = []
+
+    def run() -> None:
+        try:
+            result.append(work())
+        except FedParaError as error:
+            result.append(failed(str(error)))
+        except Exception as error:
+            result.append(failed(f"{type(error).__name__}: {error}"))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(SPARE * order.seconds)
+    if result:
+        return result[0]
+    _site.cache_clear()  # the thread may wake up and go on with this worker
+    return failed(f"it did not finish within {SPARE * order.seconds:g} s")
+
+
+def _no_hello(why: str) -> Hello:
+    return Hello(fedpara.__version__, reason=why)
+
+
+def _no_answer(order: Order, why: str) -> Answer:
+    return Answer(order.client, order.round, reason=why)

@@ -1,0 +1,141 @@
+"""Flower's programs as children of this one: started with their own home and log, stopped by pid."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fedpara.errors import MissingExtraError, RunError
+
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    # Without it Flower runs `uv sync` for every run, which needs a network and may fetch another torch.
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Flower asks Ray not to set this for clients without a GPU; Ray warns about its own future default.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+PATIENCE = 10.0
+"""Seconds a program has to end by itself."""
+
+
+def require() -> None:
+    for package in ("flwr", "ray"):
+        if find_spec(package) is None:
+            raise MissingExtraError(
+                f"engine 'flower' needs the package {package}: pip install 'fedpara[flower]'."
+            )
+
+
+def environment(home: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Flower finds its own programs on PATH: those beside this Python come first."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return {**os.environ, **QUIET, "PATH": path, "FLWR_HOME": str(home), **(extra or {})}
+
+
+def program(name: str) -> str:
+    """Flower's program of this name, beside this Python."""
+    return str(Path(sys.executable).parent / name)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Processes:
+    """What was started here; leaving the block stops it, the last one first, and whatever each of them started."""
+
+    def __init__(self) -> None:
+        self.running: list[subprocess.Popen[bytes]] = []
+        self._before: Any = None
+
+    def __enter__(self) -> "Processes":
+        """A plain kill of this program is taken as Ctrl-C: it must not leave the others behind."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in reversed(self.running.copy()):
+            self.stop(process)
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def start(self, arguments: list[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+        """In a session of its own: Ctrl-C is for this program, which then stops the others in order."""
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [program(arguments[0]), *arguments[1:]],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.running.append(process)
+        return process
+
+    def stop(self, process: subprocess.Popen[bytes], patience: float = PATIENCE) -> None:
+        """Asked first, then killed; its own children too, which it may have left behind."""
+        family = descendants(process.pid)
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
+        self._end(process, family)
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        """At once and without warning, as a crash would."""
+        self._end(process, descendants(process.pid))
+
+    def _end(self, process: subprocess.Popen[bytes], family: list[int]) -> None:
+        for pid in [process.pid] * (process.poll() is None) + family:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+        if process in self.running:
+            self.running.remove(process)
+
+
+def descendants(pid: int) -> list[int]:
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
+    children: dict[int, list[int]] = {}
+    for line in listed.stdout.splitlines():
+        child, parent = (int(word) for word in line.split())
+        children.setdefault(parent, []).append(child)
+    found, next_ = [], [pid]
+    while next_:
+        next_ = [child for parent in next_ for child in children.get(parent, [])]
+        found += next_
+    return found
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise RunError(
+                f"a SuperLink ended with code {process.returncode} before it listened: {tail(log)}"
+            )
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.1)
+    raise RunError(f"a SuperLink did not listen on port {port} within {seconds:g} s: {tail(log)}")
+
+
+def tail(log: Path, characters: int = 600) -> str:
+    return log.read_text(errors="replace")[-characters:].strip() if log.exists() else "it wrote no log"

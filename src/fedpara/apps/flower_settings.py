@@ -1,0 +1,105 @@
+"""What `flwr run --run-config` says: the experiment's own fields in kebab-case, and what a federation adds.
+
+An empty text means "not given": Flower knows no absent values, and refuses keys that the app does not list.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fedpara.engines.flower import Terms
+from fedpara.errors import ConfigError
+from fedpara.experiments import Experiment
+from fedpara.experiments.config import read_toml, with_values
+from fedpara.experiments.presets import preset
+
+TERMS = {
+    "deadline": "deadline",
+    "min-replies": "minimum",
+    "oversample": "oversample",
+    "wait": "wait",
+    "hello": "hello",
+    "poll": "poll",
+    "threads": "threads",
+}
+OWN = ("preset", "config", "out", "data-dir", *TERMS)
+FIELDS = {field.name.replace("_", "-"): field.name for field in fields(Experiment) if field.name != "engine"}
+DEFAULT_OUT = "runs/flower"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`out` is one folder, or several that hold runs already, a line each."""
+
+    out: tuple[Path, ...]
+    data_dir: Path | None
+    terms: Terms
+    preset: str
+    config: str
+    given: dict[str, Any]
+
+    def experiments(self) -> dict[Path, Experiment]:
+        """By folder."""
+        if len(self.out) > 1:
+            raise ConfigError("out names several folders: expected one for a new run.")
+        (out,) = self.out
+        changed = {**self.given, "engine": "flower"}
+        if self.preset and self.config:
+            raise ConfigError("preset and config are both given: a preset is a config of its own.")
+        if not self.preset:
+            base = read_toml(Path(self.config).expanduser()) if self.config else Experiment()
+            return {out: with_values(base, changed)}
+        runs = {name: with_values(run, changed) for name, run in preset(self.preset).runs.items()}
+        return {out / name if len(runs) > 1 else out: run for name, run in runs.items()}
+
+    @property
+    def names_an_experiment(self) -> bool:
+        return bool(self.preset or self.config or self.given.keys() - {"rounds"})
+
+
+def defaults() -> dict[str, str]:
+    return {**dict.fromkeys((*OWN, *FIELDS), ""), "out": DEFAULT_OUT}
+
+
+def read(run_config: Mapping[str, Any]) -> Settings:
+    said = {name: value for name, value in run_config.items() if value != ""}
+    unknown = sorted(said.keys() - {*OWN, *FIELDS})
+    if unknown:
+        raise ConfigError(f"unknown run-config {', '.join(unknown)}: `fedpara flower init` lists every key.")
+    given = {FIELDS[name]: value for name, value in said.items() if name in FIELDS}
+    if "options" in given:
+        given["options"] = _options(str(given["options"]))
+    terms = {TERMS[name]: _number(name, value) for name, value in said.items() if name in TERMS}
+    for name in ("minimum", "oversample", "threads"):
+        if name in terms:
+            terms[name] = int(terms[name])
+    data_dir = said.get("data-dir")
+    return Settings(
+        tuple(Path(line).expanduser().absolute() for line in str(said.get("out", DEFAULT_OUT)).splitlines()),
+        Path(str(data_dir)).expanduser() if data_dir else None,
+        Terms(**terms),  # type: ignore[arg-type]
+        str(said.get("preset", "")),
+        str(said.get("config", "")),
+        given,
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"run-config {name} is {value!r}: expected a number.")
+    return value
+
+
+def _options(text: str) -> dict[str, float]:
+    """Such as "mu=0.1 server_lr=0.5"."""
+    options: dict[str, float] = {}
+    for part in text.split():
+        name, _, value = part.partition("=")
+        try:
+            options[name] = float(value)
+        except ValueError:
+            raise ConfigError(
+                f"run-config options has {part!r}: expected name=number, such as mu=0.1."
+            ) from None
+    return options

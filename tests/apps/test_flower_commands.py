@@ -1,0 +1,152 @@
+"""fedpara flower: the files it writes, and what it says to a mistake. No Flower process is started here."""
+
+import stat
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from fedpara.apps.flower_app import CLIENT, SERVER
+from fedpara.apps.flower_settings import DEFAULT_OUT, read
+from fedpara.engines.flower import Terms
+from fedpara.errors import ConfigError
+from fedpara.experiments import Experiment
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedpara[flower]'")
+x509 = pytest.importorskip("cryptography.x509")
+
+
+@pytest.mark.parametrize("command", ["init", "certs", "up"])
+def test_help_shows_an_example(cli, command):
+    code, out, _ = cli("flower", command, "--help")
+    assert code == 0
+    assert f"Example: fedpara flower {command} " in " ".join(out.split())
+
+
+def test_init_writes_an_app_that_flower_takes(cli, tmp_path):
+    assert cli("flower", "init", "app")[0] == 0
+    project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
+    assert project["project"]["dependencies"] == []
+    assert project["tool"]["flwr"]["app"]["components"] == {
+        "serverapp": f"{SERVER}:app",
+        "clientapp": f"{CLIENT}:app",
+    }
+    from flwr.cli.config_utils import load_and_validate
+
+    _, warnings = load_and_validate(tmp_path / "app" / "pyproject.toml")
+    assert warnings == []
+    settings = read(project["tool"]["flwr"]["app"]["config"])
+    assert settings.experiments() == {(tmp_path / DEFAULT_OUT): Experiment(engine="flower")}
+    assert settings.terms == Terms()
+    code, _, err = cli("flower", "init", "app")
+    assert code == 2
+    assert "not empty" in err
+
+
+def test_run_config_says_an_experiment(tmp_path):
+    settings = read(
+        {
+            "preset": "quickstart",
+            "rounds": 7,
+            "out": str(tmp_path),
+            "batch-size": 8,
+            "deadline": 5,
+            "min-replies": 2,
+        }
+    )
+    runs = settings.experiments()
+    assert [path.name for path in runs] == ["original", "lowrank", "fedpara", "pfedpara"]
+    assert {(run.rounds, run.batch_size, run.engine) for run in runs.values()} == {(7, 8, "flower")}
+    assert (settings.terms.deadline, settings.terms.minimum) == (5, 2)
+    options = read({"algorithm": "fedadam", "options": "server_lr=0.5 beta1=0.8"})
+    assert options.experiments()[options.out[0]].options == {"server_lr": 0.5, "beta1": 0.8}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"ruonds": 3}, "unknown run-config ruonds"),
+        ({"rounds": "many"}, "rounds is 'many'"),
+        ({"deadline": "soon"}, "deadline is 'soon'"),
+        ({"deadline": -1}, "deadline is -1"),
+        ({"preset": "quikstart"}, "did you mean 'quickstart'"),
+        ({"preset": "quickstart", "config": "a.toml"}, "both given"),
+        ({"options": "mu"}, "expected name=number"),
+        ({"out": "a\nb"}, "several folders"),
+    ],
+)
+def test_a_run_config_that_means_nothing(given, says):
+    with pytest.raises(ConfigError, match=says):
+        read(given).experiments()
+
+
+def test_certificates_that_openssl_accepts(cli, tmp_path):
+    code, out, _ = cli(
+        "flower", "certs", "keys", "--host", "fl.example.org", "--host", "127.0.0.1", "--nodes", "2"
+    )
+    assert code == 0
+    folder = tmp_path / "keys"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        "ca.crt",
+        "ca.key",
+        "server.pem",
+        "server.key",
+        "node-0",
+        "node-0.pub",
+        "node-1",
+        "node-1.pub",
+    }
+    assert [line.endswith("private") for line in out.splitlines()] == [False, True, False, True] + [
+        True,
+        False,
+    ] * 2
+    for path in folder.iterdir():
+        private = path.suffix not in (".crt", ".pem", ".pub")
+        assert stat.S_IMODE(path.stat().st_mode) == (0o600 if private else 0o644), path
+    server = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
+    ca = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+    server.verify_directly_issued_by(ca)
+    named = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert named.get_values_for_type(x509.DNSName) == ["fl.example.org"]
+    assert [str(address) for address in named.get_values_for_type(x509.IPAddress)] == ["127.0.0.1"]
+    assert (folder / "node-0.pub").read_text().startswith("ecdsa-sha2-nistp384 ")
+    assert (folder / "node-0").read_text() != (folder / "node-1").read_text()
+
+
+def test_certificates_are_never_overwritten(cli, tmp_path):
+    assert cli("flower", "certs", "keys", "--host", "a.example")[0] == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "keys").iterdir()}
+    code, _, err = cli("flower", "certs", "keys", "--host", "b.example")
+    assert code == 2
+    assert "nothing is overwritten" in err
+    assert before == {path: path.read_bytes() for path in (tmp_path / "keys").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["certs", "keys"], 2, "no host is named"),
+        (["certs", "keys", "--host", "a", "--nodes", "0"], 2, "nodes is 0"),
+        (["up", "--nodes", "4", "--set", "clients=3", "--set", "cohort=3"], 2, "4 nodes for 3 clients"),
+        (["up", "--set", "rounds"], 2, "expected name=value"),
+        (["up", "--set", "modle=mlp"], 2, "did you mean 'model'"),
+        (["up", "quickstart"], 2, "a federation runs one"),
+    ],
+)
+def test_mistakes(cli, tmp_path, words, code, says):
+    found, out, err = cli("flower", *words)
+    assert (found, out) == (code, "")
+    assert says in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_client_imports_nothing_but_what_training_needs():
+    code = (
+        "import sys; import fedpara.apps.flower_client\n"
+        "print(*sorted({name.partition('.')[0] for name in sys.modules} & {'ray', 'sklearn', 'scipy', 'matplotlib', "
+        "'pandas', 'datasets', 'peft', 'onnx', 'PIL', 'uvicorn', 'fastapi', 'sqlalchemy'}))"
+    )
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (got.returncode, got.stdout.strip()) == (0, ""), got.stderr

@@ -1,0 +1,192 @@
+"""A SuperLink and three SuperNodes on loopback, with TLS and node keys, behind nginx where it is installed.
+
+Minutes, not seconds: `make test-deploy` runs it.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedpara.apps.flower_app import write_home
+from fedpara.apps.flower_certs import make_certificates
+from fedpara.apps.flower_drive import follow
+from fedpara.apps.flower_federation import NAME, Federation
+from fedpara.apps.flower_processes import Processes, descendants, environment, free_port, program
+from fedpara.experiments import Experiment
+from fedpara.experiments.run import lay_out, resume
+from fedpara.experiments.store import final_state
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedpara[flower]'")
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
+
+EXPERIMENT = Experiment(
+    model="mlp",
+    scheme="pfedpara",
+    algorithm="scaffold",
+    personal=True,
+    clients=3,
+    cohort=3,
+    rounds=3,
+    lr=0.05,
+    engine="flower",
+)
+NGINX = shutil.which("nginx", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"]))
+CONFIG = Path(__file__).parents[2] / "docs" / "nginx.conf"
+
+
+def start_nginx(federation, folder):
+    """docs/nginx.conf as it is, but for where files and ports are."""
+    port = free_port()
+    text = CONFIG.read_text()
+    for ours, theirs in {
+        "127.0.0.1:8000": f"127.0.0.1:{federation.port}",
+        "listen 8443": f"listen 127.0.0.1:{port}",
+        "/etc/fedpara/": f"{federation.certificates}/",
+        "/run/fedpara-nginx.pid": f"{folder}/nginx.pid",
+        "/var/log/fedpara-nginx.log": f"{folder}/nginx.log",
+        "/var/lib/fedpara/": f"{folder}/",
+    }.items():
+        assert ours in text
+        text = text.replace(ours, theirs)
+    (folder / "nginx.conf").write_text(text)
+    words = ["-c", str(folder / "nginx.conf"), "-e", str(folder / "nginx.log"), "-g", "daemon off;"]
+    with (folder / "nginx.out").open("ab") as log:
+        process = subprocess.Popen([NGINX, *words], stdout=log, stderr=log, start_new_session=True)
+    federation.processes.running.append(process)
+    return port
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory):
+    """The federation with its run submitted, the run's folder, and the port that nodes come in by."""
+    folder = tmp_path_factory.mktemp("deployed")
+    lay_out(EXPERIMENT, folder / "run")
+    with Processes() as processes:
+        given = {"out": str(folder / "run"), "deadline": 60, "wait": 60}
+        federation = Federation(folder / "federation", 3, processes, given, {"OMP_NUM_THREADS": "1"})
+        federation.start_link()
+        port = start_nginx(federation, folder) if NGINX else federation.port
+        federation.register()
+        for i in range(3):
+            federation.start_node(i, port=port)
+        yield federation, folder / "run", port, federation.submit()
+
+
+def test_the_model_is_the_sequential_engines(deployed, tmp_path):
+    federation, folder, _, submitted = deployed
+    follow(folder, submitted, federation.folder / "run.log", None, None, None)
+    lay_out(EXPERIMENT, tmp_path / "run")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        resume(tmp_path / "run", engine="sequential")
+    finally:
+        torch.set_num_threads(threads)
+    assert (folder / "metrics.jsonl").read_bytes() == (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    ours, _ = final_state(tmp_path / "run")
+    theirs, _ = final_state(folder)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for i in range(3):
+        memory = federation.folder / f"node-{i}" / "memory"
+        assert sorted(path.name for path in memory.glob("*/*/*")) == [
+            "1.safetensors",
+            "2.safetensors",
+            "3.safetensors",
+        ]
+
+
+def test_strangers_are_refused(deployed, tmp_path):
+    """A key that was not registered, and a node to which the server's certificate says nothing."""
+    federation, *_ = deployed
+    make_certificates(tmp_path / "other", ["127.0.0.1"], 1)
+    key = tmp_path / "other" / "node-0"
+    trusting = ssl.create_default_context(cafile=tmp_path / "other" / "ca.crt")
+    with (
+        socket.create_connection(("127.0.0.1", federation.port)) as plain,
+        pytest.raises(ssl.SSLCertVerificationError),
+    ):
+        trusting.wrap_socket(plain, server_hostname="127.0.0.1")
+    federation.start_node(8, key=key)
+    federation.start_node(9, key=key, ca=tmp_path / "other" / "ca.crt")
+    logs = {i: federation.folder / f"node-{i}" / "log.txt" for i in (8, 9)}
+    expected = {8: "Failed to activate SuperNode", 9: "Connection attempt failed"}
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not all(words in logs[i].read_text() for i, words in expected.items()):
+        time.sleep(0.5)
+    for i, words in expected.items():
+        assert words in logs[i].read_text()
+        assert "SuperNode ID" not in logs[i].read_text()
+    link = (federation.folder / "superlink.log").read_text()
+    assert link.count("No SuperNode found with the given public key") == 1
+    assert len(federation.ask("supernode", "list")["nodes"]) == 3
+
+
+@pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx-light")
+def test_the_door_lets_nodes_in_and_nothing_else(deployed, tmp_path):
+    """The nodes above came in through it."""
+    federation, _, port, _ = deployed
+    make_certificates(tmp_path / "other", ["127.0.0.1"], 1)
+    key = str(tmp_path / "other" / "node-0.pub")
+    write_home(tmp_path / "outside", port, federation.certificates / "ca.crt")
+
+    def flwr(home, *words):
+        command = [program("flwr"), *words, NAME]
+        return subprocess.run(command, env=environment(home), capture_output=True, text=True)
+
+    for words in (["supernode", "register", key], ["ls"], ["run", str(federation.folder / "app")]):
+        refused = flwr(tmp_path / "outside", *words)
+        assert refused.returncode != 0, refused.stdout
+        assert "403" in refused.stdout + refused.stderr
+    assert flwr(federation.folder / "flwr", "supernode", "register", key).returncode == 0
+
+
+def alive(pids):
+    listed = subprocess.run(
+        ["ps", "-A", "-o", "pid=,stat="], capture_output=True, text=True, check=True
+    ).stdout
+    rows = [line.split() for line in listed.splitlines()]
+    return {int(pid) for pid, state in rows if int(pid) in pids and not state.startswith("Z")}
+
+
+def test_ctrl_c_takes_a_federation_down(tmp_path):
+    words = [
+        "flower",
+        "up",
+        "--nodes",
+        "3",
+        "--out",
+        "run",
+        "--set",
+        "model=mlp",
+        "--set",
+        "clients=3",
+        "--set",
+        "cohort=3",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from fedpara.apps.cli import main; main()", *words],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that starts the suite in the background has SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    end = time.monotonic() + 120
+    # The SuperLink and its executor, three nodes and theirs, and the run that was submitted.
+    while len(family := descendants(process.pid)) < 9 and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.2)
+    assert len(alive(family)) >= 9
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert not alive(family)
