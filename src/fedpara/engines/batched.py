@@ -25,7 +25,7 @@ from fedpara.engines.places import Lanes, places_for, stack
 from fedpara.engines.plan import Plan, look_ahead, make_plan
 from fedpara.engines.scoring import scores
 from fedpara.engines.stacked import Precision, make_tick, one_step
-from fedpara.engines.streams import cohort, torch_seed
+from fedpara.engines.streams import cohort, own_layers
 from fedpara.engines.task import Task
 from fedpara.engines.worker import Score, Trained, Worker
 from fedpara.errors import ConfigError, RunError
@@ -195,8 +195,7 @@ class Batched:
         variables = {group: bring(stack([one[group] for one in own]), self.device) for group in own[0]}
         theirs = bring(stack(private), self.device)
         # After the tick is made: warming it up draws numbers too, and a resumed run makes it in another round.
-        with torch.random.fork_rng(devices=[self.device] if self.on_gpu else []):
-            torch.manual_seed(torch_seed(self.protocol.seed, "layers", round, self.stream))
+        with own_layers(self.protocol.seed, round, self.stream, self.device):
             ended, states, losses = self._run(tick, plan, places, start, theirs, variables)
         self._steps_done += sum(segment.steps for segment in plan.segments)
         self._steps_run += self.lanes * plan.steps

@@ -60,12 +60,12 @@ def make_plan(
     for segment in segments:
         client, examples = clients[segment.client], held[segment.client]
         order = numbers(protocol.seed, "batches", round, client)
-        windows = numbers(protocol.seed, "augment", round, client)
+        windows = numbers(protocol.seed, "augment", round, client) if crops is not None else None
         for i, batch in enumerate(batches(len(examples), local, order), segment.start):
             index[segment.lane, i, : len(batch)] = examples[batch]
             sizes[segment.lane, i] = len(batch)
             seeds[segment.lane, i] = step_seed(protocol.seed, round, client, i - segment.start)
-            if crops is not None:
+            if crops is not None and windows is not None:
                 crops[segment.lane, i, :, : len(batch)] = draw(len(batch), windows)
     return Plan(segments, index, sizes, seeds, crops)
 

@@ -85,6 +85,7 @@ class Worker:
         inputs = normalise(examples.inputs, examples.mean, examples.std)
         order = numbers(seed, "batches", round, who)
         crops = numbers(seed, "augment", round, who) if self.augment == "crop-flip" else None
+        y = {name: self.parameters[name].detach() for name in x}  # stepped in place: good for every step
         velocity: State = {}
         total, steps = torch.zeros(()), 0
         with own_layers(seed, round, who):
@@ -97,7 +98,8 @@ class Worker:
                 gradient, loss = self._gradient(images, labels, local, eta)
                 if local.clip is not None:
                     gradient = clip_by_norm(gradient, local.clip)
-                gradient = self._corrected(gradient, algorithm, x, down, client)
+                g = gradient if len(x) == len(gradient) else {name: gradient[name] for name in x}
+                gradient = {**gradient, **algorithm.correct(g, y, x, down, client)}
                 velocity = self._step(gradient, velocity, local, eta)
                 total += loss
                 steps += 1
@@ -163,13 +165,6 @@ class Worker:
             with torch.no_grad():
                 self.model(images)
         return gradient, value.detach()
-
-    def _corrected(
-        self, gradient: State, algorithm: Algorithm, x: State, down: Groups, client: Groups
-    ) -> State:
-        y = {name: self.parameters[name].detach() for name in x}
-        shared = {name: gradient[name] for name in x}
-        return {**gradient, **algorithm.correct(shared, y, x, down, client)}
 
     @torch.no_grad()
     def _step(self, gradient: State, velocity: State, local: Local, eta: float) -> State:
