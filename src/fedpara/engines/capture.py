@@ -1,6 +1,8 @@
 """A step of all lanes as one CUDA graph: compiled, warmed up, captured, replayed."""
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ def capture(tick: Callable[[], None], lanes: Lanes, compile: bool, notes: list[s
     Warming up steps the lanes for real: their contents are put back afterwards.
     """
     if compile:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder()))
         torch._dynamo.reset()  # another experiment's program in this process is not to count as a recompilation
         compiled = torch.compile(tick, dynamic=False)
         try:
@@ -35,6 +38,12 @@ def capture(tick: Callable[[], None], lanes: Lanes, compile: bool, notes: list[s
         graph.replay()
 
     return replay
+
+
+def cache_folder() -> Path:
+    """Where compiled code waits for the next start; torch's own choice is a folder that a reboot empties."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "fedpara" / "compiled"
 
 
 def _warm_up(tick: Callable[[], None], lanes: Lanes, times: int) -> None:

@@ -1,0 +1,90 @@
+"""On a GPU: the batched engine's rounds are those of the sequential engine on the CPU."""
+
+import numpy as np
+import pytest
+import torch
+
+import fedpara as fp
+from fedpara import algorithms, data, models
+from fedpara.algorithms import Local
+from fedpara.engines.batched import Batched
+from fedpara.engines.client import Protocol
+from fedpara.engines.loop import Schedule, play
+from fedpara.engines.memory import InMemory
+from fedpara.engines.program import take_apart
+from fedpara.engines.sequential import Sequential
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+SCHEMES = {
+    "original": None,
+    "lowrank": fp.LowRank(gamma=0.3),
+    "fedpara": fp.FedPara(gamma=0.3, nonlinearity="tanh"),
+    "pfedpara": fp.PFedPara(gamma=0.3),
+}
+
+
+@pytest.fixture(scope="module")
+def digits():
+    train, test = data.load("digits")
+    return train.subset(np.arange(160)), test.subset(np.arange(60))
+
+
+def both(digits, model, method, rounds=3, **options):
+    """The last round of each: sequential on the CPU, batched on the GPU."""
+    train, test = digits
+    federation = fp.FederatedData(train, data.dirichlet(train.labels, clients=8, alpha=0.5, seed=0))
+    task = fp.Task(model, test=test, augment="crop-flip")
+    protocol = Protocol(take_apart(model), method, fp.Link(), 0)
+    schedule = Schedule(rounds, 8, 4)
+    engines = (
+        Sequential(protocol, task, federation, InMemory()),
+        Batched(protocol, task, federation, InMemory(), size=4, device="cuda", **options),
+    )
+    return [list(play(protocol, engine, schedule, personal=False))[-1].progress for engine in engines]
+
+
+def assert_near(a, b, tolerance):
+    assert (a.bytes_up, a.bytes_down) == (b.bytes_up, b.bytes_down)
+    for name, tensor in a.x.items():
+        assert torch.allclose(tensor, b.x[name], rtol=tolerance, atol=tolerance), name
+
+
+def written(model, scheme):
+    torch.manual_seed(0)
+    network = model()
+    return network if scheme is None else fp.factorize(network, scheme, init="calibrated", force=True)
+
+
+@pytest.mark.parametrize("algorithm", algorithms.names())
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_algorithm_and_scheme(digits, algorithm, scheme):
+    method = algorithms.build(algorithm, Local(lr=0.02, epochs=2, batch_size=8, momentum=0.5, clip=1.0))
+    model = written(lambda: models.mlp(64, 24, 10), SCHEMES[scheme])
+    assert_near(*both(digits, model, method, precision="float32", compile=False), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["cnn", "vgg16-tiny", "resnet18-gn"])
+def test_every_kind_of_model(digits, name):
+    method = algorithms.fedavg(lr=0.01, batch_size=8, steps=2)
+    train, test = digits
+    if name == "cnn":
+        model, held = models.build(name, classes=10, shape=(1, 8, 8)), digits
+    else:
+        model = models.build(name, classes=10, shape=(3, 32, 32))
+        held = tuple(_coloured(part) for part in (train, test))
+    assert_near(*both(held, model, method, rounds=2, precision="float32", compile=False), 1e-4)
+
+
+def test_compiled_in_each_precision(digits):
+    method = algorithms.fedavg(lr=0.02, batch_size=8)
+    for precision, tolerance in (("float32", 1e-5), ("tf32", 2e-3), ("bfloat16", 2e-2)):
+        model = written(lambda: models.mlp(64, 24, 10), SCHEMES["fedpara"])
+        assert_near(*both(digits, model, method, precision=precision), tolerance)
+
+
+def _coloured(examples):
+    inputs = examples.inputs.repeat_interleave(4, 2).repeat_interleave(4, 3).expand(-1, 3, -1, -1)
+    return data.Examples(inputs.contiguous(), examples.labels, 10, mean=(0.5,) * 3, std=(0.25,) * 3)
