@@ -124,7 +124,10 @@ def test_public_names_are_sorted_and_there():
         names = getattr(package, "__all__", [])
         assert names == sorted(names, key=lambda n: (not n.isupper(), n[0].islower(), n)), name
         assert all(hasattr(package, public) for public in names), name
-    assert {"FedPara", "FedParaError", "LowRank", "PFedPara", "factorize", "merge"} <= set(fedpara.__all__)
+    assert set(fedpara.__all__) == {
+        *("Experiment", "FedPara", "FedParaError", "FederatedData", "Link", "LowRank", "PFedPara", "Task"),
+        *("factorize", "merge", "simulate"),
+    }
 
 
 @each_module
