@@ -103,9 +103,11 @@ function hover(host, svg, shown, axis, box) {
     const share = (mouse - box.left) / (box.width - box.left - box.right);
     const v = box.logs ? box.x0 * (box.x1 / box.x0) ** share : box.x0 + share * (box.x1 - box.x0);
     const found = shown.map(s => at(s, v));
+    const points = new Set(shown.map((s, i) => found[i] === null ? null : s.x[found[i]]).filter(x => x !== null));
+    const here = points.size === 1 ? [...points][0] : v;  // where all were measured at once, the hair stands there
     layer.style.display = tip.hidden = "";
-    hair.setAttribute("x1", mouse);
-    hair.setAttribute("x2", mouse);
+    hair.setAttribute("x1", box.px(here));
+    hair.setAttribute("x2", box.px(here));
     shown.forEach((s, i) => {
       dots[i].style.display = found[i] === null ? "none" : "";
       if (found[i] === null) return;
@@ -115,7 +117,7 @@ function hover(host, svg, shown, axis, box) {
     const rows = shown.map((s, i) => [s, found[i]]).filter(r => r[1] !== null).sort((a, b) => b[0].y[b[1]] - a[0].y[a[1]]);
     tip.textContent = "";
     const head = document.createElement("b");
-    head.textContent = axis.tell(v);
+    head.textContent = axis.tell(here);
     tip.appendChild(head);
     for (const [s, i] of rows.slice(0, 14)) {
       const row = document.createElement("div"), name = document.createElement("span"), value = document.createElement("span");
