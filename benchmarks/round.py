@@ -2,6 +2,7 @@
 
     python benchmarks/round.py                both workloads, every row whose package is installed
     python benchmarks/round.py --no-flower    without the row that takes half a minute to start
+    python benchmarks/round.py --deploy       then seconds a round on Flower: simulated, and deployed over TLS
     python benchmarks/round.py --smoke        few rounds, no Flower: only that it runs
 
 Digits, MLP 64-256-10, plain SGD, no evaluation, one thread. The first round of a run is not timed, so that
@@ -334,6 +335,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--flower", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--deploy", action="store_true", help="the rows of flower.py; about two minutes")
     parser.add_argument("--smoke", action="store_true", help="few rounds and no Flower; not for figures")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -361,6 +363,11 @@ def main() -> None:
     elif args.flower and not args.smoke:
         times["Flower's simulator"] = [by_flower(light)]
     show("Rounds dominate", light, times, elsewhere=("Flower's simulator",))
+    if args.deploy:
+        from flower import rounds
+
+        with tempfile.TemporaryDirectory() as scratch:
+            rounds(Path(scratch))
 
 
 if __name__ == "__main__":
