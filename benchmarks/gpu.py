@@ -57,15 +57,13 @@ def names() -> list[str]:
     return rows
 
 
-def federation(clients: int, device: str) -> tuple[Task, fp.FederatedData]:
+def federation(clients: int, device: str) -> fp.FederatedData:
     size = BATCH if device == "cpu" else 500  # CIFAR-10 among 100: seven full batches and one of 52, masked
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (clients * size, 3, 32, 32), generator=generator, dtype=torch.uint8)
     labels = torch.randint(0, 10, (clients * size,), generator=generator)
     train = data.Examples(images, labels, 10, mean=(0.5,) * 3, std=(0.25,) * 3)
-    return Task(torch.nn.Identity(), augment="crop-flip"), fp.FederatedData(
-        train, data.iid(labels, clients, 0)
-    )
+    return fp.FederatedData(train, data.iid(labels, clients, 0))
 
 
 def network(kind: str) -> torch.nn.Module:
@@ -79,8 +77,8 @@ def network(kind: str) -> torch.nn.Module:
 def ready(name: str, device: str) -> Callable[[], None]:
     """One step of all its lanes, made ready."""
     kind, way, precision, lanes = name.split("/")
-    task, held = federation(int(lanes), device)
-    task = Task(network(kind), augment=task.augment)
+    held = federation(int(lanes), device)
+    task = Task(network(kind), augment="crop-flip")
     local = algorithms.fedavg(lr=1e-3, batch_size=BATCH)
     protocol = Protocol(take_apart(task.model), local, fp.Link(), 0)
     if way == "eager":

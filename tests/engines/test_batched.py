@@ -164,10 +164,10 @@ class Small(Batched):
 
     room = 2
 
-    def _tick(self, masked, places):
+    def _tick(self, plan, places):
         if self.lanes > self.room:
             raise torch.OutOfMemoryError("no room")
-        return super()._tick(masked, places)
+        return super()._tick(plan, places)
 
 
 def rounds_of(engine, protocol, clients, cohort):

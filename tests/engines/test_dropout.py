@@ -9,6 +9,11 @@ from torch.func import functional_call, vmap
 import fedpara as fp
 from fedpara import algorithms, data
 from fedpara.engines.dropout import OwnDropout, layer_seed, own_dropouts, step_seed
+from fedpara.engines.streams import torch_seed
+
+
+def stream(seed, round, client):
+    return torch_seed(seed, "layers", round, client)
 
 
 def dropped(p, seed, shape=(200, 100)):
@@ -20,7 +25,7 @@ def dropped(p, seed, shape=(200, 100)):
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_as_many_are_dropped_as_asked_and_the_rest_is_scaled(p):
-    y = dropped(p, step_seed(0, 1, 2, 3))
+    y = dropped(p, step_seed(stream(0, 1, 2), 3))
     kept = (y != 0).double().mean()
     assert abs(float(kept) - (1 - p)) < 5 * (p * (1 - p) / y.numel()) ** 0.5
     assert torch.equal(y[y != 0], torch.full_like(y[y != 0], 1 / (1 - p)))
@@ -33,9 +38,8 @@ def test_rows_and_columns_are_dropped_evenly():
 
 
 def test_every_client_round_step_and_layer_draws_anew():
-    seeds = [
-        step_seed(*key) for key in ((0, 1, 2, 3), (1, 1, 2, 3), (0, 2, 2, 3), (0, 1, 3, 3), (0, 1, 2, 4))
-    ]
+    clients = [stream(0, 1, 2), stream(1, 1, 2), stream(0, 2, 2), stream(0, 1, 3)]
+    seeds = [step_seed(client, 3) for client in clients] + [step_seed(clients[0], 4)]
     seeds += [layer_seed(seeds[0], 1)]
     masks = [dropped(0.5, seed) != 0 for seed in seeds]
     for i, a in enumerate(masks):

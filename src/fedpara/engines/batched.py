@@ -16,7 +16,6 @@ from fedpara.algorithms import Groups
 from fedpara.data import Examples, FederatedData
 from fedpara.engines.capture import capture
 from fedpara.engines.client import PRIVATE, Protocol, Reply, own_variables, reply_of
-from fedpara.engines.convolution import pays_on, through_lanes
 from fedpara.engines.freight import bring, fetch
 from fedpara.engines.lanes import Segment
 from fedpara.engines.loop import LARGE_MESSAGE
@@ -46,9 +45,7 @@ class Batched:
         device: str | None = None,
         precision: Precision | None = None,
         compile: bool | None = None,
-        lanes: int | None = None,
         say: Callable[[str], None] | None = None,
-        because: str = "",
         stream: int = 0,
     ) -> None:
         """`stream` keeps apart what layers draw in several such engines of one run."""
@@ -56,7 +53,7 @@ class Batched:
         self.protocol, self.task, self.data, self.memory = protocol, task, data, Held(memory)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.on_gpu = self.device.type == "cuda"
-        self.notes: list[str] = [because] if because else []
+        self.notes: list[str] = []
         self.say = say or (lambda text: None)
         self.precision = self._precision(precision)
         self.compile = self.on_gpu if compile is None else compile
@@ -68,12 +65,15 @@ class Batched:
         }
         model = parameterization.merge(program.model) if self.forms else deepcopy(program.model)
         self.plain = model.to(self.device).train()
-        if pays_on(self.device):
-            through_lanes(self.plain)
+        if self.on_gpu:  # here, for it registers ops with torch, which a CPU has no use for
+            from fedpara.engines.convolution import pays_on, through_lanes
+
+            if pays_on(self.device):
+                through_lanes(self.plain)
         self.judge = Worker(program, device=self.device)
         self.train_set = on_device(data.train, self.device)
         self.test_set = on_device(task.test, self.device) if task.test is not None else None
-        self.outlook = look_ahead(protocol, data, size, lanes)
+        self.outlook = look_ahead(protocol, data, size)
         self._steps_done = self._steps_run = 0
         self._places: Lanes | None = None
         self._ticks: dict[bool, Callable[[], None]] = {}
@@ -191,7 +191,7 @@ class Batched:
         own = [own_variables(memory) for memory in memories]
         places = self._prepare(plan, start, private[0], down, own[0])
         places.lr.fill_(self.protocol.algorithm.local.lr_at(round))
-        tick = self._tick(bool((plan.sizes < places.plan.shape[2]).any()), places)
+        tick = self._tick(plan, places)
         variables = {group: bring(stack([one[group] for one in own]), self.device) for group in own[0]}
         theirs = bring(stack(private), self.device)
         # After the tick is made: warming it up draws numbers too, and a resumed run makes it in another round.
@@ -199,7 +199,7 @@ class Batched:
             ended, states, losses = self._run(tick, plan, places, start, theirs, variables)
         self._steps_done += sum(segment.steps for segment in plan.segments)
         self._steps_run += self.lanes * plan.steps
-        self._think_ahead(round, len(clients))
+        self._think_ahead(round, clients)
         return self._collect(ended, states, losses)
 
     def _run(
@@ -214,33 +214,37 @@ class Batched:
         """Step all lanes to the next client's end, let those that end leave and the next ones in, and on.
 
         The segments in the order in which they ended, their states stacked event by event, their summed losses.
+        Who comes and goes is on the device before the first step: copied later, it would wait for the steps.
         """
-        waiting = sorted(plan.segments, key=lambda s: s.start)
         ended: list[Segment] = []
         states: list[State] = []
         losses: list[torch.Tensor] = []
+        events = sorted({0} | {segment.end for segment in plan.segments})
+        changes = [
+            (
+                [segment for segment in plan.segments if segment.end == event],
+                [segment for segment in plan.segments if segment.start == event],
+            )
+            for event in events
+        ]
+        lanes = [[self._index([s.lane for s in part]) for part in change] for change in changes]
+        clients = [self._index([s.client for s in coming]) for _, coming in changes]
         places.counter.zero_()
-        at = 0
-        for event in sorted({0} | {segment.end for segment in plan.segments}):
-            for _ in range(event - at):
+        for before, event, (leaving, coming), (left, taken), who in zip(
+            [0, *events], events, changes, lanes, clients, strict=False
+        ):
+            for _ in range(event - before):
                 tick()
-            at = event
-            leaving = [segment for segment in plan.segments if segment.end == event]
             if leaving:
-                lanes = self._index([segment.lane for segment in leaving])
-                states.append(places.leave(lanes))
-                losses.append(places.losses.index_select(0, lanes))
+                states.append(places.leave(left))
+                losses.append(places.losses.index_select(0, left))
                 ended += leaving
-            coming = [segment for segment in waiting if segment.start <= event]
             if coming:
-                lanes = self._index([segment.lane for segment in coming])
-                clients = self._index([segment.client for segment in coming])
-                places.enter(lanes, start, clients, theirs, variables)
-                waiting = waiting[len(coming) :]
+                places.enter(taken, start, who, theirs, variables)
         return ended, states, losses
 
     def _index(self, places: list[int]) -> torch.Tensor:
-        return torch.tensor(places, device=self.device)
+        return torch.tensor(places, dtype=torch.int64, device=self.device)
 
     def one_tick(self) -> Callable[[], None]:
         """One step of all lanes, again and again, outside any round: what a benchmark times."""
@@ -251,7 +255,7 @@ class Batched:
         down = algorithm.broadcast(algorithm.server_init(program.start(program.shared)))
         places = self._prepare(plan, bring(model, self.device), first[PRIVATE], down, own_variables(first))
         places.lr.fill_(algorithm.local.lr)
-        tick = self._tick(bool((plan.sizes < places.plan.shape[2]).any()), places)
+        tick = self._tick(plan, places)
 
         def step() -> None:
             places.counter.zero_()
@@ -264,14 +268,17 @@ class Batched:
             return self._ahead[2]
         return make_plan(self.protocol, self.data, self.task.augment, round, clients, self.lanes)
 
-    def _think_ahead(self, round: int, size: int) -> None:
-        """The plan of the next round, made while the device still works on this one."""
-        if not self.on_gpu:
+    def _think_ahead(self, round: int, clients: Sequence[int]) -> None:
+        """The plan of the next round, made while the device still works on this one.
+
+        Not where these are but a share of the cohort (ranks, clients without examples): the next is then no guess
+        of ours.
+        """
+        drawn = [cohort(self.protocol.seed, t, len(self.data), len(clients)) for t in (round, round + 1)]
+        if not self.on_gpu or drawn[0] != list(clients) or not all(map(self.data.size, drawn[1])):
             return
-        clients = cohort(self.protocol.seed, round + 1, len(self.data), size)
-        if all(self.data.size(client) for client in clients):
-            plan = make_plan(self.protocol, self.data, self.task.augment, round + 1, clients, self.lanes)
-            self._ahead = (round + 1, clients, plan)
+        plan = make_plan(self.protocol, self.data, self.task.augment, round + 1, drawn[1], self.lanes)
+        self._ahead = (round + 1, drawn[1], plan)
 
     def _prepare(self, plan: Plan, start: State, private: State, down: Groups, own: Groups) -> Lanes:
         """The fixed places, made once and filled anew each round; a longer or wider plan needs new ones."""
@@ -288,7 +295,8 @@ class Batched:
         places.fill(plan, x, {g: bring(s, self.device) for g, s in down.items()})
         return places
 
-    def _tick(self, masked: bool, places: Lanes) -> Callable[[], None]:
+    def _tick(self, plan: Plan, places: Lanes) -> Callable[[], None]:
+        masked = bool((plan.sizes < places.plan.shape[2]).any())
         if masked not in self._ticks:
             program = self.protocol.program
             step = one_step(

@@ -12,8 +12,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedpara.engines.streams import torch_seed
-
 _WORD = 0xFFFFFFFF
 _STEP, _LAYER = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 _POSITIVE = (1 << 63) - 1
@@ -47,9 +45,9 @@ def own_dropouts(model: nn.Module) -> dict[str, OwnDropout]:
     return found
 
 
-def step_seed(seed: int, round: int, client: int, step: int) -> int:
-    """Of one local step of one client; steps count from 0."""
-    return (torch_seed(seed, "layers", round, client) + step * _STEP) & _POSITIVE
+def step_seed(stream: int, step: int) -> int:
+    """Of one local step, counted from 0, of the client whose stream this is: `torch_seed` of its "layers"."""
+    return (stream + step * _STEP) & _POSITIVE
 
 
 def layer_seed(step: Seed, layer: int) -> Seed:

@@ -1,9 +1,9 @@
 """Plan: a batched round before it runs. Who trains in which lane, and which examples each step sees.
 
-index[lane, step, place]   an example of the training set; 0 where nothing is
-sizes[lane, step]          how many of the places hold one; 0 where the lane is done
-seeds[lane, step]          what its dropouts draw from
-    crops[lane, step, :, place]  how its image is cropped and mirrored, if it is
+index[lane, step, place]      an example of the training set; 0 where nothing is
+sizes[lane, step]             how many of the places hold one; 0 where the lane is done
+seeds[lane, step]             what its dropouts draw from
+crops[lane, step, :, place]   how its image is cropped and mirrored, if it is
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from fedpara.engines.batches import batches
 from fedpara.engines.client import Protocol
 from fedpara.engines.dropout import step_seed
 from fedpara.engines.lanes import Segment
-from fedpara.engines.streams import cohort, numbers
+from fedpara.engines.streams import cohort, numbers, torch_seed
 from fedpara.engines.task import Augment
 
 TYPICAL_COHORTS = 20
@@ -60,11 +60,12 @@ def make_plan(
     for segment in segments:
         client, examples = clients[segment.client], held[segment.client]
         order = numbers(protocol.seed, "batches", round, client)
+        stream = torch_seed(protocol.seed, "layers", round, client)
         windows = numbers(protocol.seed, "augment", round, client) if crops is not None else None
         for i, batch in enumerate(batches(len(examples), local, order), segment.start):
             index[segment.lane, i, : len(batch)] = examples[batch]
             sizes[segment.lane, i] = len(batch)
-            seeds[segment.lane, i] = step_seed(protocol.seed, round, client, i - segment.start)
+            seeds[segment.lane, i] = step_seed(stream, i - segment.start)
             if crops is not None and windows is not None:
                 crops[segment.lane, i, :, : len(batch)] = draw(len(batch), windows)
     return Plan(segments, index, sizes, seeds, crops)

@@ -21,9 +21,9 @@ from fedpara.algorithms import Algorithm, Groups, Local, clip_by_norm, sgd_step
 from fedpara.data import Examples, normalise
 from fedpara.engines.augment import crop_flip, draw
 from fedpara.engines.batches import batches
-from fedpara.engines.dropout import OwnDropout, layer_seed, own_dropouts, step_seed
+from fedpara.engines.dropout import layer_seed, own_dropouts, step_seed
 from fedpara.engines.program import Program, named_tensors
-from fedpara.engines.streams import numbers, own_layers
+from fedpara.engines.streams import numbers, own_layers, torch_seed
 from fedpara.engines.task import Augment
 from fedpara.state import State
 
@@ -83,7 +83,7 @@ class Worker:
         self._load(state)
         local, eta = algorithm.local, algorithm.local.lr_at(round)
         inputs = normalise(examples.inputs, examples.mean, examples.std)
-        order = numbers(seed, "batches", round, who)
+        order, stream = numbers(seed, "batches", round, who), torch_seed(seed, "layers", round, who)
         crops = numbers(seed, "augment", round, who) if self.augment == "crop-flip" else None
         y = {name: self.parameters[name].detach() for name in x}  # stepped in place: good for every step
         velocity: State = {}
@@ -94,7 +94,7 @@ class Worker:
                 images, labels = inputs.index_select(0, index), examples.labels.index_select(0, index)
                 if crops is not None:
                     images = crop_flip(images, torch.from_numpy(draw(len(batch), crops)))
-                self._seed(self.dropouts, step_seed(seed, round, who, steps))
+                self._seed(step_seed(stream, steps))
                 gradient, loss = self._gradient(images, labels, local, eta)
                 if local.clip is not None:
                     gradient = clip_by_norm(gradient, local.clip)
@@ -127,9 +127,8 @@ class Worker:
             tensors = self.parameters | self.buffers
             torch._foreach_copy_(list(tensors.values()), [state[name] for name in tensors])
 
-    @staticmethod
-    def _seed(dropouts: list[OwnDropout], step: int) -> None:
-        for layer, dropout in enumerate(dropouts):
+    def _seed(self, step: int) -> None:
+        for layer, dropout in enumerate(self.dropouts):
             dropout.seed.fill_(layer_seed(step, layer))
 
     def _gradient(self, images: Tensor, labels: Tensor, local: Local, eta: float) -> tuple[State, Tensor]:
