@@ -10,7 +10,7 @@ import torch
 import fedpara
 from fedpara.apps import flower_node
 from fedpara.apps.flower_node import answer
-from fedpara.engines.flower import Flower, Terms, has_memory
+from fedpara.engines.flower import Flower, Terms
 from fedpara.engines.parcels import Answer, Hello, Order, Parcel, packed, unpacked
 from fedpara.engines.sequential import Sequential
 from fedpara.errors import ConfigError, RunError
@@ -70,7 +70,7 @@ def host(courier, terms=None, version=fedpara.__version__):
     terms = terms or Terms(deadline=100, wait=5, hello=10)
 
     def make(protocol, parts, folder, schedule, tell):
-        if has_memory(protocol) and not (folder.path / NODES).exists():
+        if protocol.keeps and not (folder.path / NODES).exists():
             (folder.path / NODES).write_text("abc123\n")
         engine = Flower(
             protocol,

@@ -13,6 +13,7 @@ from fedpara.apps.flower_processes import (
     Processes,
     environment,
     free_port,
+    program,
     require,
     tail,
     wait_for_port,
@@ -112,12 +113,8 @@ class Federation:
     def ask(self, *words: str) -> Any:
         """What `flwr WORDS --format json` says."""
         env = environment(self.folder / "flwr", self._env)
-        program = next(
-            Path(part) / "flwr" for part in env["PATH"].split(":") if (Path(part) / "flwr").exists()
-        )
-        got = subprocess.run(
-            [str(program), *words, NAME, "--format", "json"], env=env, capture_output=True, text=True
-        )
+        command = [program("flwr"), *words, NAME, "--format", "json"]
+        got = subprocess.run(command, env=env, capture_output=True, text=True)
         if got.returncode != 0:
             raise RunError(f"flwr {' '.join(words)} failed: {(got.stdout + got.stderr)[-600:]}")
         return json.loads(got.stdout)

@@ -6,13 +6,12 @@ A round's file counts once the server has taken that round's update, which it sa
 that one, the one before it (the server may go back by a checkpoint) and the newest, which still waits.
 """
 
-import json
 import re
 from pathlib import Path
 
 from fedpara.algorithms import Groups
 from fedpara.errors import RunError
-from fedpara.experiments.files import read_tensors, write_tensors
+from fedpara.experiments.files import read_groups, write_groups
 from fedpara.files import sweep
 
 
@@ -32,20 +31,14 @@ class NodeMemory:
                 f"what the client kept in round {accepted} is not on this node ({path}). Bring the folder back, "
                 "or begin a new run."
             )
-        state, metadata = read_tensors(path)
-        groups: Groups = {group: {} for group in json.loads(metadata["groups"])}
-        for name, tensor in state.items():
-            group, _, rest = name.partition("/")
-            groups[group][rest] = tensor
-        return groups
+        return read_groups(path)
 
     def put(self, round: int, groups: Groups, accepted: int) -> None:
-        state = {f"{group}/{name}": t for group, members in groups.items() for name, t in members.items()}
-        if not state:
+        if not any(groups.values()):
             return
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         sweep(self.folder, older_than=3600.0)
-        write_tensors(self._path(round), state, {"groups": json.dumps(list(groups))})
+        write_groups(self._path(round), groups)
         rounds = sorted(int(path.stem) for path in self.folder.glob("*.safetensors") if path.stem.isdigit())
         taken = [known for known in rounds if known <= accepted]
         for old in {*rounds} - {*taken[-2:], round}:

@@ -19,7 +19,7 @@ import fedpara
 from fedpara.apps.flower_memory import NodeMemory
 from fedpara.data import Examples
 from fedpara.engines.client import Protocol, client_round
-from fedpara.engines.flower import digest, has_memory
+from fedpara.engines.flower import digest
 from fedpara.engines.parcels import Answer, Hello, Order, Parcel, packed, size_limit, unpacked
 from fedpara.engines.program import take_apart
 from fedpara.engines.worker import Worker
@@ -96,7 +96,7 @@ def train(order: Order, node_config: NodeConfig) -> Answer:
         protocol,
         site.worker,
         received,
-        memory.get(order.accepted) if has_memory(protocol) else None,
+        memory.get(order.accepted) if protocol.keeps else None,
         examples,
         round=order.round,
         client=order.client,

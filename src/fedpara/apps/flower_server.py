@@ -15,7 +15,7 @@ import fedpara
 from fedpara.apps.flower_grid import GridCourier
 from fedpara.apps.flower_settings import Settings, read
 from fedpara.engines.client import Protocol
-from fedpara.engines.flower import Flower, Terms, has_memory
+from fedpara.engines.flower import Flower, Terms
 from fedpara.engines.loop import Engine, Schedule
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import Experiment, resume
@@ -77,7 +77,7 @@ def _host(grid: Grid, terms: Terms) -> Host:
             GridCourier(grid),
             terms,
             experiment=to_toml(replace(folder.experiment, engine="flower")),
-            run=_run_name(folder) if has_memory(protocol) else "0",
+            run=_run_name(folder) if protocol.keeps else "0",
             version=fedpara.__version__,
             cohort=schedule.cohort,
             tell=tell,

@@ -11,7 +11,7 @@ from typing import Any
 from fedpara.engines.flower import Terms
 from fedpara.errors import ConfigError
 from fedpara.experiments import Experiment
-from fedpara.experiments.config import read_toml, with_values
+from fedpara.experiments.config import read_options, read_toml, with_values
 from fedpara.experiments.presets import preset
 
 TERMS = {
@@ -69,7 +69,7 @@ def read(run_config: Mapping[str, Any]) -> Settings:
         raise ConfigError(f"unknown run-config {', '.join(unknown)}: `fedpara flower init` lists every key.")
     given = {FIELDS[name]: value for name, value in said.items() if name in FIELDS}
     if "options" in given:
-        given["options"] = _options(str(given["options"]))
+        given["options"] = read_options(str(given["options"]).split())
     terms = {TERMS[name]: _number(name, value) for name, value in said.items() if name in TERMS}
     for name in ("minimum", "oversample", "threads"):
         if name in terms:
@@ -89,17 +89,3 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"run-config {name} is {value!r}: expected a number.")
     return value
-
-
-def _options(text: str) -> dict[str, float]:
-    """Such as "mu=0.1 server_lr=0.5"."""
-    options: dict[str, float] = {}
-    for part in text.split():
-        name, _, value = part.partition("=")
-        try:
-            options[name] = float(value)
-        except ValueError:
-            raise ConfigError(
-                f"run-config options has {part!r}: expected name=number, such as mu=0.1."
-            ) from None
-    return options

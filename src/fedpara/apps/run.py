@@ -16,7 +16,7 @@ from fedpara.engines.simulate import ENGINES
 from fedpara.errors import ConfigError, UsageError
 from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments import resume as resume_run
-from fedpara.experiments.config import read_toml, with_values
+from fedpara.experiments.config import read_options, read_toml, with_values
 from fedpara.experiments.presets import preset as find_preset
 from fedpara.experiments.run import lay_out
 from fedpara.experiments.track import require, tracker
@@ -84,7 +84,7 @@ def run(
     for name in ("preset", "config", "out", "data_dir", "track", "as_json", "option"):
         given.pop(name, None)
     if option:
-        given["options"] = dict(_option(text) for text in option)
+        given["options"] = read_options(option)
     require(track)
     experiments = _experiments(preset, config, given)
     _refuse_ranks(*(experiment.engine for experiment in experiments.values()))
@@ -246,11 +246,3 @@ def _table(runs: dict[str, Summary]) -> None:
             f"{s.seconds:.1f}",
         )
     Console().print(table)
-
-
-def _option(text: str) -> tuple[str, float]:
-    name, _, value = text.partition("=")
-    try:
-        return name.strip(), float(value)
-    except ValueError:
-        raise UsageError(f"--option {text!r}: expected name=number, such as mu=0.1.") from None

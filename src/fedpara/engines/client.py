@@ -5,6 +5,7 @@ x, down <- message;  y = local steps from (x, own private part);  message <- y's
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from fedpara.algorithms import Algorithm, Groups
 from fedpara.data import Examples
@@ -68,6 +69,11 @@ class Protocol:
         """What a client holds before its first round."""
         x = {name: model[name] for name in self.program.shared}
         return {PRIVATE: self.program.start(self.program.kept), **self.algorithm.client_init(x)}
+
+    @cached_property
+    def keeps(self) -> bool:
+        """Whether a client holds anything from round to round."""
+        return any(self.first(self.program.start(self.program.shared)).values())
 
     def header(self, round: int, sender: str = "server", examples: int = 0) -> Header:
         return Header(round, self.algorithm.name, self.program.scheme, sender, examples)

@@ -44,9 +44,7 @@ class Terms:
 
     deadline: float = 3600.0  # seconds a round
     minimum: int = 1  # good replies, else the round keeps the model
-    oversample: int = (
-        0  # clients asked beyond the cohort; the round ends when the cohort's number has answered
-    )
+    oversample: int = 0  # clients asked beyond the cohort, whose number of answers ends the round
     wait: float = 120.0  # seconds for nodes to appear, at the start and after a resume
     hello: float = 60.0  # seconds for a node to introduce itself
     poll: float = 0.5
@@ -152,7 +150,7 @@ class Flower:
 
     def keep(self, round: int, clients: Sequence[int]) -> None:
         """Told to a client with its next order; noted here so that a resumed server tells it the same."""
-        if has_memory(self.protocol):
+        if self.protocol.keeps:
             for client in clients:
                 self.memory.put(client, round, {ACCEPTED: {"round": torch.tensor(round)}})
 
@@ -160,7 +158,7 @@ class Flower:
         return self.worker.evaluate(state, self.task.test) if self.task.test is not None else None
 
     def _accepted(self, client: int) -> int:
-        groups = self.memory.get(client) if has_memory(self.protocol) else None
+        groups = self.memory.get(client) if self.protocol.keeps else None
         return int(groups[ACCEPTED]["round"]) if groups else 0
 
     def _await(self, open_: _Open, round: int, end: float) -> None:
@@ -299,12 +297,6 @@ class Flower:
         if self._refused.get(node) != why:
             self.tell(f"node {node} refused: {why}")
         self._refused[node] = why
-
-
-def has_memory(protocol: Protocol) -> bool:
-    """Whether clients keep anything from round to round."""
-    program = protocol.program
-    return bool(program.kept) or any(protocol.algorithm.client_init(program.start(program.shared)).values())
 
 
 def digest(protocol: Protocol) -> str:

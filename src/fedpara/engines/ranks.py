@@ -20,15 +20,10 @@ from fedpara.errors import RunError
 from fedpara.state import State
 
 
-def keeps(protocol: Protocol) -> bool:
-    """Whether a client holds anything from round to round."""
-    return any(protocol.first(protocol.program.start(protocol.program.shared)).values())
-
-
 class Ranks:
     def __init__(self, group: Group, inner: Engine, protocol: Protocol) -> None:
         self.group, self.inner = group, inner
-        self.by_number = keeps(protocol)
+        self.by_number = protocol.keeps
         settings = (protocol.algorithm.name, protocol.algorithm.local, protocol.link, protocol.seed)
         self._settings = zlib.crc32(repr(settings).encode())
         self._mine: list[int] = []

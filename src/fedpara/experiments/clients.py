@@ -5,12 +5,10 @@ the newest file of a client that is no later than the checkpoint's round is its 
 dropped. Files are removed only once two checkpoints have passed them, since the newest may be unreadable.
 """
 
-import json
 from pathlib import Path
 
 from fedpara.algorithms import Groups
-from fedpara.experiments.files import read_tensors, write_tensors
-from fedpara.state import State
+from fedpara.experiments.files import read_groups, write_groups
 
 FAN = 1000
 """Clients a folder, so that a million of them do not lie in one."""
@@ -36,22 +34,14 @@ class OnDisk:
         rounds = self._versions.get(client)
         if not rounds:
             return None
-        state, metadata = read_tensors(self._path(client, rounds[-1]))
-        groups: Groups = {group: {} for group in json.loads(metadata["groups"])}
-        for name, tensor in state.items():
-            group, _, rest = name.partition("/")
-            groups[group][rest] = tensor
-        return groups
+        return read_groups(self._path(client, rounds[-1]))
 
     def put(self, client: int, round: int, groups: Groups) -> None:
-        state: State = {
-            f"{group}/{name}": t for group, members in groups.items() for name, t in members.items()
-        }
-        if not state:
+        if not any(groups.values()):
             return
         path = self._path(client, round)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(path, state, {"groups": json.dumps(list(groups))}, durable=False)
+        write_groups(path, groups, durable=False)
         rounds = self._versions.setdefault(client, [])
         if not rounds or rounds[-1] != round:
             rounds.append(round)

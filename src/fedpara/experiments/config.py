@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -168,6 +169,18 @@ def with_values(base: Experiment, given: dict[str, Any]) -> Experiment:
     if "epochs" in given and given["epochs"] is not None:
         changed.setdefault("steps", None)
     return replace(base, **changed)
+
+
+def read_options(given: Iterable[str]) -> dict[str, float]:
+    """An algorithm's own hyper-parameters, such as mu=0.1."""
+    options: dict[str, float] = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        try:
+            options[name.strip()] = float(value)
+        except ValueError:
+            raise ConfigError(f"option {text!r}: expected name=number, such as mu=0.1.") from None
+    return options
 
 
 def _check_type(name: str, value: Any, expected: Any) -> None:

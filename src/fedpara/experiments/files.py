@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fedpara import files
+from fedpara.algorithms import Groups
 from fedpara.errors import RunError, StateError
 from fedpara.state import State
 
@@ -31,6 +32,21 @@ def read_tensors(path: Path) -> tuple[State, dict[str, str]]:
     if metadata.pop("sha256", None) != _digest(state):
         raise RunError(f"{path} does not match its digest: it was altered or damaged.")
     return state, metadata
+
+
+def write_groups(path: Path, groups: Groups, durable: bool = True) -> None:
+    """What a client keeps, as one file: tensors under `group/name`; a group without tensors is named too."""
+    state = {f"{group}/{name}": t for group, members in groups.items() for name, t in members.items()}
+    write_tensors(path, state, {"groups": json.dumps(list(groups))}, durable)
+
+
+def read_groups(path: Path) -> Groups:
+    state, metadata = read_tensors(path)
+    groups: Groups = {group: {} for group in json.loads(metadata["groups"])}
+    for name, tensor in state.items():
+        group, _, rest = name.partition("/")
+        groups[group][rest] = tensor
+    return groups
 
 
 def read_lines(path: Path) -> list[Line]:

@@ -85,9 +85,8 @@ def carry_out(
     summaries: list[Summary] = []
     failed: list[str] = []
     listed = jobs(names, library, seeds=seeds, rounds=rounds, only=only, scale=scale)
-    join().gather(
-        "the list of runs"
-    )  # before rank 0 makes a folder that another would take for one begun earlier
+    # Before rank 0 makes a folder that another would take for one begun earlier.
+    join().gather("the list of runs")
     for job in listed:
         if job.found is not None:
             summaries.append(job.found)
