@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from living import alive
 
 from fedpara.apps.flower_app import write_home
 from fedpara.apps.flower_certs import make_certificates
@@ -147,14 +148,6 @@ def test_the_door_lets_nodes_in_and_nothing_else(deployed, tmp_path):
         assert refused.returncode != 0, refused.stdout
         assert "403" in refused.stdout + refused.stderr
     assert flwr(federation.folder / "flwr", "supernode", "register", key).returncode == 0
-
-
-def alive(pids):
-    listed = subprocess.run(
-        ["ps", "-A", "-o", "pid=,stat="], capture_output=True, text=True, check=True
-    ).stdout
-    rows = [line.split() for line in listed.splitlines()]
-    return {int(pid) for pid, state in rows if int(pid) in pids and not state.startswith("Z")}
 
 
 def test_ctrl_c_takes_a_federation_down(tmp_path):

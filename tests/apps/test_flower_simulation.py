@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from living import alive
 
 from fedpara.apps.flower_processes import descendants
 from fedpara.experiments import Experiment, read_run
@@ -72,14 +73,6 @@ def test_the_rounds_are_those_of_the_sequential_engine(tmp_path):
         assert read_run(folder).experiment.engine == "flower"
         assert "engine flower" in (folder / "log.txt").read_text()
         assert bool(list(folder.glob("nodes-*/*/*.safetensors"))) == (name != "fedavg")
-
-
-def alive(pids):
-    listed = subprocess.run(
-        ["ps", "-A", "-o", "pid=,stat="], capture_output=True, text=True, check=True
-    ).stdout
-    rows = [line.split() for line in listed.splitlines()]
-    return {int(pid) for pid, state in rows if int(pid) in pids and not state.startswith("Z")}
 
 
 def test_ctrl_c_stops_what_was_started(tmp_path):
