@@ -1,6 +1,5 @@
 """On a GPU: the batched engine's rounds are those of the sequential engine on the CPU."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -26,17 +25,11 @@ SCHEMES = {
 }
 
 
-@pytest.fixture(scope="module")
-def digits():
-    train, test = data.load("digits")
-    return train.subset(np.arange(160)), test.subset(np.arange(60))
-
-
-def both(digits, model, method, rounds=3, **options):
+def both(name, model, method, rounds=3, **options):
     """The last round of each: sequential on the CPU, batched on the GPU."""
-    train, test = digits
+    train, test = data.load(f"generated:{name}")
     federation = fp.FederatedData(train, data.dirichlet(train.labels, clients=8, alpha=0.5, seed=0))
-    task = fp.Task(model, test=test, augment="crop-flip")
+    task = fp.Task(model, test=test, augment=None if name == "shakespeare" else "crop-flip")
     protocol = Protocol(take_apart(model), method, fp.Link(), 0)
     schedule = Schedule(rounds, 8, 4)
     engines = (
@@ -60,31 +53,22 @@ def written(model, scheme):
 
 @pytest.mark.parametrize("algorithm", algorithms.names())
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_algorithm_and_scheme(digits, algorithm, scheme):
+def test_every_algorithm_and_scheme(algorithm, scheme):
     method = algorithms.build(algorithm, Local(lr=0.02, epochs=2, batch_size=8, momentum=0.5, clip=1.0))
-    model = written(lambda: models.mlp(64, 24, 10), SCHEMES[scheme])
-    assert_near(*both(digits, model, method, precision="float32", compile=False), 1e-5)
+    model = written(lambda: models.mlp(784, 24, 10), SCHEMES[scheme])
+    assert_near(*both("mnist", model, method, precision="float32", compile=False), 1e-5)
 
 
-@pytest.mark.parametrize("name", ["cnn", "vgg16-tiny", "resnet18-gn"])
-def test_every_kind_of_model(digits, name):
+@pytest.mark.parametrize("name", ["cnn", "vgg16-tiny", "resnet18-gn", "resnet18", "lstm"])
+def test_every_kind_of_model(name):
     method = algorithms.fedavg(lr=0.01, batch_size=8, steps=2)
-    train, test = digits
-    if name == "cnn":
-        model, held = models.build(name, classes=10, shape=(1, 8, 8)), digits
-    else:
-        model = models.build(name, classes=10, shape=(3, 32, 32))
-        held = tuple(_coloured(part) for part in (train, test))
+    held, shape = ("shakespeare", (80,)) if name == "lstm" else ("cifar10", (3, 32, 32))
+    model = models.build(name, classes=80 if name == "lstm" else 10, shape=shape)
     assert_near(*both(held, model, method, rounds=2, precision="float32", compile=False), 1e-4)
 
 
-def test_compiled_in_each_precision(digits):
+def test_compiled_in_each_precision():
     method = algorithms.fedavg(lr=0.02, batch_size=8)
     for precision, tolerance in (("float32", 1e-5), ("tf32", 2e-3), ("bfloat16", 2e-2)):
-        model = written(lambda: models.mlp(64, 24, 10), SCHEMES["fedpara"])
-        assert_near(*both(digits, model, method, precision=precision), tolerance)
-
-
-def _coloured(examples):
-    inputs = examples.inputs.repeat_interleave(4, 2).repeat_interleave(4, 3).expand(-1, 3, -1, -1)
-    return data.Examples(inputs.contiguous(), examples.labels, 10, mean=(0.5,) * 3, std=(0.25,) * 3)
+        model = written(lambda: models.mlp(784, 24, 10), SCHEMES["fedpara"])
+        assert_near(*both("mnist", model, method, precision=precision), tolerance)
