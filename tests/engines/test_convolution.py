@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import conv2d, relu
 
-from fedpara.engines.convolution import CHANNELS, OPS, LanesConv2d, fits, pays_on, through_lanes
+from fedpara.engines.convolution import CHANNELS, OPS, LanesConv2d, ThinConv2d, fits, pays_on, through_lanes
 
 LANES = 3
 gpu = pytest.mark.skipif(
@@ -78,7 +78,7 @@ def test_vmap_over_any_of_the_inputs(mapped):
 
 
 class Net(nn.Module):
-    """A first layer that stays, two that go through lanes, one without bias; a norm that vmaps on the CPU."""
+    """A thin first layer, two that go through lanes, one without bias; a norm that vmaps on the CPU."""
 
     def __init__(self):
         super().__init__()
@@ -127,6 +127,26 @@ def test_a_step_of_stacked_clients_has_the_same_gradients(problem, backend):
         torch.testing.assert_close(ours[name], theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"padding": 1}, {"stride": 2, "padding": (0, 1)}, {"dilation": 2}, {"bias": False}],
+    ids=str,
+)
+def test_a_thin_layer_is_torchs_convolution(options):
+    torch.manual_seed(0)
+    theirs = nn.Conv2d(3, 5, 3, **options).double()
+    ours = through_lanes(deepcopy(theirs))
+    assert isinstance(ours, ThinConv2d)
+    x = torch.randn(4, 3, 8, 7, dtype=torch.float64)
+    found = []
+    for conv in (ours, theirs):
+        image = x.clone().requires_grad_()
+        y = conv(image)
+        found.append((y, *torch.autograd.grad(y.square().sum(), [image, *conv.parameters()])))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_autocast_reaches_the_ops(problem):
     net, state, x = problem
     seen = []
@@ -140,6 +160,7 @@ def test_autocast_reaches_the_ops(problem):
 def test_only_what_fits_goes_through_lanes(problem):
     net = through_lanes(problem[0])
     assert [name for name, m in net.named_modules() if isinstance(m, LanesConv2d)] == ["second", "third"]
+    assert [name for name, m in net.named_modules() if isinstance(m, ThinConv2d)] == ["first"]
     c = CHANNELS
     assert fits(nn.Conv2d(c, c, 1))
     assert fits(nn.Conv2d(c, 2 * c, (3, 5), padding=(1, 2)))

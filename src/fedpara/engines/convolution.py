@@ -8,6 +8,9 @@ tensor in another order is copied outside the ops, where a compiled step writes 
 
 `vmap` of `conv2d` alone is a grouped convolution, which cuDNN slices by group. On a GPU these ops are the kernels
 of `kernels.py`; elsewhere they are torch's own convolution, lane by lane. They can be differentiated once.
+
+A layer of few input channels, as the first, is too thin for them: its taps and channels, side by side in columns,
+are one matrix product an image.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,24 +22,63 @@ from torch import Tensor, nn
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 from torch.library import Library, register_fake, register_vmap
-from torch.nn.functional import conv2d
+from torch.nn.functional import conv2d, pad, unfold
 from torch.nn.grad import conv2d_input, conv2d_weight
 
 CHANNELS = 64
-"""A kernel's tile takes this many at a time: a layer with others, as the first, stays with cuDNN."""
+"""A kernel's tile takes this many at a time: a layer with others stays with cuDNN, unless it is thin."""
+
+THIN = 32
+"""Taps times input channels of a thin layer, at most; its columns are filled up to as many."""
 
 Dims = tuple[int | None, ...]
 
 
 class LanesConv2d(nn.Conv2d):
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        kind = input.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        dtype = _computed_in(input)
         if input.is_cuda and dtype.itemsize != 2:
             return super()._conv_forward(input, weight, bias)  # type: ignore[no-any-return]
         x, w = (t.to(dtype).movedim(1, -1).contiguous()[None] for t in (input, weight))
         y: Tensor = OPS.lanes_conv2d(x, w, None if bias is None else bias[None])
         return y[0].movedim(-1, 1)
+
+
+class ThinConv2d(nn.Conv2d):
+    """y[b, p, o] = bias[o] + sum over taps and channels k of  columns[b, k, p] w[o, k]
+
+    The kernel stands once an image, not once for all: its gradient is then a product an image, and a sum.
+    """
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        dtype = _computed_in(input)
+        if input.is_cuda and dtype.itemsize != 2:
+            return super()._conv_forward(input, weight, bias)  # type: ignore[no-any-return]
+        x, w = input.to(dtype), weight.to(dtype).flatten(1)
+        fill, shape = THIN - w.shape[1], (self.kernel_size, self.dilation, self._padding, self.stride)
+        columns = pad(unfold(x, *shape), (0, 0, 0, fill))
+        kernels = pad(w, (0, fill)).t().expand(len(x), -1, -1)
+        y = columns.transpose(1, 2) @ kernels
+        if bias is not None:
+            y = y + bias.to(dtype)
+        image: Tensor = y.unflatten(1, self._out(input)).movedim(-1, 1)
+        return image
+
+    @property
+    def _padding(self) -> tuple[int, int]:
+        return self.padding  # type: ignore[return-value]  # a word in others, which are not thin
+
+    def _out(self, input: Tensor) -> tuple[int, ...]:
+        """Height and width of the result."""
+        sizes = zip(
+            input.shape[-2:], self._padding, self.dilation, self.kernel_size, self.stride, strict=True
+        )
+        return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sizes)
+
+
+def _computed_in(input: Tensor) -> torch.dtype:
+    kind = input.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
 
 
 def pays_on(device: torch.device) -> bool:
@@ -49,11 +91,22 @@ def pays_on(device: torch.device) -> bool:
 
 
 def through_lanes(model: nn.Module) -> nn.Module:
-    """Turns, in place, the convolutions that fit into `LanesConv2d`; parameters and their names stay."""
+    """Turns, in place, the convolutions that fit into `LanesConv2d` or `ThinConv2d`; their parameters stay."""
     for module in model.modules():
         if type(module) is nn.Conv2d and fits(module):
             module.__class__ = LanesConv2d
+        elif type(module) is nn.Conv2d and is_thin(module):
+            module.__class__ = ThinConv2d
     return model
+
+
+def is_thin(conv: nn.Conv2d) -> bool:
+    return (
+        conv.groups == 1
+        and not isinstance(conv.padding, str)
+        and conv.padding_mode == "zeros"
+        and conv.weight[0].numel() <= THIN
+    )
 
 
 def fits(conv: nn.Conv2d) -> bool:
