@@ -61,7 +61,8 @@ def mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> St
     exact = [t if t.is_floating_point() else t.double() for t in first.values()]
     sums = [t * (weights[0] / total) for t in exact]
     for state, weight in zip(states[1:], weights[1:], strict=True):
-        others = [state[name].to(sum_.dtype) for name, sum_ in zip(first, sums, strict=True)]
+        theirs = [state[name] for name in first]
+        others = [t if t.dtype == s.dtype else t.to(s.dtype) for t, s in zip(theirs, sums, strict=True)]
         torch._foreach_add_(sums, others, alpha=weight / total)
     return {
         name: sum_ if t.is_floating_point() else sum_.round().to(t.dtype)
@@ -98,7 +99,7 @@ def runs(tensors: Sequence[Tensor]) -> list[Tensor]:
         size = tensor.numel()
         if not size:
             continue
-        tensor = tensor.detach().contiguous()
+        tensor = (tensor.detach() if tensor.requires_grad else tensor).contiguous()
         start = tensor.data_ptr()
         if (
             first is not None
@@ -118,6 +119,9 @@ def runs(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:
+    # Cheap to ask, and so for all that was split off one tensor.
+    if a._base is not None and a._base is b._base:
+        return True
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 

@@ -1,7 +1,7 @@
 """A federation small enough to check by hand: 6 clients of unequal size, 8 x 8 digits, two layers."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from fedpara.engines.program import take_apart
 from fedpara.engines.simulate import build_engine
 from fedpara.engines.worker import Score
 from fedpara.state import State
+from fedpara.wire import Letter
 
 ENGINES = ("sequential", "batched")
 """Add an engine here and every contract holds it to the same numbers."""
@@ -50,11 +51,11 @@ class Recorded:
     def why(self) -> str:
         return self.engine.why
 
-    def train(self, round: int, clients: Sequence[int], message: bytes, personal: bool) -> Iterator[Reply]:
-        self.down.append(message)
+    def train(self, round: int, clients: Sequence[int], message: Letter, personal: bool) -> Iterator[Reply]:
+        self.down.append(bytes(message))
         self.up.append([])
         for reply in self.engine.train(round, clients, message, personal):
-            self.up[-1].append(reply)
+            self.up[-1].append(replace(reply, message=reply.message and bytes(reply.message)))
             yield reply
 
     def keep(self, round: int, clients: Sequence[int]) -> None:

@@ -86,7 +86,7 @@ def test_neither_company_nor_order_nor_scoring_changes_what_a_client_sends(world
         again = world.engine(engine, protocol, InMemory(), world.personal)
         again.evaluate({**protocol.program.initial})
         for reply in again.train(1, clients, message, personal):
-            assert reply.message == expected[reply.client]
+            assert bytes(reply.message) == expected[reply.client]
 
 
 def test_how_often_is_evaluated_changes_nothing_else(world, engine):

@@ -14,7 +14,7 @@ from fedpara.engines.memory import InMemory
 from fedpara.engines.program import take_apart
 from fedpara.engines.worker import Trained
 from fedpara.errors import PrivacyError
-from fedpara.wire import decode
+from fedpara.wire import Letter, decode
 
 BIASES = {"fc1.bias", "fc2.bias"}
 
@@ -156,7 +156,7 @@ class Idle:
     def __init__(self, protocol: Protocol) -> None:
         self.protocol = protocol
 
-    def train(self, round: int, clients: Sequence[int], message: bytes, personal: bool):
+    def train(self, round: int, clients: Sequence[int], message: Letter, personal: bool):
         model, down = self.protocol.read_down(message, round)
         trained = Trained({name: model[name] for name in self.protocol.program.parameters}, {}, 0.0, 1)
         for client in clients:

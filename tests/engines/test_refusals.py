@@ -14,7 +14,7 @@ from fedpara.engines.memory import InMemory
 from fedpara.engines.streams import cohort
 from fedpara.errors import ConfigError, RunError
 from fedpara.state import State, mean
-from fedpara.wire import Header, decode, encode
+from fedpara.wire import Header, Letter, decode, encode
 
 Change = Callable[[Reply], list[Reply]]
 
@@ -27,7 +27,7 @@ class Tampered:
     def __init__(self, engine, change: Change) -> None:
         self.engine, self.change = engine, change
 
-    def train(self, round: int, clients: Sequence[int], message: bytes, personal: bool) -> Iterator[Reply]:
+    def train(self, round: int, clients: Sequence[int], message: Letter, personal: bool) -> Iterator[Reply]:
         for reply in self.engine.train(round, clients, message, personal):
             yield from self.change(reply)
 
@@ -112,7 +112,7 @@ HANDS: dict[str, tuple[Change, str]] = {
     edit.__name__: (lambda reply, edit=edit: [rewritten(reply, edit)], reason)
     for edit, reason in EDITS.items()
 } | {
-    "cut": (lambda reply: [replace(reply, message=reply.message[:-7])], "digest"),
+    "cut": (lambda reply: [replace(reply, message=bytes(reply.message)[:-7])], "digest"),
     "flipped": (lambda reply: [replace(reply, message=flipped(reply.message))], "digest"),
     "empty": (lambda reply: [replace(reply, message=b"")], "starts with"),
     "silent": (lambda reply: [], "no reply"),
@@ -120,8 +120,8 @@ HANDS: dict[str, tuple[Change, str]] = {
 }
 
 
-def flipped(message: bytes) -> bytes:
-    content = bytearray(message)
+def flipped(message: Letter) -> bytes:
+    content = bytearray(bytes(message))
     content[len(content) // 2] ^= 1
     return bytes(content)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fedpara.errors import ConfigError, WireError
 from fedpara.state import State
-from fedpara.wire import Header, decode, encode, spec_of
+from fedpara.wire import Header, decode, encode, letter, spec_of
 from fedpara.wire.codec import DIGEST, MAGIC, MAX_HEADER
 
 HEADER = Header(round=3, method="fedavg", scheme="fedpara(0.1)", sender="client:17", examples=500)
@@ -56,6 +56,25 @@ def test_float32_returns_what_was_sent(state: State) -> None:
     names = "".join(state)
     if names.isascii() and names.isprintable():
         assert len(payload(message)) == len(safetensors.torch.save(exactly(state)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(state=states(), dtype=st.sampled_from(["float32", "float16", "bfloat16", "int8"]))
+def test_a_letter_reads_as_its_bytes_do_and_knows_their_length(state: State, dtype: str) -> None:
+    kept = letter(state, HEADER, dtype, torch.Generator().manual_seed(1))
+    sealed = bytes(kept)
+    assert sealed == encode(state, HEADER, dtype, torch.Generator().manual_seed(1))
+    assert len(kept) == len(sealed)
+    (header, inside), (_, outside) = decode(kept), decode(sealed)
+    assert header == HEADER
+    assert same(inside, outside)
+
+
+def test_a_letter_copies_nothing_that_lies_in_one_piece() -> None:
+    flat = torch.randn(10)
+    _, read = decode(letter({"a": flat[:4], "b": flat[4:]}, HEADER))
+    assert read["a"].data_ptr() == flat.data_ptr()
+    assert torch.equal(read["b"], flat[4:])
 
 
 @settings(deadline=None, max_examples=60)

@@ -103,9 +103,8 @@ def train(order: Order, node_config: NodeConfig) -> Answer:
         test=test,
     )
     memory.put(order.round, kept, order.accepted)
-    return Answer(
-        order.client, order.round, reply.message or b"", reply.reason, reply.loss, reply.before, reply.after
-    )
+    sealed = bytes(reply.message or b"")
+    return Answer(order.client, order.round, sealed, reply.reason, reply.loss, reply.before, reply.after)
 
 
 def place(node_config: NodeConfig) -> tuple[int, int]:

@@ -5,7 +5,6 @@ another in a lane (`lanes.py`, `plan.py`). What each client sends is encoded for
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
 
@@ -18,7 +17,6 @@ from fedpara.engines.capture import capture
 from fedpara.engines.client import PRIVATE, Protocol, Reply, own_variables, reply_of
 from fedpara.engines.freight import bring, fetch
 from fedpara.engines.lanes import Segment
-from fedpara.engines.loop import LARGE_MESSAGE
 from fedpara.engines.memory import ClientMemory, Held
 from fedpara.engines.places import Lanes, places_for, stack
 from fedpara.engines.plan import Plan, look_ahead, make_plan
@@ -29,6 +27,7 @@ from fedpara.engines.task import Task
 from fedpara.engines.worker import Score, Trained, Worker
 from fedpara.errors import ConfigError, RunError
 from fedpara.state import State
+from fedpara.wire import Letter
 
 
 class Batched:
@@ -95,7 +94,7 @@ class Batched:
         padding = [f"{self.waste:.1%} of the lanes' steps were padding"] if self._steps_run else []
         return "; ".join([f"{self.lanes} lanes on {where}", *padding, *self.notes])
 
-    def train(self, round: int, clients: Sequence[int], message: bytes, personal: bool) -> Iterable[Reply]:
+    def train(self, round: int, clients: Sequence[int], message: Letter, personal: bool) -> Iterable[Reply]:
         model, down = self.protocol.read_down(message, round)
         busy = [client for client in clients if self.data.size(client)]
         memories = [self.memory.get(client) or self.protocol.first(model) for client in busy]
@@ -118,11 +117,7 @@ class Batched:
             )
             return (replace(made, before=before[place], after=after[place]) if personal else made), kept
 
-        if len(message) < LARGE_MESSAGE:
-            replies = dict(zip(busy, map(reply, range(len(busy))), strict=True))
-        else:
-            with ThreadPoolExecutor() as pool:
-                replies = dict(zip(busy, pool.map(reply, range(len(busy))), strict=True))
+        replies = dict(zip(busy, map(reply, range(len(busy))), strict=True))
         for client in clients:
             if client not in replies:
                 yield Reply(client, reason="it holds no examples")
@@ -319,6 +314,7 @@ class Batched:
         program = self.protocol.program
         whole = {name: torch.cat([state[name] for state in states]) for name in states[0]}
         loss = torch.cat(losses).tolist()
+        sound = _finite({name: whole[name] for name in program.parameters}) if self.on_gpu else None
         clients = fetch(whole)
         trained = {
             segment.client: Trained(
@@ -326,8 +322,9 @@ class Batched:
                 {name: client[name] for name in program.buffers},
                 total / max(1, segment.steps),
                 segment.steps,
+                sound[place] if sound is not None else None,
             )
-            for segment, client, total in zip(ended, clients, loss, strict=True)
+            for place, (segment, client, total) in enumerate(zip(ended, clients, loss, strict=True))
         }
         return [trained[place] for place in sorted(trained)]
 
@@ -344,6 +341,12 @@ class Batched:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = chosen != "float32"
         torch.backends.cudnn.benchmark = True
         return chosen
+
+
+def _finite(stacked: State) -> list[bool]:
+    """By client: faster here, all at once, than each on the host."""
+    each = [tensor.flatten(1).isfinite().all(1) for tensor in stacked.values() if tensor.is_floating_point()]
+    return torch.stack(each).all(0).tolist() if each else []
 
 
 def on_device(examples: Examples, device: torch.device) -> Examples:

@@ -14,7 +14,7 @@ from fedpara.engines.streams import torch_numbers
 from fedpara.engines.worker import Score, Trained, Worker
 from fedpara.errors import RunError, UpdateRejected
 from fedpara.state import State, finite
-from fedpara.wire import Header, Link, Spec, admit, encode, guard, pack, spec_of, unpack
+from fedpara.wire import Header, Letter, Link, Message, Spec, admit, guard, letter, pack, spec_of, unpack
 
 PRIVATE = "private"
 
@@ -24,7 +24,7 @@ class Reply:
     """What an engine hands back for one client: the message, or why there is none."""
 
     client: int
-    message: bytes | None = None
+    message: Message | None = None
     reason: str = ""
     loss: float = float("nan")
     before: Score | None = None
@@ -57,7 +57,7 @@ class Protocol:
         object.__setattr__(self, "down", spec_of(down, self.link.down))
         object.__setattr__(self, "up", spec_of(pack({"": model, **extra}), self.link.up))
 
-    def read_down(self, message: bytes, round: int) -> tuple[State, Groups]:
+    def read_down(self, message: Message, round: int) -> tuple[State, Groups]:
         """(the model as every client sees it, the algorithm's groups)"""
         _, state = admit(
             message, spec=self.down, round=round, method=self.algorithm.name, scheme=self.program.scheme
@@ -130,7 +130,7 @@ def reply_of(
     """What a trained client sends, and what it keeps. A client that diverged ends the run."""
     program, algorithm = protocol.program, protocol.algorithm
     wrong = "" if math.isfinite(trained.loss) else f"its loss is {trained.loss}"
-    if not wrong and not finite(trained.parameters):
+    if not wrong and not (finite(trained.parameters) if trained.finite is None else trained.finite):
         wrong = "its parameters are no longer finite"
     if wrong:
         raise RunError(
@@ -144,7 +144,7 @@ def reply_of(
     sent = {**y, **{name: trained.buffers[name] for name in program.shared_buffers}}
     private = {name: trained.state[name] for name in program.kept}
     try:
-        message = _encode_up(protocol, sent, model, extra, round, client, examples)
+        message = _write_up(protocol, sent, model, extra, round, client, examples)
     except UpdateRejected as error:  # too large for a narrow uplink
         return Reply(client, reason=str(error)), {PRIVATE: private, **own}
     return Reply(client, message, "", trained.loss), {PRIVATE: private, **own}
@@ -170,13 +170,13 @@ def from_change(d: State, x: State) -> State:
     return {name: x[name] + tensor if tensor.is_floating_point() else tensor for name, tensor in d.items()}
 
 
-def _encode_up(
+def _write_up(
     protocol: Protocol, sent: State, model: State, extra: Groups, round: int, client: int, examples: int
-) -> bytes:
+) -> Letter:
     if change_coded(protocol.link):
         sent = as_change(sent, model)
     state = pack({"": sent, **extra})
     guard(state, protocol.program.private)
     generator = torch_numbers(protocol.seed, "link-up", round, client) if protocol.link.up == "int8" else None
     header = protocol.header(round, f"client:{client}", examples)
-    return encode(state, header, protocol.link.up, generator)
+    return letter(state, header, protocol.link.up, generator)

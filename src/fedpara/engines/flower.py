@@ -23,6 +23,7 @@ from fedpara.engines.task import Task
 from fedpara.engines.worker import Score, Worker
 from fedpara.errors import ConfigError, RunError, WireError
 from fedpara.state import State
+from fedpara.wire import Letter
 
 ACCEPTED = "accepted"
 
@@ -113,9 +114,9 @@ class Flower:
         self._late: dict[str, tuple[int, int]] = {}
         self._begun = False
 
-    def train(self, round: int, clients: Sequence[int], message: bytes, personal: bool) -> Iterator[Reply]:
+    def train(self, round: int, clients: Sequence[int], message: Letter, personal: bool) -> Iterator[Reply]:
         self._name_late(round)
-        hosts = self._find(clients)
+        hosts, sealed = self._find(clients), bytes(message)
         end = self._clock() + self.terms.deadline
         orders = [
             replace(
@@ -126,7 +127,7 @@ class Flower:
                 round=round,
                 accepted=self._accepted(client),
                 personal=personal,
-                message=message,
+                message=sealed,
             )
             for client in clients
             if client in hosts

@@ -1,6 +1,6 @@
 """The server's loop: broadcast, collect, check, aggregate, evaluate. Every engine runs under it.
 
-for t = 1 .. T:  S = cohort(t);  message = encode(x, extras);  replies = engine.train(S, message)
+for t = 1 .. T:  S = cohort(t);  message = letter(x, extras);  replies = engine.train(S, message)
                  x, server = aggregate(the replies that are admitted)
 """
 
@@ -18,7 +18,7 @@ from fedpara.engines.streams import cohort, torch_numbers
 from fedpara.engines.worker import Score
 from fedpara.errors import RunError, UpdateRejected, WireError
 from fedpara.state import State, finite, mean
-from fedpara.wire import Meter, admit, encode, guard, pack, unpack
+from fedpara.wire import Letter, Meter, admit, guard, letter, pack, unpack
 
 Verdict = TypeVar("Verdict")
 
@@ -34,7 +34,7 @@ class Engine(Interface):
     def why(self) -> str:
         """How the clients are run, and what could not be done and why."""
 
-    def train(self, round: int, clients: Sequence[int], message: bytes, personal: bool) -> Iterable[Reply]:
+    def train(self, round: int, clients: Sequence[int], message: Letter, personal: bool) -> Iterable[Reply]:
         """One reply a client of the cohort, in the cohort's order."""
 
     def keep(self, round: int, clients: Sequence[int]) -> None:
@@ -196,11 +196,11 @@ def _collect(
 
 
 def _judged(replies: Iterable[Reply], judge: Callable[[Reply], Verdict]) -> Iterator[tuple[Reply, Verdict]]:
-    """Each reply with its verdict, in order; large messages are judged by threads while the next ones come in."""
+    """Each reply with its verdict, in order; large ones off a wire are judged by threads while the next come in."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         pending: deque[tuple[Reply, Future[Verdict]]] = deque()
         for reply in replies:
-            if reply.message is None or len(reply.message) < LARGE_MESSAGE:
+            if not isinstance(reply.message, bytes) or len(reply.message) < LARGE_MESSAGE:
                 yield from ((one, verdict.result()) for one, verdict in pending)
                 pending.clear()
                 yield reply, judge(reply)
@@ -212,7 +212,7 @@ def _judged(replies: Iterable[Reply], judge: Callable[[Reply], Verdict]) -> Iter
         yield from ((one, verdict.result()) for one, verdict in pending)
 
 
-def _broadcast(protocol: Protocol, progress: Progress, round: int) -> tuple[bytes, State]:
+def _broadcast(protocol: Protocol, progress: Progress, round: int) -> tuple[Letter, State]:
     """The message, and the model as the clients will see it: a narrow link does not carry all of it."""
     model = {**progress.x, **progress.buffers}
     state = pack({"": model, **protocol.algorithm.broadcast(progress.server)})
@@ -221,7 +221,7 @@ def _broadcast(protocol: Protocol, progress: Progress, round: int) -> tuple[byte
     try:
         if not finite(state):
             raise UpdateRejected("it holds NaN or infinity.")
-        message = encode(state, protocol.header(round), protocol.link.down, generator)
+        message = letter(state, protocol.header(round), protocol.link.down, generator)
         exact = protocol.link.down == "float32"
         return message, model if exact else protocol.read_down(message, round)[0]
     except UpdateRejected as error:

@@ -18,6 +18,7 @@ from fedpara.engines.memory import ClientMemory
 from fedpara.engines.worker import Score
 from fedpara.errors import RunError
 from fedpara.state import State
+from fedpara.wire import Letter
 
 
 class Ranks:
@@ -43,13 +44,13 @@ class Ranks:
             return [client for client in clients if client % size == rank]
         return list(clients[rank::size])
 
-    def train(self, round: int, clients: Sequence[int], message: bytes, personal: bool) -> Iterator[Reply]:
+    def train(self, round: int, clients: Sequence[int], message: Letter, personal: bool) -> Iterator[Reply]:
         self._mine = mine = self.share(clients, self.group.rank)
-        task = zlib.crc32(message, zlib.crc32(repr((*clients, personal)).encode(), self._settings))
+        task = zlib.crc32(bytes(message), zlib.crc32(repr((*clients, personal)).encode(), self._settings))
 
         def work() -> Part:
             replies = list(self.inner.train(round, mine, message, personal)) if mine else []
-            messages = [reply.message for reply in replies if reply.message is not None]
+            messages = [bytes(reply.message) for reply in replies if reply.message is not None]
             return Part({"task": task, "replies": [_facts(reply) for reply in replies]}, messages)
 
         parts = self.group.gather(f"round {round}", work)

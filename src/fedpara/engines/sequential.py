@@ -8,6 +8,7 @@ from fedpara.engines.memory import ClientMemory, Held
 from fedpara.engines.task import Task
 from fedpara.engines.worker import Score, Worker
 from fedpara.state import State
+from fedpara.wire import Letter
 
 
 class Sequential:
@@ -28,7 +29,7 @@ class Sequential:
         self.memory = Held(memory)
         self.worker = Worker(protocol.program, task.augment)
 
-    def train(self, round: int, clients: Sequence[int], message: bytes, personal: bool) -> Iterator[Reply]:
+    def train(self, round: int, clients: Sequence[int], message: Letter, personal: bool) -> Iterator[Reply]:
         received = self.protocol.read_down(message, round)
         for client in clients:
             if self.data.size(client) == 0:

@@ -36,6 +36,7 @@ class Trained:
     buffers: State
     loss: float
     steps: int
+    finite: bool | None = None  # where the engine has looked already
 
     @property
     def state(self) -> State:

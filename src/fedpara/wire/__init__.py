@@ -1,7 +1,7 @@
 """What travels: in what precision, in which bytes, which part of a state, how much, and what is let in."""
 
 from fedpara.wire.check import Spec, admit, spec_of
-from fedpara.wire.codec import Header, decode, encode
+from fedpara.wire.codec import Header, Letter, Message, decode, encode, letter
 from fedpara.wire.link import Link
 from fedpara.wire.meter import (
     JOULES_PER_BIT,
@@ -18,7 +18,9 @@ __all__ = [
     "JOULES_PER_BIT",
     "PAPER_MEGA",
     "Header",
+    "Letter",
     "Link",
+    "Message",
     "Meter",
     "RoundTraffic",
     "Spec",
@@ -29,6 +31,7 @@ __all__ = [
     "encode",
     "energy_joules",
     "guard",
+    "letter",
     "pack",
     "round_seconds",
     "spec_of",

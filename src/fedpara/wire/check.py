@@ -11,7 +11,7 @@ import torch
 
 from fedpara.errors import UpdateRejected, UsageError
 from fedpara.state import State, all_finite, finite
-from fedpara.wire.codec import Header, decode
+from fedpara.wire.codec import Header, Message, decode
 from fedpara.wire.tensors import shown
 
 Spec = dict[str, tuple[torch.dtype, torch.Size]]
@@ -27,7 +27,7 @@ def spec_of(state: State, dtype: str = "float32") -> Spec:
 
 
 def admit(
-    message: bytes,
+    message: Message,
     *,
     spec: Spec,
     round: int,

@@ -4,9 +4,13 @@ Numbers are little-endian. The digest sees damage, not forgery: whoever can writ
 so the peer is for the transport to know (TLS, node keys) and the content for `check.admit` to judge.
 Equal content gives equal bytes, and nothing else decodes: `decode` raises WireError for any other bytes,
 reads no length it has not held against the message's own, and unpickles nothing.
+
+Between a server and clients of one process nothing is carried, so nothing can be damaged: there a message stays a
+`Letter`, whose bytes are joined and sealed with the digest only when they are asked for.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from hashlib import sha256
 
@@ -15,7 +19,7 @@ import torch
 from fedpara.errors import WireError
 from fedpara.state import State
 from fedpara.wire.link import PRECISIONS, check_precision, dequantize, quantize
-from fedpara.wire.tensors import as_json, parse_json, read, shown, write
+from fedpara.wire.tensors import as_json, parse_json, read, shown, split_index, write
 
 MAGIC = b"FPM1"
 MAX_HEADER = 64 << 10
@@ -54,9 +58,43 @@ class Header:
             )
 
 
+@dataclass(frozen=True, eq=False)
+class Letter:
+    """A message before it leaves its process: `bytes(letter)` is what travels, `len(letter)` how long that is.
+
+    `data` is the tensors' own memory, and what is decoded from one piece is that memory too: neither side may
+    write to it.
+    """
+
+    head: bytes  # all before the data
+    data: tuple[memoryview, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._pieces())) + DIGEST
+
+    def __bytes__(self) -> bytes:
+        digest = sha256()
+        for piece in self._pieces():
+            digest.update(piece)
+        return b"".join([*self._pieces(), digest.digest()[:DIGEST]])
+
+    def _pieces(self) -> Iterator[bytes | memoryview]:
+        yield self.head
+        yield from self.data
+
+
+Message = bytes | Letter
+
+
 def encode(
     state: State, header: Header, dtype: str = "float32", generator: torch.Generator | None = None
 ) -> bytes:
+    return bytes(letter(state, header, dtype, generator))
+
+
+def letter(
+    state: State, header: Header, dtype: str = "float32", generator: torch.Generator | None = None
+) -> Letter:
     """dtype is the link's precision (`link.py`); "float32" carries float32 and float64 exactly.
 
     int8 draws from `generator`, in the order of the names.
@@ -75,29 +113,32 @@ def encode(
             scales.append(scale)
     if dtype == "int8":
         payload[_SCALES] = torch.tensor(scales, dtype=torch.float32)
-    pieces = [MAGIC, len(described).to_bytes(4, "little"), described, *write(payload)]
-    digest = sha256()
-    for piece in pieces:
-        digest.update(piece)
-    return b"".join([*pieces, digest.digest()[:DIGEST]])
+    index, data = write(payload)
+    return Letter(b"".join([MAGIC, len(described).to_bytes(4, "little"), described, index]), data)
 
 
-def decode(message: bytes) -> tuple[Header, State]:
+def decode(message: Message) -> tuple[Header, State]:
     """Floating tensors come back as float32, or float64 where float64 was carried; by name within a type."""
-    view = memoryview(message)
+    whole = isinstance(message, bytes)
+    view = memoryview(message if isinstance(message, bytes) else message.head)
     if view[:4] != MAGIC:
         raise WireError(f"a message that starts with {bytes(view[:4])!r}: expected {MAGIC!r}.")
     length = int.from_bytes(view[4:8], "little")
-    room = len(view) - 8 - DIGEST
+    room = len(view) - 8 - DIGEST * whole
     if room < 0 or length > min(MAX_HEADER, room):
         raise WireError(
             f"a message of {len(view)} bytes claims a header of {length}: expected at most "
             f"{max(0, min(MAX_HEADER, room))}. It was cut or is not a message."
         )
-    if sha256(view[:-DIGEST]).digest()[:DIGEST] != view[-DIGEST:]:
-        raise WireError(f"a message of {len(view)} bytes does not match its digest: it was damaged or cut.")
+    if isinstance(message, bytes):
+        if sha256(view[:-DIGEST]).digest()[:DIGEST] != view[-DIGEST:]:
+            raise WireError(
+                f"a message of {len(view)} bytes does not match its digest: it was damaged or cut."
+            )
+        view = view[:-DIGEST]
     header, dtype = _parse(bytes(view[8 : 8 + length]))
-    return header, _restore(read(view[8 + length : -DIGEST]), dtype)
+    index, rest = split_index(view[8 + length :])
+    return header, _restore(read(index, [rest] if isinstance(message, bytes) else message.data), dtype)
 
 
 def _describe(header: Header, dtype: str) -> bytes:

@@ -4,7 +4,7 @@ t = t_comp + t_comm,  t_comm = bytes both ways / network speed        (appendix 
 E = bits * joules per bit                                             (Figure 3g)
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 
 from fedpara.errors import UsageError
@@ -36,12 +36,12 @@ class Meter:
         self.rounds = list(rounds)
         self.by_client: dict[int, Traffic] = {}
 
-    def down(self, round: int, client: int, message: bytes) -> None:
+    def down(self, round: int, client: int, message: Sized) -> None:
         """Server to client."""
         self._client(round, client).down += len(message)
         self._add(down=len(message))
 
-    def up(self, round: int, client: int, message: bytes) -> None:
+    def up(self, round: int, client: int, message: Sized) -> None:
         """Client to server."""
         self._client(round, client).up += len(message)
         self._add(up=len(message))

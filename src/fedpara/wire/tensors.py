@@ -10,11 +10,12 @@ Written out here, not by `safetensors.torch.save`, to copy the data once, straig
 import json
 import math
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedpara.errors import WireError
 from fedpara.state import State, runs
@@ -44,44 +45,55 @@ Entry = tuple[str, torch.dtype, tuple[int, ...]]
 _compact = json.JSONEncoder(separators=(",", ":"))
 
 
-def write(state: State) -> list[bytes | memoryview]:
-    """The pieces to be joined, the data among them not yet copied."""
+def write(state: State) -> tuple[bytes, tuple[memoryview, ...]]:
+    """The index with its length, and the data: the tensors' own memory where it can be."""
     entries = _in_order((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items())
     index, _ = _index(entries)
     if len(index) > MAX_INDEX:
         raise WireError(f"the index of {len(state)} tensors takes {len(index)} bytes: at most {MAX_INDEX}.")
-    pieces: list[bytes | memoryview] = [len(index).to_bytes(8, "little"), index]
     # Flat: reshape(-1) would keep the odd stride that a single number may have.
-    for flat in runs([state[name].detach().cpu() for name, _, _ in entries]):
-        pieces.append(flat.view(torch.uint8).numpy().data)
-    return pieces
+    flat = runs([t if (t := state[name]).is_cpu else t.cpu() for name, _, _ in entries])
+    return len(index).to_bytes(8, "little") + index, tuple(t.view(torch.uint8).numpy().data for t in flat)
 
 
-def read(payload: memoryview) -> State:
-    """The tensors, side by side in one piece of memory; WireError for anything `write` would not have written."""
+def split_index(payload: memoryview) -> tuple[bytes, memoryview]:
+    """The index and what follows it; WireError if it claims more than is there."""
     length = int.from_bytes(payload[:8], "little")
     if len(payload) < 8 or length > min(MAX_INDEX, len(payload) - 8):
         raise WireError(
             f"the tensors' index claims {length} bytes: expected at most {min(MAX_INDEX, len(payload) - 8)}."
         )
-    raw, data = bytes(payload[8 : 8 + length]), payload[8 + length :]
-    entries, ends = (_parsed if length > CACHED_INDEX else _parsed_before)(raw)
-    if len(data) != (ends[-1] if ends else 0):
-        raise WireError(f"the tensors hold {len(data)} bytes: expected {ends[-1] if ends else 0}.")
-    # A copy, for torch may write to it; numpy's, which other threads need not wait for.
-    copy = np.frombuffer(data, np.uint8).copy()
+    return bytes(payload[8 : 8 + length]), payload[8 + length :]
+
+
+def read(index: bytes, data: Sequence[memoryview]) -> State:
+    """The tensors, side by side in one piece of memory; WireError for anything `write` would not have written."""
+    entries, ends = (_parsed if len(index) > CACHED_INDEX else _parsed_before)(index)
+    size = sum(map(len, data))
+    if size != (ends[-1] if ends else 0):
+        raise WireError(f"the tensors hold {size} bytes: expected {ends[-1] if ends else 0}.")
+    whole = _one_piece(data)
     starts = (0, *ends[:-1])
     state: State = {}
     for dtype in dict.fromkeys(dtype for _, dtype, _ in entries):
         alike = [i for i, entry in enumerate(entries) if entry[1] == dtype]
-        part = copy[starts[alike[0]] : ends[alike[-1]]]
+        part = whole[starts[alike[0]] : ends[alike[-1]]]
         if dtype == torch.bool and len(part) and part.max() > 1:
             raise WireError("a boolean tensor holds other bytes than 0 and 1.")
-        whole = torch.from_numpy(part).view(dtype) if len(part) else torch.empty(0, dtype=dtype)
+        numbers = torch.from_numpy(part).view(dtype) if len(part) else torch.empty(0, dtype=dtype)
         sizes = [(ends[i] - starts[i]) // dtype.itemsize for i in alike]
-        for i, flat in zip(alike, whole.split(sizes), strict=True):
+        for i, flat in zip(alike, numbers.split(sizes), strict=True):
             state[entries[i][0]] = flat.view(entries[i][2])
     return state
+
+
+def _one_piece(data: Sequence[memoryview]) -> NDArray[np.uint8]:
+    """Not copied where it is one already, unless it is bytes, for torch may write to it. numpy's copy, which other
+    threads need not wait for."""
+    pieces = [np.frombuffer(piece, np.uint8) for piece in data]
+    if len(pieces) == 1 and not data[0].readonly:
+        return pieces[0]
+    return np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
 
 
 def shown(value: object) -> str:
