@@ -18,6 +18,7 @@ from fedpara.engines.client import PRIVATE, Protocol, Reply, own_variables, repl
 from fedpara.engines.freight import bring, fetch
 from fedpara.engines.lanes import Segment
 from fedpara.engines.memory import ClientMemory, Held
+from fedpara.engines.normalization import by_channel
 from fedpara.engines.places import Lanes, places_for, stack
 from fedpara.engines.plan import Plan, look_ahead, make_plan
 from fedpara.engines.scoring import scores
@@ -69,6 +70,8 @@ class Batched:
 
             if pays_on(self.device):
                 through_lanes(self.plain)
+            if self.compile:
+                by_channel(self.plain)
         self.judge = Worker(program, device=self.device)
         self.train_set = on_device(data.train, self.device)
         self.test_set = on_device(task.test, self.device) if task.test is not None else None
