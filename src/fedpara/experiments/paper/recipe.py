@@ -27,11 +27,11 @@ RECIPE = {
             "model": "vgg16",  # 32 groups, dropout 0.5; vgg16-nodrop, vgg16-gn2, vgg16-gn2-nodrop
             "augment": "crop-flip",
             "momentum": 0.0,
-            "weight_decay": 0.0,
+            "weight_decay": 1e-3,
             "clip": None,
+            "evaluate_every": 5,
         },
         factorized={"init": None},
-        fedpara={"nonlinearity": "tanh", "jacobian": 1.0},
     ),
     "resnet18": Recipe(
         every={
