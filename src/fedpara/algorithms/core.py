@@ -162,7 +162,7 @@ def sgd_step(
         v = {name: local.momentum * previous[name] + g for name, g in v.items()}
     kept = v if local.momentum else {}
     if isinstance(lr, Tensor):
-        return {name: tensor - lr * v[name] for name, tensor in y.items()}, kept
+        return {name: torch.addcmul(tensor, v[name], lr, value=-1) for name, tensor in y.items()}, kept
     return add(y, v, -lr), kept
 
 

@@ -90,11 +90,13 @@ def one_step(
             g = clip_by_norm(g, local.clip)
         y = {name: parameters[name] for name in shared}
         g = {**g, **algorithm.correct({name: g[name] for name in shared}, y, x, down, own)}
-        stepped, moved = sgd_step(parameters, g, velocity, lr, local)
+        # A lane that is done stands still: y - 0 g = y costs no pass over the parameters, as choosing would.
+        eta = torch.where(size > 0, lr, 0.0) if masked else lr
+        stepped, moved = sgd_step(parameters, g, velocity, eta, local)
         if masked:
-            stepped, moved, fresh = (
+            moved, fresh = (
                 {name: torch.where(size > 0, new[name], old[name]) for name in new}
-                for new, old in ((stepped, parameters), (moved, velocity), (fresh, buffers))
+                for new, old in ((moved, velocity), (fresh, buffers))
             )
             value = torch.where(size > 0, value, 0.0)
         return stepped, moved, fresh, value.detach()
