@@ -1,0 +1,100 @@
+"""Does bfloat16 do harm? The first rounds of the paper's CIFAR-10 run: batched in bfloat16, sequential in float32.
+
+    python benchmarks/overlap.py --data-dir DIR   one GPU; about 2 minutes, most of it sequential
+    python benchmarks/overlap.py --dataset generated:cifar10 --device cpu --model vgg16-tiny --rounds 1 --cohort 2
+
+Test accuracy after each round, both engines on the same device, from the same seeds. TF32 is off in the sequential one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedpara.algorithms import Local
+from fedpara.data import Examples
+from fedpara.engines import sequential
+from fedpara.engines.program import Program
+from fedpara.engines.worker import Score, Trained, Worker
+from fedpara.experiments.config import Experiment
+from fedpara.experiments.run import run
+from fedpara.state import State
+
+
+def worker_on(device: torch.device) -> type[Worker]:
+    """The sequential engine's worker, which is made for the CPU, on another device: the same steps, one by one."""
+
+    class There(Worker):
+        def __init__(self, program: Program, augment: Any = "none") -> None:
+            super().__init__(program, augment, device)
+
+        def train(self, *args: Any, **options: Any) -> Trained:
+            trained = super().train(*args, **options)
+            return replace(trained, parameters={name: t.cpu() for name, t in trained.parameters.items()})
+
+        def _gradient(self, images: Tensor, labels: Tensor, local: Local, eta: float) -> tuple[State, Tensor]:
+            gradient, loss = super()._gradient(images.to(device), labels.to(device), local, eta)
+            return gradient, loss.cpu()
+
+        def evaluate(self, state: Mapping[str, Tensor], examples: Examples) -> Score:
+            there = replace(examples, inputs=examples.inputs.to(device), labels=examples.labels.to(device))
+            return super().evaluate(state, there)
+
+    return There
+
+
+def accuracies(experiment: Experiment, data_dir: Path | None) -> list[float]:
+    with TemporaryDirectory() as folder:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        found = run(experiment, Path(folder) / "run", data_dir=data_dir)
+        return [float(line["accuracy"]) for line in found.metrics]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--dataset", default="cifar10")
+    parser.add_argument("--model", default="vgg16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cohort", type=int, default=16)
+    parser.add_argument("--seeds", type=int, default=3, help="of the batched engine; the sequential has one")
+    args = parser.parse_args()
+    sequential.Worker = worker_on(torch.device(args.device))  # type: ignore[misc]
+    paper = Experiment(
+        dataset=args.dataset,
+        model=args.model,
+        scheme="fedpara",
+        gamma=0.1,
+        split="iid",
+        clients=100,
+        cohort=args.cohort,
+        rounds=args.rounds,
+        epochs=10,
+        batch_size=64,
+        lr=0.1,
+        lr_decay=0.992,
+        weight_decay=1e-3,
+        augment="crop-flip",
+    )
+    card = torch.cuda.get_device_name() if args.device == "cuda" else args.device
+    print(f"{card}; torch {torch.__version__}; accuracy [%] after rounds 1 to {args.rounds}\n")
+    print(f"| engine | seed | {' | '.join(str(t + 1) for t in range(args.rounds))} |")
+    print("|---" * (args.rounds + 2) + "|")
+    jobs = [("sequential", 0), *(("batched", seed) for seed in range(args.seeds))]
+    for engine, seed in jobs:
+        row = accuracies(replace(paper, engine=engine, seed=seed), args.data_dir)
+        print(f"| {engine} | {seed} | {' | '.join(f'{100 * value:.2f}' for value in row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
