@@ -119,26 +119,28 @@ def letter(
 
 def decode(message: Message) -> tuple[Header, State]:
     """Floating tensors come back as float32, or float64 where float64 was carried; by name within a type."""
-    whole = isinstance(message, bytes)
-    view = memoryview(message if isinstance(message, bytes) else message.head)
+    view = memoryview(message.head) if isinstance(message, Letter) else _unsealed(message)
+    length = int.from_bytes(view[4:8], "little")
+    header, dtype = _parse(bytes(view[8 : 8 + length]))
+    index, rest = split_index(view[8 + length :])
+    return header, _restore(read(index, message.data if isinstance(message, Letter) else [rest]), dtype)
+
+
+def _unsealed(message: bytes) -> memoryview:
+    """All but the digest, which fits, of what begins as a message does."""
+    view = memoryview(message)
     if view[:4] != MAGIC:
         raise WireError(f"a message that starts with {bytes(view[:4])!r}: expected {MAGIC!r}.")
     length = int.from_bytes(view[4:8], "little")
-    room = len(view) - 8 - DIGEST * whole
+    room = len(view) - 8 - DIGEST
     if room < 0 or length > min(MAX_HEADER, room):
         raise WireError(
             f"a message of {len(view)} bytes claims a header of {length}: expected at most "
             f"{max(0, min(MAX_HEADER, room))}. It was cut or is not a message."
         )
-    if isinstance(message, bytes):
-        if sha256(view[:-DIGEST]).digest()[:DIGEST] != view[-DIGEST:]:
-            raise WireError(
-                f"a message of {len(view)} bytes does not match its digest: it was damaged or cut."
-            )
-        view = view[:-DIGEST]
-    header, dtype = _parse(bytes(view[8 : 8 + length]))
-    index, rest = split_index(view[8 + length :])
-    return header, _restore(read(index, [rest] if isinstance(message, bytes) else message.data), dtype)
+    if sha256(view[:-DIGEST]).digest()[:DIGEST] != view[-DIGEST:]:
+        raise WireError(f"a message of {len(view)} bytes does not match its digest: it was damaged or cut.")
+    return view[:-DIGEST]
 
 
 def _describe(header: Header, dtype: str) -> bytes:
