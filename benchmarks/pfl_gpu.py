@@ -6,7 +6,7 @@
 pfl's benchmark: 1,000 clients of 50 CIFAR-10 images, cohort 50, one epoch, batch 10, lr 0.1, a network of two
 convolutions and 1,626,442 parameters. Random images here: the rate does not depend on what they show. pfl trains
 client after client in float32 (TF32 allowed), its data on the GPU from the start. The first rounds, in which both warm
-up and fedpara compiles, are not timed. fedpara encodes, hashes, checks and counts every message; pfl sends none.
+up and fedpara compiles, are not timed. fedpara writes, checks and counts every message; pfl sends none.
 """
 
 from __future__ import annotations
