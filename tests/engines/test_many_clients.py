@@ -72,3 +72,12 @@ def test_the_whole_range_of_a_large_federation_is_asked(world):
     assert min(asked) < 100_000
     assert max(asked) > 900_000
     assert len(set(asked)) > 95
+
+
+def test_a_client_is_remembered_without_its_cohort():
+    cohort = torch.randn(1000, 10)
+    memory = InMemory()
+    memory.put(3, 1, {"private": {"w": cohort[3]}})
+    kept = memory.get(3)["private"]["w"]
+    assert torch.equal(kept, cohort[3])
+    assert kept.untyped_storage().nbytes() == 40

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from fedpara.algorithms import Groups
+from fedpara.state import clone
 
 
 class ClientMemory(Protocol):
@@ -22,8 +23,9 @@ class InMemory:
         return self._groups.get(client)
 
     def put(self, client: int, round: int, groups: Groups) -> None:
+        """Copied: what an engine hands over may be a sliver of its whole cohort's memory."""
         if any(groups.values()):
-            self._groups[client] = groups
+            self._groups[client] = {name: clone(state) for name, state in groups.items()}
 
     def __len__(self) -> int:
         return len(self._groups)
