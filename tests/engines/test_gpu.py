@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import fedpara as fp
 from fedpara import algorithms, data, models
@@ -78,3 +79,15 @@ def test_compiled_in_each_precision(name, precision, tolerance):
     model = written(lambda: models.build(name, classes=10, shape=shape), SCHEMES["fedpara"])
     held = "mnist" if name == "mlp" else "cifar10"
     assert_near(*both(held, model, method, rounds=1, precision=precision), tolerance)
+
+
+def test_the_same_seed_gives_the_same_bits():
+    """In bfloat16 no layer of such a network is left to cuDNN, which picks its algorithms by timing them."""
+    network = nn.Sequential(
+        *(nn.Conv2d(3, 64, 3, padding=1), nn.GroupNorm(32, 64), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(64, 64, 3, padding=1), nn.GroupNorm(32, 64), nn.ReLU(), nn.MaxPool2d(16)),
+        *(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10)),
+    )
+    method = algorithms.fedavg(lr=0.05, batch_size=8)
+    first, second = (both("cifar10", network, method, rounds=2)[1] for _ in range(2))
+    assert all(torch.equal(tensor, second.x[name]) for name, tensor in first.x.items())
