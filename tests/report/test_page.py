@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,15 @@ def test_points_add_up_to_the_runs_bytes(library):
         8 * (run.bytes_up + run.bytes_down) / run.experiment.cohort / 1e6
     )
     assert found.compute[-1] == pytest.approx(run.seconds / run.experiment.cohort)
+
+
+def test_personal_models_are_compared_on_the_clients_own_data(library):
+    """FedAvg's accuracy is the whole test set's: among personal models its curve is the one before local training."""
+    run = next(iter(library))
+    lines = [{**line, "accuracy": 0.1, "before": 0.6, "after": 0.7} for line in run.metrics]
+    for changes, expected in (({"share": "all"}, 60.0), ({"share": "none"}, 10.0)):
+        experiment = replace(run.experiment, scheme="original", gamma=None, personal=True, **changes)
+        assert set(points(replace(run, experiment=experiment, metrics=lines)).accuracy) == {expected}
 
 
 def test_labels_tell_series_apart(library):

@@ -59,14 +59,24 @@ def points(run: Summary) -> Points:
         clients = max(1, line["clients"])
         megabits += 8 * (line["up"] + line["down"]) / clients / 1e6
         compute += seconds.get(line["round"], 0.0) / clients
-        if line["accuracy"] is None:
+        score = _score(run.experiment, line)
+        if score is None:
             continue
         found.rounds.append(line["round"])
-        found.accuracy.append(100 * line["accuracy"])
+        found.accuracy.append(100 * score)
         found.gigabytes.append((line["total_up"] + line["total_down"]) / GIGABYTE)
         found.megabits.append(megabits)
         found.compute.append(compute)
     return found
+
+
+def _score(experiment: Experiment, line: dict[str, Any]) -> float | None:
+    """On the test set; among personal models on the clients' own test data, where a model that all share (FedAvg's)
+    is scored as they receive it.
+    """
+    if experiment.personal and experiment.share == "all" and experiment.scheme != "pfedpara":
+        return line.get("before")
+    return line["accuracy"]  # type: ignore[no-any-return]
 
 
 def all_series(runs: Iterable[Summary]) -> list[Series]:
@@ -106,7 +116,7 @@ def label_of(experiment: Experiment) -> str:
     elif e.where and e.where.startswith("hybrid:"):
         words = [f"Pufferfish, {e.where.removeprefix('hybrid:')} dense"]
     elif e.personal and e.scheme == "original":
-        words = ["FedAvg"]
+        words = ["FedAvg's global model"]
     else:
         words = [_SCHEMES[e.scheme]]
     if e.gamma is not None and e.scheme != "lowrank":
