@@ -24,6 +24,7 @@ from fedpara.engines import sequential
 from fedpara.engines.program import Program
 from fedpara.engines.worker import Score, Trained, Worker
 from fedpara.experiments.config import Experiment
+from fedpara.experiments.paper.recipe import experiment
 from fedpara.experiments.run import run
 from fedpara.state import State
 
@@ -50,10 +51,10 @@ def worker_on(device: torch.device) -> type[Worker]:
     return There
 
 
-def accuracies(experiment: Experiment, data_dir: Path | None) -> list[float]:
+def accuracies(of: Experiment, data_dir: Path | None) -> list[float]:
     with TemporaryDirectory() as folder:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        found = run(experiment, Path(folder) / "run", data_dir=data_dir)
+        found = run(of, Path(folder) / "run", data_dir=data_dir)
         return [float(line["accuracy"]) for line in found.metrics]
 
 
@@ -70,21 +71,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="of the batched engine; the sequential has one")
     args = parser.parse_args()
     sequential.Worker = worker_on(torch.device(args.device))  # type: ignore[misc]
-    paper = Experiment(
+    paper = experiment(
+        "CIFAR-10 IID",
+        "vgg16",
+        gamma=0.1,
         dataset=args.dataset,
         model=args.model,
-        scheme="fedpara",
-        gamma=0.1,
-        split="iid",
-        clients=100,
         cohort=args.cohort,
         rounds=args.rounds,
-        epochs=10,
-        batch_size=64,
-        lr=0.1,
-        lr_decay=0.992,
-        weight_decay=1e-3,
-        augment="crop-flip",
+        evaluate_every=1,
     )
     card = torch.cuda.get_device_name() if args.device == "cuda" else args.device
     print(f"{card}; torch {torch.__version__}; accuracy [%] after rounds 1 to {args.rounds}\n")

@@ -32,9 +32,8 @@ def torch_numbers(seed: int, purpose: Purpose, round: int, client: int = 0) -> t
 @contextmanager
 def own_layers(seed: int, round: int, client: int, device: torch.device | None = None) -> Iterator[None]:
     """What layers draw for themselves comes from the client's stream; the caller's is left alone."""
-    generator = (
-        torch.default_generator
-    )  # not torch.manual_seed, which keeps a traceback for each GPU it might find
+    # Its own seed, not torch.manual_seed, which keeps a traceback for each GPU it might find.
+    generator = torch.default_generator
     if device is not None and device.type == "cuda":
         generator = torch.cuda.default_generators[device.index or torch.cuda.current_device()]
     before = generator.get_state()
