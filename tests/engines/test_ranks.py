@@ -290,14 +290,25 @@ def test_bytes_go_by_nccl_between_gpus(tmp_path):
         dist.destroy_process_group()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() != 1, reason="needs just one CUDA device")
-def test_more_ranks_than_gpus_are_refused(tmp_path):
-    pytest.importorskip("typer")
-    with ranks("-m", "fedpara", "run", "--out", "run", cwd=tmp_path) as processes:
+ONE_GPU = """
+import sys, torch
+import torch.distributed as dist
+torch.cuda.is_available, torch.cuda.device_count, torch.cuda.set_device = (lambda: True), (lambda: 1), (lambda n: None)
+start = dist.init_process_group
+dist.init_process_group = lambda backend, **options: start("gloo", **options)
+from fedpara.apps import cli
+sys.argv = ["fedpara", "run", "--out", "run"]
+cli.main()
+"""
+
+
+def test_more_ranks_than_gpus_are_refused_by_all(tmp_path):
+    """Also by the one that has a GPU: it must not wait for the other there."""
+    with ranks("-c", ONE_GPU, cwd=tmp_path) as processes:
         first, second = ended(processes)
-    assert first[0] == second[0] == 2
+    assert first[0] == second[0] == 2, (first, second)
     assert first[2].startswith("fedpara: rank 1 has no GPU of its own: its machine has 1.")
+    assert not (tmp_path / "run").exists()
 
 
 if __name__ == "__main__":

@@ -149,8 +149,11 @@ def join() -> Group:
         ) from error
     atexit.register(_destroy)
     local = int(os.environ.get("LOCAL_RANK", rank))
-    group = Group(rank, size, torch.device("cuda", local) if gpus else None)
+    group = Group(
+        rank, size
+    )  # by gloo, until each is known to have a GPU: without one a rank would keep NCCL waiting
     group.gather("the start", lambda: _placed(rank, local, gpus))
+    group.device = torch.device("cuda", local) if gpus else None
     return group
 
 
