@@ -21,6 +21,7 @@ from fedpara.engines.memory import ClientMemory, Held
 from fedpara.engines.normalization import by_channel
 from fedpara.engines.places import Lanes, places_for, stack
 from fedpara.engines.plan import Plan, look_ahead, make_plan
+from fedpara.engines.pooling import by_mean
 from fedpara.engines.scoring import scores
 from fedpara.engines.stacked import Precision, make_tick, one_step
 from fedpara.engines.streams import cohort, own_layers
@@ -68,6 +69,7 @@ class Batched:
         if self.on_gpu:  # here, for it registers ops with torch, which a CPU has no use for
             from fedpara.engines.convolution import pays_on, through_lanes
 
+            by_mean(self.plain)
             if pays_on(self.device):
                 through_lanes(self.plain)
             if self.compile:
