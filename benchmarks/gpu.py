@@ -52,6 +52,7 @@ def names() -> list[str]:
     """model/way/precision/lanes, the most telling first."""
     rows = [f"{m}/compiled/{p}/16" for m in MODELS for p in PRECISIONS[::-1]]
     rows += [f"{m}/compiled/bfloat16/{k}" for m in MODELS for k in (32, 4, 1)]
+    rows += [f"{m}/compiled/{p}/{k}" for m in MODELS for p in PRECISIONS[:2] for k in (32, 4, 1)]
     rows += [f"{m}/batched/{p}/{k}" for m in MODELS for p in PRECISIONS for k in (1, 4, 16, 32)]
     rows += [f"{m}/{way}/{p}/1" for m in MODELS for way in ("eager", "captured") for p in PRECISIONS]
     return rows
@@ -164,8 +165,9 @@ def matrix_rate() -> float:
 
 
 def in_processes(chosen: list[str], device: str, jobs: int) -> list[dict[str, Any]]:
-    """Each row in a process of its own; a row that fails is reported and does not stop the others."""
+    """Each row in a process of its own; one that fails beside others, for want of memory, is tried again alone."""
     rows: list[dict[str, Any]] = []
+    failed: list[str] = []
     for start in range(0, len(chosen), jobs):
         batch = {name: _child(name, device) for name in chosen[start : start + jobs]}
         ready = {name: _said(process, READY) for name, process in batch.items()}
@@ -175,10 +177,11 @@ def in_processes(chosen: list[str], device: str, jobs: int) -> list[dict[str, An
             process.wait()
             if row is None:
                 print(f"{name}: failed\n{(ready[name] or '')[-1500:]}", flush=True)
+                failed.append(name)
                 continue
             rows.append(row)
             print(json.dumps(row), flush=True)
-    return rows
+    return rows + (in_processes(failed, device, 1) if jobs > 1 else [])
 
 
 def _timed(process: subprocess.Popen[str]) -> dict[str, Any] | None:
