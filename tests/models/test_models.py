@@ -24,7 +24,8 @@ SHAPES = {
 }
 # Of which model they are a variant.
 VARIANTS = {
-    **dict.fromkeys(("vgg16-nodrop", "vgg16-gn2", "vgg16-gn2-nodrop", "vgg16-tiny"), "vgg16"),
+    **dict.fromkeys(("vgg16-nodrop", "vgg16-gn2", "vgg16-gn2-nodrop", "vgg16-nobias"), "vgg16"),
+    "vgg16-tiny": "vgg16-nobias",
     "resnet18-tiny": "resnet18",
     "lstm-tiny": "lstm",
 }
@@ -86,10 +87,12 @@ def test_variants_differ_from_their_model_as_they_say() -> None:
         for name in ("vgg16-nodrop", "vgg16-gn2", "vgg16-gn2-nodrop"):
             assert {m.p for m in modules(name, nn.Dropout)} == {0.0 if "nodrop" in name else 0.5}  # type: ignore[union-attr]
             assert {m.num_groups for m in modules(name, nn.GroupNorm)} == {2 if "gn2" in name else 32}  # type: ignore[union-attr]
+        assert {conv.bias for conv in modules("vgg16-nobias", nn.Conv2d)} == {None}  # type: ignore[union-attr]
         for name, wide in VARIANTS.items():
             shape = models.usual_shape(name)
             small, whole = (models.build(one, classes=10, shape=shape) for one in (name, wide))
-            assert list(small.state_dict()) == list(whole.state_dict())
+            if name != "vgg16-nobias":
+                assert list(small.state_dict()) == list(whole.state_dict())
             assert (parameters(small) < parameters(whole) / 50) == name.endswith("tiny")
 
 

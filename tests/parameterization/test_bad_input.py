@@ -179,7 +179,9 @@ def test_where_answers_something_else(odd):
     before.assert_unchanged()
 
 
-@pytest.mark.parametrize("init", ["xavier", 5])
+@pytest.mark.parametrize(
+    "init", ["xavier", "he:", "he:big", "he:0", "he:-1", "he:nan", "he:1,2,3", "fit:2", 5]
+)
 def test_an_init_that_is_none(init):
     model = network()
     before = Snapshot(model)

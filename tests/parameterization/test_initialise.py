@@ -10,7 +10,7 @@ from torch import nn
 import fedpara as fp
 from fedpara import models
 from fedpara.errors import SchemeError
-from fedpara.parameterization import calibrated, fan_out, forms, write
+from fedpara.parameterization import calibrated, fan_out, forms, he, write
 from fedpara.parameterization.initialise import PRIVATE_SCALE
 
 KINDS = {
@@ -141,6 +141,25 @@ def test_a_generator_makes_it_reproducible(init):
     one, same, other = start(1), start(1), start(2)
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not any(torch.equal(one[name], other[name]) for name in one if ".x" in name or ".t" in name)
+
+
+def test_he_gives_each_factor_the_deviation_that_torch_does():
+    form = write(fp.FedPara(gamma=0.5), (128, 256, 3, 3))
+    for (name, shape), factor in zip(form.factors.items(), he(form, seeded()), strict=True):
+        expected = nn.init.kaiming_normal_(torch.empty(shape), mode="fan_out", nonlinearity="relu")
+        assert rms(factor) == pytest.approx(rms(expected), rel=0.03), name
+
+
+@pytest.mark.parametrize(("name", "gains"), [("he:1.4", (1.4, 1.4)), ("fan_out:0.5,2", (0.5, 2.0))])
+def test_gains_scale_the_factors_and_the_core(name, gains):
+    def start(init):
+        layer = fp.factorize(nn.Conv2d(64, 64, 3), fp.FedPara(gamma=0.1), init=init, generator=seeded())
+        return layer.state_dict()
+
+    plain = start(name.partition(":")[0])
+    for key, tensor in start(name).items():
+        if key != "bias":
+            torch.testing.assert_close(tensor, plain[key] * gains[".t" in key])
 
 
 def test_without_a_generator_the_global_seed_counts():

@@ -39,7 +39,9 @@ def run(
     gamma: float | None = None,
     rank: int | None = None,
     nonlinearity: Annotated[str | None, typer.Option(help="tanh")] = None,
-    init: Annotated[str | None, typer.Option(help="fan_out, calibrated")] = None,
+    init: Annotated[
+        str | None, typer.Option(help="fan_out, calibrated, he; he:1.4 is 1.4 times larger")
+    ] = None,
     algorithm: Annotated[
         str | None, typer.Option(help="fedavg, fedprox, scaffold, feddyn, fedadam, ...")
     ] = None,

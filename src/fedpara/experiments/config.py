@@ -38,7 +38,7 @@ class Experiment:
     ratio: float | None = None  # lowrank only
     nonlinearity: str | None = None  # tanh
     conv: str = "tensor"  # or reshape
-    init: str | None = None  # fan_out, calibrated; each scheme has its own default
+    init: str | None = None  # fan_out, calibrated, he, he:1.4; each scheme has its own default
     where: str | None = None  # every, early, hybrid:N in place of the model's own rule (`build_rule`)
     algorithm: str = "fedavg"
     options: dict[str, float] = field(default_factory=dict, hash=False)  # the algorithm's own: mu, alpha, ...

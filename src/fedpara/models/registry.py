@@ -36,13 +36,14 @@ def _vgg(**changed: Any) -> Callable[[int, Shape], nn.Module]:
     return lambda classes, shape: vgg16(classes, channels=shape[0], **changed)
 
 
-# The variants: no dropout, two groups of channels for 32, a sixteenth as wide for a quick try.
+# The variants: no dropout, no bias before a norm, two groups of channels for 32, a sixteenth as wide for a quick try.
 VGG = {
     "vgg16": _vgg(),
     "vgg16-nodrop": _vgg(dropout=0.0),
+    "vgg16-nobias": _vgg(bias=False),
     "vgg16-gn2": _vgg(groups=2),
     "vgg16-gn2-nodrop": _vgg(groups=2, dropout=0.0),
-    "vgg16-tiny": _vgg(groups=4, shrink=16),
+    "vgg16-tiny": _vgg(groups=4, shrink=16, bias=False),
 }
 
 MODELS: dict[str, Entry] = {

@@ -14,12 +14,18 @@ STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512
 
 
 def vgg16(
-    classes: int = 10, groups: int = 32, dropout: float = 0.5, channels: int = 3, shrink: int = 1
+    classes: int = 10,
+    groups: int = 32,
+    dropout: float = 0.5,
+    channels: int = 3,
+    shrink: int = 1,
+    bias: bool = True,
 ) -> nn.Sequential:
     """[B, channels, 32, 32] to [B, classes]; children `features`, `flatten`, `classifier`.
 
     The layout of the features is torchvision's `vgg16_bn`. Five halvings leave 512x1x1, so there is no
-    pooling before the head. Every width is divided by `shrink`.
+    pooling before the head. Every width is divided by `shrink`. Without `bias` a convolution has none: the norm
+    behind it takes W at any scale, but a bias beside a small W soon outweighs it.
     """
     narrowest = STAGES[0][0] // shrink
     if groups < 1 or narrowest % groups:
@@ -30,7 +36,8 @@ def vgg16(
     inputs = channels
     for stage in STAGES:
         for width in (full // shrink for full in stage):
-            features += [nn.Conv2d(inputs, width, 3, padding=1), nn.GroupNorm(groups, width), nn.ReLU()]
+            conv = nn.Conv2d(inputs, width, 3, padding=1, bias=bias)
+            features += [conv, nn.GroupNorm(groups, width), nn.ReLU()]
             inputs = width
         features.append(nn.MaxPool2d(2))
     head = [

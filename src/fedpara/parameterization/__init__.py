@@ -10,7 +10,7 @@ from fedpara.parameterization.convert import (
     private,
 )
 from fedpara.parameterization.fit import fit
-from fedpara.parameterization.initialise import calibrated, fan_out
+from fedpara.parameterization.initialise import calibrated, fan_out, he
 from fedpara.parameterization.jacobian import corrected_grad
 from fedpara.parameterization.plan import Choice, plan
 from fedpara.parameterization.schemes import SCHEMES, FedPara, Form, LowRank, PFedPara, Scheme, write
@@ -31,6 +31,7 @@ __all__ = [
     "fit",
     "fit_errors",
     "forms",
+    "he",
     "load",
     "merge",
     "plan",

@@ -64,7 +64,7 @@ def factorize(
 
     `where(name, module, parameter_name)` answers True, False, or a scheme of that weight's own; by default
     every parameter of two or more dimensions is taken. A weight that its factors would not make smaller
-    stays dense unless `force`. `init` is "fan_out", "calibrated", "fit" (factors of the weight that is there)
+    stays dense unless `force`. `init` is "fan_out", "calibrated", "he", "fit" (factors of the weight that is there)
     or a function of (form, generator); left out, it is the scheme's own. After an error nothing has changed.
     """
     planned = plan(model, scheme, where, force=force)
@@ -183,9 +183,7 @@ def _prepare(choice: Choice, init: initialise.Init | str | None, generator: Gene
         except SchemeError as error:
             raise SchemeError(f"{choice.name}: {error}") from None
     if isinstance(init, str):
-        if init not in initialise.INITS:
-            raise SchemeError(f"unknown init {init!r}: expected one of {', '.join(initialise.INITS)}, fit.")
-        init = initialise.INITS[init]
+        init = initialise.named(init)
     if init is not None and not callable(init):
         raise SchemeError(f"init must be a name or a function of (form, generator): got {init!r}.")
     factors = initialise.checked(init or initialise.default, form, generator)

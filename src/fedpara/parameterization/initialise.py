@@ -2,13 +2,16 @@
 
     fan_out      X, Y ~ N(0, 2/r), T ~ N(0, 2/(k r)): known to learn for FedPara's kernels under GroupNorm
     calibrated   scaled so that the composed weight has He's deviation sqrt(2 / fan_in)
+    he           X ~ N(0, 2/O), Y ~ N(0, 2/I), T ~ N(0, 2/(k r)): He's rule for each factor as torch counts its fan-out
+
+"fan_out:0.5" is fan_out with every deviation halved, "fan_out:0.5,1.4" with X and Y halved and T 1.4 times larger.
 
 An initialiser is a function of a `Form` and a generator that returns the factors in the form's order;
 a user's own function of that signature goes wherever these do.
 """
 
 from collections.abc import Callable, Sequence
-from math import prod, sqrt
+from math import inf, prod, sqrt
 
 import torch
 from torch import Generator, Tensor
@@ -57,6 +60,14 @@ def calibrated(form: Form, generator: Generator | None = None) -> list[Tensor]:
     return [factor * shares[i // each] for i, factor in enumerate(factors)]
 
 
+def he(form: Form, generator: Generator | None = None) -> list[Tensor]:
+    """kaiming_normal_(mode="fan_out") of each factor. W starts at about a hundredth of He's scale: only under norms."""
+    return [
+        torch.randn(shape, generator=generator) * sqrt(2 / (shape[0] * prod(shape[2:])))
+        for shape in form.factors.values()
+    ]
+
+
 def _solve(rms: Callable[[float], float], target: float, power: int) -> float:
     """The a with rms(a) = target, where rms grows as a^power, or slower once tanh bends it."""
     a: float = target ** (1 / power)
@@ -72,7 +83,29 @@ def _rms(w: Tensor) -> float:
     return float(w.square().mean().sqrt())
 
 
-INITS: dict[str, Init] = {"fan_out": fan_out, "calibrated": calibrated}
+INITS: dict[str, Init] = {"fan_out": fan_out, "calibrated": calibrated, "he": he}
+
+
+def named(text: str) -> Init:
+    """The initialiser of that name; after a colon the gain of every factor, or that of X and Y, that of T."""
+    name, colon, rest = text.partition(":")
+    try:
+        gains = [float(part) for part in rest.split(",")] if colon else [1.0]
+    except ValueError:
+        gains = []
+    if name not in INITS or len(gains) not in (1, 2) or not all(0 < gain < inf for gain in gains):
+        raise SchemeError(
+            f"unknown init {text!r}: expected one of {', '.join(INITS)}, fit; fan_out:0.5 halves every factor, "
+            "fan_out:0.5,2 halves X and Y and doubles T."
+        )
+    start = INITS[name]
+    if not colon:
+        return start
+
+    def scaled(form: Form, generator: Generator | None = None) -> list[Tensor]:
+        return [factor * gains[-1 if factor.dim() > 2 else 0] for factor in start(form, generator)]
+
+    return scaled
 
 
 def default(form: Form, generator: Generator | None = None) -> list[Tensor]:

@@ -25,14 +25,14 @@ class Recipe:
 RECIPE = {
     "vgg16": Recipe(
         every={
-            "model": "vgg16",  # 32 groups, dropout 0.5; vgg16-nodrop, vgg16-gn2, vgg16-gn2-nodrop
+            "model": "vgg16-nobias",  # 32 groups, dropout 0.5; no bias before a norm, so W may start at any scale
             "augment": "crop-flip",
             "momentum": 0.0,
             "weight_decay": 1e-3,
             "clip": None,
             "evaluate_every": 5,
         },
-        factorized={"init": None},
+        factorized={"init": "he:1.4"},
     ),
     "resnet18": Recipe(
         every={

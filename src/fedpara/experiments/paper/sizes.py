@@ -27,9 +27,9 @@ EXAMPLES = {
 }
 OWNERS = {"femnist": 300, "shakespeare": 1_129}
 
-STEP_MS = {"vgg16": 1.12, "resnet18": 0.5, "lstm": 1.0, "mlp": 0.03}
+STEP_MS = {"vgg16": 0.75, "resnet18": 0.5, "lstm": 1.0, "mlp": 0.03}
 """GPU milliseconds a client's step, 16 clients batched in bfloat16. VGG16's is measured (one H200, FedPara at
-gamma 0.1); the others are guesses from its arithmetic, good enough to plan an evening by."""
+gamma 0.1, whole rounds); the others are guesses from its arithmetic, good enough to plan an evening by."""
 
 
 @dataclass(frozen=True)
