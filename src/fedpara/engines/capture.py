@@ -1,13 +1,29 @@
 """A step of all lanes as one CUDA graph: compiled, warmed up, captured, replayed."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fedpara.engines.places import Lanes
+
+OF_VMAP_AND_GRAD = tuple(
+    f"{module}.{name}"
+    for module in ("torch._functorch.predispatch", "torch._functorch.eager_transforms", "torch._C._functorch")
+    for name in (
+        *("_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim", "_remove_batch_dim"),
+        *("_grad_increment_nesting", "_grad_decrement_nesting", "_wrap_for_grad", "_unwrap_for_grad"),
+        *("_autograd_grad", "_set_tensor_requires_grad", "set_inplace_requires_grad_allowed"),
+        "lazy_load_decompositions",
+    )
+)
+AUTOCAST = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast")
+"""What `vmap`, `grad` and autocast leave in a traced program. torch holds such a program back from its cache of derived
+programs, and derives it anew at every start, which takes as long as tracing it."""
 
 
 def capture(tick: Callable[[], None], lanes: Lanes, compile: bool, notes: list[str]) -> Callable[[], None]:
@@ -20,7 +36,8 @@ def capture(tick: Callable[[], None], lanes: Lanes, compile: bool, notes: list[s
         torch._dynamo.reset()  # another experiment's program in this process is not to count as a recompilation
         compiled = torch.compile(tick, dynamic=False)
         try:
-            _warm_up(compiled, lanes, 1)
+            with cached_whole():
+                _warm_up(compiled, lanes, 1)
             tick = compiled
         except torch.OutOfMemoryError:
             raise
@@ -38,6 +55,16 @@ def capture(tick: Callable[[], None], lanes: Lanes, compile: bool, notes: list[s
         graph.replay()
 
     return replay
+
+
+@contextmanager
+def cached_whole() -> Iterator[None]:
+    """Programs compiled in here are cached with their derivatives; our own ops count by their source."""
+    import torch._inductor.config as settings
+
+    source = sha256((Path(__file__).parent / "convolution.py").read_bytes()).hexdigest()
+    with settings.patch(unsafe_marked_cacheable_functions=dict.fromkeys(OF_VMAP_AND_GRAD + AUTOCAST, source)):
+        yield
 
 
 def cache_folder() -> Path:
