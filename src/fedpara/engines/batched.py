@@ -66,10 +66,12 @@ class Batched:
         }
         model = parameterization.merge(program.model) if self.forms else deepcopy(program.model)
         self.plain = model.to(self.device).train()
-        if self.on_gpu:  # here, for it registers ops with torch, which a CPU has no use for
+        if self.on_gpu:  # here, for they register ops with torch, which a CPU has no use for
             from fedpara.engines.convolution import pays_on, through_lanes
+            from fedpara.engines.recurrence import through_recurrence
 
             by_mean(self.plain)
+            through_recurrence(self.plain)
             if pays_on(self.device):
                 through_lanes(self.plain)
             if self.compile:

@@ -62,7 +62,8 @@ def cached_whole() -> Iterator[None]:
     """Programs compiled in here are cached with their derivatives; our own ops count by their source."""
     import torch._inductor.config as settings
 
-    source = sha256((Path(__file__).parent / "convolution.py").read_bytes()).hexdigest()
+    own = ("ops.py", "convolution.py", "recurrence.py")
+    source = sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in own)).hexdigest()
     with settings.patch(unsafe_marked_cacheable_functions=dict.fromkeys(OF_VMAP_AND_GRAD + AUTOCAST, source)):
         yield
 

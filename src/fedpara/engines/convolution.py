@@ -13,25 +13,24 @@ A layer of few input channels, as the first, is too thin for them: its taps and 
 are one matrix product an image.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
-from torch.library import Library, register_fake, register_vmap
-from torch.nn.functional import conv2d, pad, unfold
+from torch.nn.functional import conv2d, pad
+from torch.nn.functional import unfold as columns_of
 from torch.nn.grad import conv2d_input, conv2d_weight
+
+from fedpara.engines.ops import OPS, Dims, differentiate, fold, register, unfold
 
 CHANNELS = 64
 """A kernel's tile takes this many at a time: a layer with others stays with cuDNN, unless it is thin."""
 
 THIN = 32
 """Taps times input channels of a thin layer, at most; its columns are filled up to as many."""
-
-Dims = tuple[int | None, ...]
 
 
 class LanesConv2d(nn.Conv2d):
@@ -56,7 +55,7 @@ class ThinConv2d(nn.Conv2d):
             return super()._conv_forward(input, weight, bias)  # type: ignore[no-any-return]
         x, w = input.to(dtype), weight.to(dtype).flatten(1)
         fill, shape = THIN - w.shape[1], (self.kernel_size, self.dilation, self._padding, self.stride)
-        columns = pad(unfold(x, *shape), (0, 0, 0, fill))
+        columns = pad(columns_of(x, *shape), (0, 0, 0, fill))
         kernels = pad(w, (0, fill)).t().expand(len(x), -1, -1)
         y = columns.transpose(1, 2) @ kernels
         if bias is not None:
@@ -174,15 +173,11 @@ def _lane_by_lane(results: list[Tensor]) -> Tensor:
 
 
 class _Derivative(_SingleLevelFunction):
-    """Of one level of `grad`: `torch.library.register_autograd` has none under `torch.func` transforms."""
-
     @staticmethod
-    def forward(ctx: Any, keys: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, below: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.bias = None if bias is None else bias.dtype
-        with torch._C._AutoDispatchBelowAutograd():
-            below = keys & torch._C._after_autograd_keyset
-            y: Tensor = OPS.lanes_conv2d.default.redispatch(below, x, w, bias)
+        y: Tensor = below(x, w, bias)
         return y
 
     @staticmethod
@@ -199,74 +194,43 @@ class _Derivative(_SingleLevelFunction):
         )
 
 
-def _with_derivative(keys: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    with enable_single_level_autograd_function():
-        y: Tensor = _Derivative.apply(keys, x, w, bias)  # type: ignore[attr-defined]
-    return y
-
-
 def _lanes_forward(info: Any, dims: Dims, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, int]:
     size = info.batch_size
-    folded = None if bias is None else _fold(bias, dims[2], size)
-    return _unfold(OPS.lanes_conv2d(_fold(x, dims[0], size), _fold(w, dims[1], size), folded), size), 0
+    folded = None if bias is None else fold(bias, dims[2], size)
+    return unfold(OPS.lanes_conv2d(fold(x, dims[0], size), fold(w, dims[1], size), folded), size), 0
 
 
 def _lanes_input_gradient(info: Any, dims: Dims, dy: Tensor, w: Tensor) -> tuple[Tensor, int]:
     size = info.batch_size
-    return _unfold(OPS.lanes_conv2d_dx(_fold(dy, dims[0], size), _fold(w, dims[1], size)), size), 0
+    return unfold(OPS.lanes_conv2d_dx(fold(dy, dims[0], size), fold(w, dims[1], size)), size), 0
 
 
 def _lanes_weight_gradient(
     info: Any, dims: Dims, x: Tensor, dy: Tensor, kernel: Sequence[int]
 ) -> tuple[Tensor, int]:
     size = info.batch_size
-    return _unfold(OPS.lanes_conv2d_dw(_fold(x, dims[0], size), _fold(dy, dims[1], size), kernel), size), 0
+    return unfold(OPS.lanes_conv2d_dw(fold(x, dims[0], size), fold(dy, dims[1], size), kernel), size), 0
 
 
-def _fold(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    """The mapped dimension becomes lanes, [size, l, ...] to [size * l, ...]; what is one for all is repeated."""
-    tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-    return tensor.flatten(0, 1).contiguous()
-
-
-def _unfold(tensor: Tensor, size: int) -> Tensor:
-    return tensor.unflatten(0, (size, -1))  # type: ignore[no-any-return]
-
-
-def _register(
-    name: str,
-    schema: str,
-    run: Callable[..., Tensor],
-    shape: Callable[..., Tensor],
-    mapped: Callable[..., tuple[Tensor, int]],
-) -> None:
-    _LIBRARY.define(name + schema)
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    register_fake(f"fedpara::{name}", shape, lib=_LIBRARY)
-    register_vmap(f"fedpara::{name}", mapped, lib=_LIBRARY)
-
-
-_LIBRARY = Library("fedpara", "DEF")
-_register(
+register(
     "lanes_conv2d",
     "(Tensor x, Tensor w, Tensor? bias) -> Tensor",
     _forward,
     lambda x, w, bias: x.new_empty((*x.shape[:4], w.shape[1])),
     _lanes_forward,
 )
-_register(
+register(
     "lanes_conv2d_dx",
     "(Tensor dy, Tensor w) -> Tensor",
     _input_gradient,
     lambda dy, w: dy.new_empty((*dy.shape[:4], w.shape[4])),
     _lanes_input_gradient,
 )
-_register(
+register(
     "lanes_conv2d_dw",
     "(Tensor x, Tensor dy, int[] kernel) -> Tensor",
     _weight_gradient,
     lambda x, dy, kernel: x.new_empty((len(x), dy.shape[4], *kernel, x.shape[4])),
     _lanes_weight_gradient,
 )
-_LIBRARY.impl("lanes_conv2d", _with_derivative, "Autograd", with_keyset=True)
-OPS: Any = torch.ops.fedpara
+differentiate("lanes_conv2d", _Derivative)

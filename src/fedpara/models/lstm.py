@@ -8,9 +8,23 @@ characters, 819,920 parameters and, with weight normalisation, a gain a row.
 Written in matrix products and not with `nn.LSTM`, whose fused kernels `torch.func.vmap` has no rule for.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+
+def unrolled(projected: Tensor, w_hh: Tensor) -> Tensor:
+    """W_ih x + b of every character [T, B, 4H] and W_hh [4H, H] to every h [T, B, H]."""
+    h = c = projected.new_zeros(projected.shape[1], w_hh.shape[1], dtype=w_hh.dtype)
+    outputs = []
+    for p in projected.unbind(0):
+        i, f, g, o = (p + h @ w_hh.T).chunk(4, dim=1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        outputs.append(h)
+    return torch.stack(outputs)
 
 
 class LSTMLayer(nn.Module):
@@ -18,8 +32,10 @@ class LSTMLayer(nn.Module):
 
     `weight_ih` and `weight_hh` hold V. A gain starts at the row norm of the V drawn here and is a parameter
     of its own, so W keeps this scale whatever V is later written as. Each weight is read once a forward:
-    reading a re-parametrized attribute computes it.
+    reading a re-parametrized attribute computes it. An engine may put a faster `recurrence` in place.
     """
+
+    recurrence: Callable[[Tensor, Tensor], Tensor] = staticmethod(unrolled)
 
     def __init__(self, inputs: int, hidden: int, weight_norm: bool) -> None:
         super().__init__()
@@ -34,15 +50,8 @@ class LSTMLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         w_ih = _normalized(self.weight_ih, self.gain_ih)
-        w_hh = _normalized(self.weight_hh, self.gain_hh).T
-        h = c = x.new_zeros(x.shape[1], w_hh.shape[0])
-        outputs = []
-        for projected in F.linear(x, w_ih, self.bias_ih + self.bias_hh).unbind(0):
-            i, f, g, o = (projected + h @ w_hh).chunk(4, dim=1)
-            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-            h = o.sigmoid() * c.tanh()
-            outputs.append(h)
-        return torch.stack(outputs)
+        w_hh = _normalized(self.weight_hh, self.gain_hh)
+        return self.recurrence(F.linear(x, w_ih, self.bias_ih + self.bias_hh), w_hh)
 
 
 class CharacterLSTM(nn.Module):

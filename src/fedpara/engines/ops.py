@@ -1,0 +1,61 @@
+"""Ops over stacked clients that torch lacks, and how `vmap`, `grad` and `torch.compile` come to know them.
+
+An op takes and returns tensors with a dimension of lanes. Under `vmap` the mapped dimension becomes more lanes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.function import _SingleLevelFunction
+from torch.library import Library, register_fake, register_vmap
+
+LIBRARY = Library("fedpara", "DEF")
+OPS: Any = torch.ops.fedpara
+
+Dims = tuple[int | None, ...]
+
+
+def register(
+    name: str,
+    schema: str,
+    run: Callable[..., Any],
+    shape: Callable[..., Any],
+    mapped: Callable[..., tuple[Any, Any]],
+) -> None:
+    """`run` is the op, `shape` what it returns, empty, and `mapped` its `vmap` rule."""
+    LIBRARY.define(name + schema)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    register_fake(f"fedpara::{name}", shape, lib=LIBRARY)
+    register_vmap(f"fedpara::{name}", mapped, lib=LIBRARY)
+
+
+def differentiate(name: str, derivative: type[_SingleLevelFunction]) -> None:
+    """One level of `grad`: `torch.library.register_autograd` has none under `torch.func` transforms.
+
+    `derivative.forward(ctx, below, *inputs)` calls `below` for the op itself.
+    """
+
+    def run(keys: Any, *inputs: Any) -> Any:
+        def below(*inputs: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                op = getattr(OPS, name).default
+                return op.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+
+        with enable_single_level_autograd_function():
+            return derivative.apply(below, *inputs)  # type: ignore[attr-defined]
+
+    LIBRARY.impl(name, run, "Autograd", with_keyset=True)
+
+
+def fold(tensor: Tensor, dim: int | None, size: int, at: int = 0) -> Tensor:
+    """The mapped dimension joins the lanes, which are dimension `at`; what is one for all is repeated."""
+    tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return tensor.movedim(0, at).flatten(at, at + 1).contiguous()
+
+
+def unfold(tensor: Tensor, size: int, at: int = 0) -> Tensor:
+    """`fold`'s opposite; the mapped dimension is `at`."""
+    return tensor.unflatten(at, (size, -1))  # type: ignore[no-any-return]

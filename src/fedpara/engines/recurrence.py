@@ -1,0 +1,143 @@
+"""The recurrence of an LSTM layer over stacked clients, each with a weight of its own, as one op.
+
+    a_t = p_t + h_{t-1} W^T,   i, f, g, o the quarters of a_t
+    c_t = sigma(f) c_{t-1} + sigma(i) tanh(g),   h_t = sigma(o) tanh(c_t)
+
+for p [T, lane, B, 4H] and W [lane, 4H, H], from h_0 = c_0 = 0. Backwards, from the last t to the first,
+
+    dh = dh_t + da_{t+1} W,   dc, da_t by the cell's own derivative,   and at the end  dW = sum over t of da_t^T h_{t-1}
+
+Left to `vmap` and autograd, a step of two layers over 80 characters is thousands of small kernels, or as many nodes for
+a compiler. Here a character is a matrix product and a cell each way, and W's gradient one product for all of them. On a
+GPU the cell is the fused one of `nn.LSTMCell`. In float32 throughout: c adds up over the whole text.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import _SingleLevelFunction
+
+from fedpara.engines.ops import OPS, Dims, differentiate, fold, register, unfold
+
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def recur(p: Tensor, w: Tensor) -> Tensor:
+    """[T, B, 4H], [4H, H] to h [T, B, H]: `models.lstm.unrolled` for one client."""
+    with torch.autocast(p.device.type, enabled=False):
+        h, _, _ = OPS.lanes_lstm(p.float()[:, None], w.float()[None])
+    return h[:, 0]  # type: ignore[no-any-return]
+
+
+def through_recurrence(model: nn.Module) -> nn.Module:
+    """Gives every layer that lets its `recurrence` be chosen this one."""
+    for module in model.modules():
+        if hasattr(module, "recurrence"):
+            setattr(module, "recurrence", recur)  # noqa: B010  # which a type checker takes for a submodule
+    return model
+
+
+def _forward(p: Tensor, w: Tensor) -> Three:
+    """h and c [T, l, B, H], and the gates after their sigma and tanh [T, l, B, 4H]"""
+    zero = p.new_zeros(*p.shape[1:3], w.shape[2])
+    h, c, gates, turned = [zero], [zero], [], w.mT
+    with torch.autocast(p.device.type, enabled=False):
+        for p_t in p:
+            cell = _fused_cell if p.is_cuda else _cell
+            h_t, c_t, gates_t = cell(p_t, torch.bmm(h[-1], turned), c[-1])
+            h.append(h_t)
+            c.append(c_t)
+            gates.append(gates_t)
+        return torch.stack(h[1:]), torch.stack(c[1:]), torch.stack(gates)
+
+
+def _backward(dh: Tensor, h: Tensor, c: Tensor, gates: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """dp [T, l, B, 4H] and dw [l, 4H, H]"""
+    zero = torch.zeros_like(h[0])
+    dc, da = zero, torch.zeros_like(gates[0])
+    dp: list[Tensor] = []
+    with torch.autocast(h.device.type, enabled=False):
+        cell = _fused_cell_backward if h.is_cuda else _cell_backward
+        for t in reversed(range(len(h))):
+            da, dc = cell(torch.baddbmm(dh[t], da, w), dc, c[t - 1] if t else zero, c[t], gates[t])
+            dp.append(da)
+        every = torch.stack(dp[::-1])
+        before = torch.cat([zero[None], h[:-1]])
+        by_lane = [tensor.transpose(0, 1).flatten(1, 2) for tensor in (every, before)]  # [l, T B, ...]
+        return every, torch.bmm(by_lane[0].mT, by_lane[1])
+
+
+def _cell(p: Tensor, hidden: Tensor, c: Tensor) -> Three:
+    i, f, g, o = (p + hidden).chunk(4, dim=-1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    c = f * c + i * g
+    return o * c.tanh(), c, torch.cat([i, f, g, o], dim=-1)
+
+
+def _cell_backward(dh: Tensor, dc: Tensor, before: Tensor, c: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    i, f, g, o = gates.chunk(4, dim=-1)
+    bent = c.tanh()
+    dc = dc + dh * o * (1 - bent.square())
+    da = [dc * g * i * (1 - i), dc * before * f * (1 - f), dc * i * (1 - g.square()), dh * bent * o * (1 - o)]
+    return torch.cat(da, dim=-1), dc * f
+
+
+def _fused_cell(p: Tensor, hidden: Tensor, c: Tensor) -> Three:
+    flat = [tensor.flatten(0, 1) for tensor in (p, hidden, c)]
+    made = torch._thnn_fused_lstm_cell(*flat)  # type: ignore[attr-defined]
+    return tuple(tensor.unflatten(0, p.shape[:2]) for tensor in made)
+
+
+def _fused_cell_backward(
+    dh: Tensor, dc: Tensor, before: Tensor, c: Tensor, gates: Tensor
+) -> tuple[Tensor, Tensor]:
+    flat = [tensor.flatten(0, 1) for tensor in (dh, dc, before, c, gates)]
+    da, dc, _ = torch._thnn_fused_lstm_cell_backward_impl(*flat, False)  # type: ignore[attr-defined]
+    return da.unflatten(0, dh.shape[:2]), dc.unflatten(0, dh.shape[:2])
+
+
+class _Derivative(_SingleLevelFunction):
+    @staticmethod
+    def forward(ctx: Any, below: Any, p: Tensor, w: Tensor) -> Three:
+        h, c, gates = below(p, w)
+        ctx.save_for_backward(h, c, gates, w)
+        ctx.mark_non_differentiable(c, gates)
+        return h, c, gates
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return (None, *OPS.lanes_lstm_backward(grads[0].contiguous(), *ctx.saved_tensors))
+
+
+def _lanes_forward(info: Any, dims: Dims, p: Tensor, w: Tensor) -> tuple[Sequence[Tensor], Sequence[int]]:
+    size = info.batch_size
+    made = OPS.lanes_lstm(fold(p, dims[0], size, 1), fold(w, dims[1], size))
+    return tuple(unfold(tensor, size, 1) for tensor in made), (1, 1, 1)
+
+
+def _lanes_backward(
+    info: Any, dims: Dims, dh: Tensor, h: Tensor, c: Tensor, gates: Tensor, w: Tensor
+) -> tuple[Sequence[Tensor], Sequence[int]]:
+    size = info.batch_size
+    over_time = [fold(t, dim, size, 1) for t, dim in zip((dh, h, c, gates), dims[:4], strict=True)]
+    dp, dw = OPS.lanes_lstm_backward(*over_time, fold(w, dims[4], size))
+    return (unfold(dp, size, 1), unfold(dw, size)), (1, 0)
+
+
+register(
+    "lanes_lstm",
+    "(Tensor p, Tensor w) -> (Tensor h, Tensor c, Tensor gates)",
+    _forward,
+    lambda p, w: (*(p.new_empty(*p.shape[:3], w.shape[2]) for _ in range(2)), torch.empty_like(p)),
+    _lanes_forward,
+)
+register(
+    "lanes_lstm_backward",
+    "(Tensor dh, Tensor h, Tensor c, Tensor gates, Tensor w) -> (Tensor dp, Tensor dw)",
+    _backward,
+    lambda dh, h, c, gates, w: (torch.empty_like(gates), torch.empty_like(w)),
+    _lanes_backward,
+)
+differentiate("lanes_lstm", _Derivative)

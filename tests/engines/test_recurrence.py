@@ -1,0 +1,91 @@
+"""Properties of the lanes recurrence: it is the unrolled LSTM, for every lane, through every transform."""
+
+import pytest
+import torch
+from torch.func import functional_call, grad, grad_and_value, vmap
+
+import fedpara as fp
+from fedpara import models
+from fedpara.engines.ops import OPS
+from fedpara.engines.recurrence import recur, through_recurrence
+from fedpara.models.lstm import unrolled
+
+T, LANES, B, H = 5, 3, 4, 6
+
+
+def drawn(device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(T, LANES, B, 4 * H, generator=generator)
+    return p.to(device), 0.5 * torch.randn(LANES, 4 * H, H, generator=generator).to(device)
+
+
+def both(step, p, w, in_dims=(1, 0)):
+    return [
+        vmap(grad(lambda p, w, f=f: step(f(p, w)), argnums=(0, 1)), in_dims)(p, w) for f in (recur, unrolled)
+    ]
+
+
+def some_loss(h):
+    """Every h counts, and the last ones more."""
+    return (h.square() * torch.arange(1.0, T + 1, device=h.device)[:, None, None]).sum()
+
+
+def test_values_are_the_unrolled_ones():
+    p, w = drawn()
+    for lane in range(LANES):
+        torch.testing.assert_close(recur(p[:, lane], w[lane]), unrolled(p[:, lane], w[lane]))
+    torch.testing.assert_close(vmap(recur, (1, 0), 1)(p, w), vmap(unrolled, (1, 0), 1)(p, w))
+
+
+@pytest.mark.parametrize("in_dims", [(1, 0), (None, 0), (1, None), (3, 2)], ids=str)
+def test_gradients_over_any_mapped_inputs(in_dims):
+    p, w = drawn()
+    given = [
+        tensor.select(lanes, 0) if dim is None else tensor.movedim(lanes, dim)
+        for tensor, lanes, dim in zip((p, w), (1, 0), in_dims, strict=True)
+    ]
+    for ours, theirs in zip(*both(some_loss, *given, in_dims), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_derivative_is_that_of_finite_differences():
+    p, w = (tensor.double().requires_grad_() for tensor in drawn())
+    assert torch.autograd.gradcheck(lambda p, w: OPS.lanes_lstm(p, w)[0], (p, w))
+
+
+@pytest.mark.parametrize("scheme", [None, fp.FedPara(gamma=0.5)])
+def test_a_models_gradients_are_the_same_with_it(scheme):
+    torch.manual_seed(0)
+    model = models.build("lstm-tiny", classes=9, shape=(7,))
+    if scheme is not None:
+        fp.factorize(model, scheme)
+        model = fp.merge(model)
+    state = {name: torch.stack([t, 1.1 * t]) for name, t in model.state_dict().items()}
+    text, target = torch.randint(0, 9, (2, 3, 7)), torch.randint(0, 9, (2, 3))
+
+    def gradients():
+        def loss(state, text, target):
+            return torch.nn.functional.cross_entropy(functional_call(model, state, (text,)), target)
+
+        return vmap(grad_and_value(loss))(state, text, target)
+
+    expected = gradients()
+    through_recurrence(model)
+    assert model.layers[0].recurrence is recur
+    torch.testing.assert_close(gradients(), expected)
+
+
+def test_autocast_leaves_the_recurrence_in_float32():
+    p, w = drawn()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert recur(p[:, 0].bfloat16(), w[0]).dtype == torch.float32
+        ours = vmap(grad(lambda w: recur(p[:, 0], w).sum()))(w)
+    torch.testing.assert_close(ours, vmap(grad(lambda w: unrolled(p[:, 0], w).sum()))(w))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_fused_cell_is_the_same():
+    here, there = ([t.cpu() for t in both(some_loss, *drawn(device))[0]] for device in ("cpu", "cuda"))
+    for ours, theirs in zip(there, here, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
