@@ -64,7 +64,7 @@ def main() -> None:
     )
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--dataset", default="cifar10")
-    parser.add_argument("--model", default="vgg16")
+    parser.add_argument("--model", help="left out, the recipe's")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cohort", type=int, default=16)
@@ -76,11 +76,12 @@ def main() -> None:
         "vgg16",
         gamma=0.1,
         dataset=args.dataset,
-        model=args.model,
         cohort=args.cohort,
         rounds=args.rounds,
         evaluate_every=1,
     )
+    if args.model:
+        paper = replace(paper, model=args.model)
     card = torch.cuda.get_device_name() if args.device == "cuda" else args.device
     print(f"{card}; torch {torch.__version__}; accuracy [%] after rounds 1 to {args.rounds}\n")
     print(f"| engine | seed | {' | '.join(str(t + 1) for t in range(args.rounds))} |")
