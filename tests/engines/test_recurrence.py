@@ -72,6 +72,7 @@ def test_a_models_gradients_are_the_same_with_it(scheme):
     expected = gradients()
     through_recurrence(model)
     assert model.layers[0].recurrence is recur
+    assert models.build("lstm-tiny", classes=9, shape=(7,)).layers[0].recurrence is unrolled
     torch.testing.assert_close(gradients(), expected)
 
 

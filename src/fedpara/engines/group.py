@@ -149,9 +149,8 @@ def join() -> Group:
         ) from error
     atexit.register(_destroy)
     local = int(os.environ.get("LOCAL_RANK", rank))
-    group = Group(
-        rank, size
-    )  # by gloo, until each is known to have a GPU: without one a rank would keep NCCL waiting
+    # By gloo, until each is known to have a GPU: a rank without one would keep NCCL waiting.
+    group = Group(rank, size)
     group.gather("the start", lambda: _placed(rank, local, gpus))
     group.device = torch.device("cuda", local) if gpus else None
     return group

@@ -32,7 +32,7 @@ class LSTMLayer(nn.Module):
 
     `weight_ih` and `weight_hh` hold V. A gain starts at the row norm of the V drawn here and is a parameter
     of its own, so W keeps this scale whatever V is later written as. Each weight is read once a forward:
-    reading a re-parametrized attribute computes it. An engine may put a faster `recurrence` in place.
+    reading a re-parametrized attribute computes it.
     """
 
     recurrence: Callable[[Tensor, Tensor], Tensor] = staticmethod(unrolled)

@@ -29,10 +29,7 @@ REACH = 0.95
 
 def fan_out(form: Form, generator: Generator | None = None) -> list[Tensor]:
     """std sqrt(2/r) for X and Y, sqrt(2/(k r)) for T: He's rule with each factor's own fan-out."""
-    return [
-        torch.randn(shape, generator=generator) * sqrt(2 / (form.rank * prod(shape[2:])))
-        for shape in form.factors.values()
-    ]
+    return _drawn(form, generator, lambda shape: form.rank * prod(shape[2:]))
 
 
 def calibrated(form: Form, generator: Generator | None = None) -> list[Tensor]:
@@ -62,10 +59,12 @@ def calibrated(form: Form, generator: Generator | None = None) -> list[Tensor]:
 
 def he(form: Form, generator: Generator | None = None) -> list[Tensor]:
     """kaiming_normal_(mode="fan_out") of each factor. W starts at about a hundredth of He's scale: only under norms."""
-    return [
-        torch.randn(shape, generator=generator) * sqrt(2 / (shape[0] * prod(shape[2:])))
-        for shape in form.factors.values()
-    ]
+    return _drawn(form, generator, lambda shape: shape[0] * prod(shape[2:]))
+
+
+def _drawn(form: Form, generator: Generator | None, fan: Callable[[Sequence[int]], int]) -> list[Tensor]:
+    """Every factor from N(0, 2 / fan)."""
+    return [torch.randn(s, generator=generator) * sqrt(2 / fan(s)) for s in form.factors.values()]
 
 
 def _solve(rms: Callable[[float], float], target: float, power: int) -> float:
