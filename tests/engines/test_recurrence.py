@@ -7,7 +7,7 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 import fedpara as fp
 from fedpara import models
 from fedpara.engines.ops import OPS
-from fedpara.engines.recurrence import recur, through_recurrence
+from fedpara.engines.recurrence import _fused_cell, _fused_cell_backward, recur, through_recurrence
 from fedpara.models.lstm import unrolled
 
 T, LANES, B, H = 5, 3, 4, 6
@@ -82,6 +82,13 @@ def test_autocast_leaves_the_recurrence_in_float32():
         assert recur(p[:, 0].bfloat16(), w[0]).dtype == torch.float32
         ours = vmap(grad(lambda w: recur(p[:, 0], w).sum()))(w)
     torch.testing.assert_close(ours, vmap(grad(lambda w: unrolled(p[:, 0], w).sum()))(w))
+
+
+def test_the_fused_cells_are_of_this_torch_and_for_a_gpu():
+    gates, c = torch.zeros(LANES, B, 4 * H), torch.zeros(LANES, B, H)
+    for cell, given in ((_fused_cell, (gates, gates, c)), (_fused_cell_backward, (c, c, c, c, gates))):
+        with pytest.raises(NotImplementedError, match="'CPU' backend"):
+            cell(*given)
 
 
 @pytest.mark.gpu

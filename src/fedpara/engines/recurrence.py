@@ -90,7 +90,7 @@ def _cell_backward(dh: Tensor, dc: Tensor, before: Tensor, c: Tensor, gates: Ten
 
 def _fused_cell(p: Tensor, hidden: Tensor, c: Tensor) -> Three:
     flat = [tensor.flatten(0, 1) for tensor in (p, hidden, c)]
-    made = torch._thnn_fused_lstm_cell(*flat)  # type: ignore[attr-defined]
+    made = torch.ops.aten._thnn_fused_lstm_cell(*flat)
     return tuple(tensor.unflatten(0, p.shape[:2]) for tensor in made)
 
 
@@ -98,7 +98,7 @@ def _fused_cell_backward(
     dh: Tensor, dc: Tensor, before: Tensor, c: Tensor, gates: Tensor
 ) -> tuple[Tensor, Tensor]:
     flat = [tensor.flatten(0, 1) for tensor in (dh, dc, before, c, gates)]
-    da, dc, _ = torch._thnn_fused_lstm_cell_backward_impl(*flat, False)  # type: ignore[attr-defined]
+    da, dc, _ = torch.ops.aten._thnn_fused_lstm_cell_backward_impl(*flat, False)
     return da.unflatten(0, dh.shape[:2]), dc.unflatten(0, dh.shape[:2])
 
 
