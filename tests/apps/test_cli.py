@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,6 +175,37 @@ def test_every_field_can_be_said_on_the_command_line_or_in_a_file(cli, tmp_path)
     options = ["--scheme", "original", "--option", "server_lr=0.02", "--option", "beta1=0.5"]
     assert cli("run", *TINY[:2], "--algorithm", "fedadam", *options, "--rounds", "1", "--out", "b")[0] == 0
     assert read_run(tmp_path / "b").experiment.options == {"server_lr": 0.02, "beta1": 0.5}
+
+
+def test_another_engine_than_the_one_asked_for_is_said(cli):
+    words = [
+        "--model",
+        "resnet18-tiny",
+        "--scheme",
+        "original",
+        "--clients",
+        "8",
+        "--cohort",
+        "2",
+        "--steps",
+        "1",
+    ]
+    code, _, err = cli("run", *words, "--rounds", "1", "--engine", "batched", "--out", "run")
+    assert code == 0
+    assert (
+        "engine sequential (batched was asked for): one client after another on the CPU; not batched: " in err
+    )
+    code, _, err = cli("run", *words, "--rounds", "1", "--engine", "sequential", "--out", "another")
+    assert (code, "engine" in err) == (0, False)
+
+
+def test_resume_takes_a_precision(cli):
+    assert cli("run", *TINY, "--rounds", "1", "--out", "run")[0] == 0
+    assert cli("resume", "run", "--rounds", "2", "--precision", "float32")[0] == 0
+    code, _, err = cli("resume", "run", "--rounds", "3", "--engine", "sequential", "--precision", "tf32")
+    assert (code, "sequential computes in float32" in err) == (2, True)
+    assert read_run(Path("run")).rounds == 2
+    assert read_run(Path("run")).experiment.precision == "float32"
 
 
 def test_a_target_is_reported(cli):

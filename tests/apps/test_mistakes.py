@@ -33,6 +33,8 @@ BAD = {
     "owners": (["run", "--split", "owner"], 2, "does not say who owns"),
     "image model": (["run", "--model", "vgg16"], 2, "does not take examples of shape (1, 8, 8)"),
     "jacobian": (["run", "--scheme", "original", "--jacobian", "1"], 2, "needs factorized weights"),
+    "precision": (["run", "--engine", "sequential", "--precision", "tf32"], 2, "computes in float32"),
+    "seed": (["run", "--seed", str(10**20)], 2, "expected 0 to 2^63 - 1"),
     "target": (["run", "--target", "80"], 2, "such as 0.8"),
     "number": (["run", "--rounds", "many"], 2, "not a valid integer"),
     "flag": (["run", "--round", "3"], 2, "--round"),
@@ -89,6 +91,15 @@ def test_an_output_folder_that_cannot_be_is_refused(cli, tmp_path, preset):
         code, _, err = cli("run", "--out", "full")
         assert code == 2
         assert "not empty" in err
+
+
+def test_of_several_folders_all_are_looked_at_before_one_is_made(cli, tmp_path):
+    """The preset's later runs too."""
+    (tmp_path / "q" / "lowrank").mkdir(parents=True)
+    (tmp_path / "q" / "lowrank" / "thesis.tex").touch()
+    code, _, err = cli("run", "quickstart", "--out", "q")
+    assert (code, "not empty and holds no run" in err) == (2, True)
+    assert [entry.name for entry in (tmp_path / "q").iterdir()] == ["lowrank"]
 
 
 def test_an_existing_run_is_refused_with_the_command_to_go_on(cli):

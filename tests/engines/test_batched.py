@@ -23,7 +23,7 @@ from fedpara.engines.places import stack
 from fedpara.engines.plan import look_ahead
 from fedpara.engines.program import take_apart
 from fedpara.engines.simulate import build_engine
-from fedpara.errors import ConfigError, RunError
+from fedpara.errors import ConfigError, DataError, RunError
 
 SCHEMES = {
     "original": None,
@@ -206,27 +206,95 @@ def test_the_narrow_precisions_need_a_gpu(digits):
         pytest.skip("there is a GPU")
     train, _ = digits
     task, federation = fp.Task(models.mlp(64, 24, 10)), fp.FederatedData(train, data.iid(train.labels, 4, 0))
-    with pytest.raises(ConfigError, match="precision 'tf32' needs a GPU"):
-        fp.simulate(task, federation, algorithms.fedavg(lr=0.1), rounds=1, cohort=2, precision="tf32")
+    for words, text in (
+        ({"precision": "tf32"}, "precision 'tf32' needs a GPU"),
+        (
+            {"precision": "tf32", "engine": "sequential"},
+            "is the batched engine's: sequential computes in float32",
+        ),
+        ({"precision": "float8"}, "unknown precision 'float8': expected one of float32, tf32, bfloat16"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            fp.simulate(task, federation, algorithms.fedavg(lr=0.1), rounds=1, cohort=2, **words)
 
 
 def test_auto_on_a_cpu_stacks_matrix_products_and_leaves_convolutions_alone(digits):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     train, _ = digits
-    federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
+    federation = fp.FederatedData(train, data.iid(train.labels, 6, 0))
 
-    def engine(model, cohort=2):
+    def engine(model, cohort=5):
         run = fp.simulate(
             fp.Task(model), federation, algorithms.fedavg(lr=0.01, steps=1), rounds=1, cohort=cohort
         )
         return run.engine
 
-    assert engine(models.mlp(64, 24, 10)).startswith("batched: 2 lanes on cpu, float32, eager")
+    assert engine(models.mlp(64, 24, 10)).startswith("batched: 5 lanes on cpu, float32, eager")
     assert "stacked convolutions are slower on a CPU" in engine(
         models.build("cnn", classes=10, shape=(1, 8, 8))
     )
-    assert "a cohort of one" in engine(models.mlp(64, 24, 10), cohort=1)
+    assert "this cohort fills 4 lanes, and fewer than 5 do not pay" in engine(
+        models.mlp(64, 24, 10), cohort=4
+    )
+    assert "this cohort fills 1 lane, and" in engine(models.mlp(64, 24, 10), cohort=1)
+
+
+class Centred(nn.Module):
+    """What it makes of an example depends on the others in its batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.fc(x - x.mean(0))
+
+
+@pytest.mark.parametrize(
+    "model", [Centred(), nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))]
+)
+@pytest.mark.parametrize(("sizes", "ran"), [([8] * 1100, "batched"), ([8] * 1099 + [9], "sequential")])
+def test_a_layer_that_looks_at_the_whole_batch_sees_no_padding(digits, model, sizes, ran):
+    train, _ = digits
+    federation = fp.FederatedData(train, [list(range(size)) for size in sizes])
+    protocol = Protocol(take_apart(model), algorithms.fedavg(lr=0.1, batch_size=4), fp.Link(), 0)
+    engine = build_engine("batched", protocol, fp.Task(model), federation, InMemory(), 2)
+    assert engine.name == ran
+    if ran == "sequential":
+        assert "on the CPU; not batched: short batches are padded" in engine.why
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched"])
+@pytest.mark.parametrize(
+    ("clients", "text"),
+    [
+        ([[0.9, 1.9], [3.2, 4.7]], "expected a row of integers"),
+        ([[True, False], [False, True]], "expected a row of integers"),
+        ([[0, 1], [2, 99_999]], "expected 0 to"),
+        ([[0, 1], [2, -1]], "expected 0 to"),
+    ],
+)
+def test_what_are_no_indices_is_refused_in_every_engine(digits, engine, clients, text):
+    federation = fp.FederatedData(digits[0], clients)
+    with pytest.raises(DataError, match=text):
+        fp.simulate(
+            fp.Task(models.mlp(64, 24, 10)),
+            federation,
+            algorithms.fedavg(lr=0.1),
+            rounds=1,
+            cohort=2,
+            engine=engine,
+        )
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched", "auto"])
+def test_a_federation_without_examples_keeps_the_model(digits, engine):
+    federation = fp.FederatedData(digits[0], [[], []])
+    task = fp.Task(models.mlp(64, 24, 10))
+    run = fp.simulate(task, federation, algorithms.fedavg(lr=0.1), rounds=1, cohort=2, engine=engine)
+    assert "round 1 had no usable update: the model is kept" in run.rounds[0].notes[0]
 
 
 def test_padding_is_no_wider_than_the_largest_batch(digits):

@@ -118,7 +118,7 @@ BAD = {
     "alpha": (0.0, "expected a positive number"),
     "data_fraction": (0.0, "above 0 and at most 1"),
     "target": (80.0, "at most 1, such as 0.8"),
-    "seed": (-1, "0 or more"),
+    "seed": (1 << 63, "0 to 2^63 - 1"),
     "lr": ("fast", "expected float"),
     "personal": (1, "expected bool"),
     "batch_size": (2.5, "expected int"),

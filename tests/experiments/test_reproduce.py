@@ -66,6 +66,13 @@ def test_a_finished_study_runs_nothing(whole):
     assert {summary.rounds for summary in found} == {2}
 
 
+def test_asked_for_another_engine_a_finished_study_says_which_one_ran(whole):
+    said = []
+    carry_out([STUDY], out=whole[0], say=said.append, **{**TINY, "engine": "batched"})
+    assert len(said) == 4
+    assert all("not run again; it ran sequential: " in text for text in said)
+
+
 def test_the_small_form_is_a_finished_run(whole, tmp_path):
     """No checkpoint, no clients' memory; the same table, and nothing is run again."""
     kept = keep_finished(whole[0], tmp_path / "results")

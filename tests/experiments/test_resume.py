@@ -133,7 +133,7 @@ def test_the_good_checkpoint_is_not_buried_under_the_damaged_one(stopped, alone)
     """After the fall back the run is stopped again before the next round: round 3 must still be there."""
     (stopped / "checkpoint.safetensors").write_bytes(b"torn")
     with pytest.raises(Stop):
-        resume(stopped, say=lambda text: (_ for _ in ()).throw(Stop) if "engine" in text else None)
+        resume(stopped, say=lambda text: (_ for _ in ()).throw(Stop) if "resumed after" in text else None)
     assert not (stopped / "checkpoint.previous.safetensors").exists()
     _, metadata = read_tensors(stopped / "checkpoint.safetensors")
     assert metadata["round"] == "3"

@@ -48,7 +48,7 @@ def test_a_run_folder_holds_what_it_says(finished):
     environment = json.loads((finished / "environment.json").read_text())
     assert environment["torch"] == torch.__version__
     assert {"fedpara", "python", "machine", "threads", "device", "command"} <= environment.keys()
-    assert "engine batched (auto was asked for)" in (finished / "log.txt").read_text()
+    assert "engine sequential (auto was asked for)" in (finished / "log.txt").read_text()
 
 
 def test_a_line_of_metrics_is_a_round(finished):
@@ -121,6 +121,10 @@ def test_places_where_no_folder_can_be_are_refused(tmp_path):
         {"jacobian": 1.0},
         {"link_up": "float8"},
         {"scheme": "pfedpara", "target": 0.5},
+        {"engine": "sequential", "precision": "bfloat16"},
+        pytest.param(
+            {"precision": "tf32"}, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU")
+        ),
     ],
 )
 def test_a_mistake_leaves_no_folder_behind(tmp_path, words):

@@ -31,7 +31,7 @@ LOOK = 0.2
 # A slow machine is no reason to leave a simulated client out.
 PATIENT = {"deadline": 7 * 86400, "hello": 600, "wait": 600, "poll": 0.02}
 MOST_NODES = 100
-QUIET = re.compile(r"stopped: |node \d+ is number ")
+QUIET = re.compile(r"stopped: |engine |node \d+ is number ")
 """Of the log's lines, those that are an error to be raised, or say that all is well."""
 
 

@@ -11,8 +11,7 @@ from fedpara.engines.group import join
 
 
 def say(text: str) -> None:
-    if not text.startswith("engine "):
-        typer.echo(text, err=True)
+    typer.echo(text, err=True)
 
 
 class Show:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments import resume as resume_run
 from fedpara.experiments.config import read_options, read_toml, with_values
 from fedpara.experiments.presets import preset as find_preset
-from fedpara.experiments.run import lay_out
+from fedpara.experiments.run import lay_out_all
 from fedpara.experiments.track import require, tracker
 
 Json = Annotated[bool, typer.Option("--json", help="The last line of stdout is one JSON object.")]
@@ -94,8 +95,7 @@ def run(
     folder = Path(join().agreed("the choice of a folder", str(folder)))
     alone = len(experiments) == 1
     paths = {name: folder if alone else folder / name for name in experiments}
-    for name, experiment in experiments.items():
-        lay_out(experiment, paths[name], data_dir=data_dir)
+    lay_out_all({paths[name]: experiment for name, experiment in experiments.items()}, data_dir=data_dir)
     finish(folder, _go_on(paths, data_dir, track), as_json)
 
 
@@ -103,11 +103,12 @@ def resume(
     folder: Annotated[Path, typer.Argument(help="A run folder, or a folder of run folders.")],
     rounds: Annotated[int | None, typer.Option(help="Go on to this round instead.")] = None,
     engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
+    precision: Annotated[str | None, typer.Option(help="float32, tf32, bfloat16")] = None,
     data_dir: DataDir = None,
     track: Track = "none",
     as_json: Json = False,
 ) -> None:
-    """Go on with a run where it stopped, to the same bits as if it had not.
+    """Go on with a run where it stopped; with the same engine and precision, to the same bits as if it had not.
 
     Example: fedpara resume runs/first
     """
@@ -117,7 +118,7 @@ def resume(
         paths = {path.parent.name: path.parent for path in sorted(folder.glob("*/config.toml"))}
     if not paths:
         raise ConfigError(f"{folder} holds no run: expected a folder that `fedpara run` made.")
-    finish(folder, _go_on(paths, data_dir, track, rounds, engine), as_json)
+    finish(folder, _go_on(paths, data_dir, track, rounds, engine, precision), as_json)
 
 
 def _experiments(preset: str | None, config: Path | None, given: dict[str, Any]) -> dict[str, Experiment]:
@@ -140,6 +141,7 @@ def _go_on(
     track: str,
     rounds: int | None = None,
     engine: str | None = None,
+    precision: str | None = None,
 ) -> dict[str, Summary]:
     summaries: dict[str, Summary] = {}
     experiments = {name: read_run(path).experiment for name, path in paths.items()}
@@ -157,7 +159,7 @@ def _go_on(
                     show(result, timing)
                     log(result, timing)
 
-                play = simulated if path in by_flower else resume_run
+                play = simulated if path in by_flower else partial(resume_run, precision=precision)
                 summaries[name] = play(
                     path, rounds=rounds, engine=engine, data_dir=data_dir, watch=watch, say=say
                 )

@@ -64,14 +64,18 @@ class Examples:
         """The shape of one example."""
         return tuple(self.inputs.shape[1:])
 
-    def subset(self, indices: Indices) -> "Examples":
-        """The examples at `indices`, in their order; repeats are kept."""
+    def checked(self, indices: Indices) -> Tensor:
+        """The indices as int64, if they are a row of integers and of examples that there are."""
         index = _index(indices)
         if len(index):
             low, high = int(index.min()), int(index.max())
             if low < 0 or high >= len(self):
                 raise DataError(f"indices run from {low} to {high}: expected 0 to {len(self) - 1}.")
-        index = index.to(self.labels.device)
+        return index
+
+    def subset(self, indices: Indices) -> "Examples":
+        """The examples at `indices`, in their order; repeats are kept."""
+        index = self.checked(indices).to(self.labels.device)
         part = copy(self)  # what holds of all examples holds of these: nothing to check again
         object.__setattr__(part, "inputs", self.inputs.index_select(0, index))
         object.__setattr__(part, "labels", self.labels.index_select(0, index))

@@ -3,7 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fedpara.data.examples import Examples, Indices
+from fedpara.data.partition import Partition
 from fedpara.errors import ConfigError
 
 
@@ -39,6 +43,16 @@ class FederatedData:
 
     def size(self, i: int) -> int:
         return len(self.clients[i])
+
+    def sizes(self) -> NDArray[np.int64]:
+        """Every client's number of examples."""
+        if isinstance(self.clients, Partition):
+            return self.clients.sizes
+        return np.fromiter((self.size(i) for i in range(len(self))), np.int64, len(self))
+
+    def indices(self, i: int) -> NDArray[np.int64]:
+        """Which examples of `train` client i holds; DataError for what are no indices of it."""
+        return self.train.checked(self.clients[i]).numpy()
 
     def client(self, i: int) -> Examples:
         return self.train.subset(self.clients[i])

@@ -51,7 +51,7 @@ def make_plan(
     lanes: int,
 ) -> Plan:
     local = protocol.algorithm.local
-    held = [np.asarray(data.clients[client]) for client in clients]
+    held = [data.indices(client) for client in clients]
     segments = packing.pack([local.steps_for(len(examples)) for examples in held], lanes)
     width = min(local.batch_size, max(map(len, held)))
     index = np.zeros((lanes, packing.length(segments), width), np.int64)

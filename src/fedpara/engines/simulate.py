@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 
@@ -61,7 +62,9 @@ class Run:
         """The last accuracy that was measured."""
         measured = [r.accuracy for r in self.rounds if r.accuracy is not None]
         if not measured:
-            raise RunError("no accuracy was measured: give the Task a test set, or the clients test data.")
+            private = "parts of the model are private, so only the clients' own models can be scored: give the clients"
+            missing = private if self.protocol.program.private else "give the Task a test set, or the clients"
+            raise RunError(f"no accuracy was measured: {missing} test data.")
         return measured[-1]
 
     @property
@@ -100,6 +103,7 @@ def simulate(
         link=link or Link(),
         share=share,
         engine=engine,
+        precision=precision,
         evaluate_every=evaluate_every,
         personal=personal,
         max_norm=max_norm,
@@ -136,6 +140,7 @@ def prepare(
     link: Link,
     share: Share,
     engine: str,
+    precision: str | None,
     evaluate_every: int,
     personal: bool | None,
     max_norm: float | None,
@@ -147,14 +152,15 @@ def prepare(
             raise ConfigError(f"{name} is {value}: expected at least 1.")
     if cohort > len(data):
         raise ConfigError(f"a cohort of {cohort} from {len(data)} clients: expected no more than there are.")
-    if seed < 0:
-        raise ConfigError(f"seed is {seed}: expected 0 or more.")
+    if not 0 <= seed < 1 << 63:
+        raise ConfigError(f"seed is {seed}: expected 0 to 2^63 - 1.")
     if max_norm is not None and not max_norm > 0:
         raise ConfigError(f"max_norm is {max_norm}: expected a positive bound.")
     if target is not None and not 0 < target <= 1:
         raise ConfigError(f"target is {target}: expected an accuracy above 0 and at most 1, such as 0.8.")
     if engine not in ENGINES:
         raise ConfigError(f"unknown engine {engine!r}: expected one of {', '.join(ENGINES)}.")
+    _check_precision(precision, engine)
     if task.augment == "crop-flip" and len(data.train.shape) != 3:
         raise ConfigError(f"crop-flip of examples of shape {data.train.shape}: expected images. Use 'none'.")
     if algorithm.local.jacobian and not forms(task.model):
@@ -174,6 +180,19 @@ def prepare(
     protocol = Protocol(program, algorithm, link, seed)
     schedule = Schedule(rounds, len(data), cohort, evaluate_every, max_norm, target)
     return protocol, schedule, personal
+
+
+def _check_precision(precision: str | None, engine: str) -> None:
+    if precision in (None, "float32"):
+        return
+    if precision not in get_args(Precision):
+        raise ConfigError(
+            f"unknown precision {precision!r}: expected one of {', '.join(get_args(Precision))}."
+        )
+    if engine not in ("auto", "batched"):
+        raise ConfigError(f"precision {precision!r} is the batched engine's: {engine} computes in float32.")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"precision {precision!r} needs a GPU: on the CPU expected float32.")
 
 
 def refuse_hostless(engine: str) -> None:
@@ -216,9 +235,11 @@ def _build_one(
         return Sequential(protocol, task, data, memory)
     reason = unfit(protocol, data)
     if not reason and name == "auto" and not torch.cuda.is_available():
-        reason = slower_on_cpu(protocol, cohort)
+        reason = slower_on_cpu(protocol, data, cohort)
     if reason:
-        return Sequential(protocol, task, data, memory, why=f"not batched: {reason}")
+        return Sequential(
+            protocol, task, data, memory, why=f"one client after another on the CPU; not batched: {reason}"
+        )
     return Batched(
         protocol,
         task,

@@ -21,8 +21,8 @@ SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
 SPLITS = ("iid", "dirichlet", "shards", "owner", "largest")
 WHERE = r"every|early|hybrid:\d+"
 
-# What may differ between a run and its continuation without changing the rounds they share: a run's last round
-# is always evaluated, and that is all.
+# What may differ between a run and its continuation: a run's last round is always evaluated, and an engine or a
+# precision rounds in its own way.
 FREE = ("rounds", "engine", "precision", "target")
 
 _SPEAKS_OF = r"^(\w+) is |^unknown key '([^']+)'|^unknown (\w+) |hyper-parameter '([^']+)'"
@@ -114,12 +114,14 @@ class Experiment:
             raise ConfigError(
                 f"target is {self.target}: expected an accuracy above 0 and at most 1, such as 0.8."
             )
-        if self.seed < 0:
-            raise ConfigError(f"seed is {self.seed}: expected 0 or more.")
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"seed is {self.seed}: expected 0 to 2^63 - 1.")
 
     @property
     def identity(self) -> str:
-        """A digest of everything that decides the rounds' bits; FREE fields may change on resume."""
+        """A digest of everything that decides what is computed. FREE fields may change on resume: engines and
+        precisions compute the same and round differently.
+        """
         decisive = {name: value for name, value in asdict(self).items() if name not in FREE}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 

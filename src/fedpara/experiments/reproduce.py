@@ -89,6 +89,8 @@ def carry_out(
     join().gather("the list of runs")
     for job in listed:
         if job.found is not None:
+            if say is not None and (engine or precision):
+                say(f"{job.name} is in {job.found.path} and not run again; it ran {job.found.engine}")
             summaries.append(job.found)
             continue
         watch = begin(job.name, job.experiment) if begin else None
@@ -113,8 +115,15 @@ def _done(
     say: Speaker | None,
 ) -> Summary:
     if job.begun is not None:
-        wanted = job.experiment.rounds
-        return resume(job.begun, rounds=wanted, engine=engine, data_dir=data_dir, watch=watch, say=say)
+        return resume(
+            job.begun,
+            rounds=job.experiment.rounds,
+            engine=engine,
+            precision=precision,
+            data_dir=data_dir,
+            watch=watch,
+            say=say,
+        )
     given = {"engine": engine, "precision": precision}
     experiment = with_values(job.experiment, {name: v for name, v in given.items() if v is not None})
     return run(experiment, out / job.name, data_dir=data_dir, watch=watch, say=say)

@@ -1,9 +1,11 @@
 """Run an experiment into a folder, or go on with one."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from fedpara.engines.client import Protocol
 from fedpara.engines.group import Group, Part, join
@@ -13,7 +15,7 @@ from fedpara.errors import RunError
 from fedpara.experiments.build import Parts, build
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.follow import Follower, opened
-from fedpara.experiments.store import RunFolder, Summary, create, open_run, read_config, read_run
+from fedpara.experiments.store import RunFolder, Summary, create, open_run, read_config, read_run, refuse_used
 
 Watcher = Callable[[Round, dict[str, float]], None]
 Speaker = Callable[[str], None]
@@ -47,16 +49,26 @@ def run(
 
 def lay_out(experiment: Experiment, path: Path, *, data_dir: Path | None = None) -> None:
     """The folder of a run that has not begun; `resume` begins it. Under torchrun rank 0 makes it, and all wait."""
+    lay_out_all({path: experiment}, data_dir=data_dir)
+
+
+def lay_out_all(runs: Mapping[Path, Experiment], *, data_dir: Path | None = None) -> None:
+    """`lay_out` for several runs: all are checked before the first folder is made."""
     group = join()
 
     def work() -> Part:
         if group.rank == 0:
-            parts = build(experiment, data_dir)
-            _prepared(experiment, parts)
-            create(path, experiment, _model_of(experiment, parts)).close()
+            models = {}
+            for path, experiment in runs.items():
+                refuse_used(path)
+                parts = build(experiment, data_dir)
+                _prepared(experiment, parts)
+                models[path] = _model_of(experiment, parts)
+            for path, experiment in runs.items():
+                create(path, experiment, models[path]).close()
         return Part()
 
-    group.gather(f"laying out {path}", work)
+    group.gather(f"laying out {', '.join(map(str, runs))}", work)
 
 
 def resume(
@@ -64,23 +76,27 @@ def resume(
     *,
     rounds: int | None = None,
     engine: str | None = None,
+    precision: str | None = None,
     data_dir: Path | None = None,
     watch: Watcher | None = None,
     say: Speaker | None = None,
     host: Host | None = None,
 ) -> Summary:
-    """Go on where the folder's last checkpoint is, to the same bits as if it had never stopped."""
+    """Go on where the folder's last checkpoint is; in the same engine, to the same bits as if it had never stopped."""
     experiment = read_config(path)
     if rounds is not None:
         experiment = replace(experiment, rounds=rounds)
     if engine is not None:
         experiment = replace(experiment, engine=engine)
+    if precision is not None:
+        experiment = replace(experiment, precision=precision)
     if host is None:
         refuse_hostless(experiment.engine)
         _refuse_elsewhere(path)
     group = join()
     with group.in_step(f"the end of {path}"):
         parts = build(experiment, data_dir)
+        _prepared(experiment, parts)
         folder = opened(group, path, experiment, lambda: open_run(path, experiment))
         _go(group, parts, folder, watch, say, host)
     return read_run(path)
@@ -97,6 +113,7 @@ def _prepared(experiment: Experiment, parts: Parts) -> tuple[Protocol, Schedule,
         link=parts.link,
         share=experiment.share,  # type: ignore[arg-type]
         engine=experiment.engine,
+        precision=experiment.precision,
         evaluate_every=experiment.evaluate_every,
         personal=experiment.personal,
         max_norm=experiment.max_norm,
@@ -161,7 +178,8 @@ def _play(
             experiment.precision,  # type: ignore[arg-type]
             tell,
         )
-    tell(f"engine {engine.name} ({experiment.engine} was asked for): {engine.why}")
+    ran = f"engine {engine.name} ({experiment.engine} was asked for): {engine.why}"
+    (tell if _surprising(experiment.engine, engine.name) else folder.log)(ran)
     if protocol.program.private and not personal:
         tell("no accuracy is measured: parts of the model are private, and --personal was not asked for")
     started = time.perf_counter()
@@ -176,7 +194,12 @@ def _play(
         if watch is not None:
             watch(result, timing)
         started = time.perf_counter()
-    tell(f"engine {engine.name}: {engine.why}")
+    folder.log(f"engine {engine.name}: {engine.why}")
+
+
+def _surprising(asked: str, ran: str) -> bool:
+    """Not the one that was asked for; or, with a GPU at hand, one that does not use it."""
+    return asked != ran if asked != "auto" else ran == "sequential" and torch.cuda.is_available()
 
 
 def _refuse_elsewhere(path: Path) -> None:

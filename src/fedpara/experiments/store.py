@@ -198,10 +198,10 @@ def create(path: Path, experiment: Experiment, model: dict[str, Any]) -> RunFold
         raise ConfigError(
             f"the run folder {path} cannot be made: {error.strerror}. Choose another --out."
         ) from None
-    _refuse_used(path)
+    refuse_used(path)
     lock = _lock(path)
     try:
-        _refuse_used(path)
+        refuse_used(path)
         write_bytes(path / "environment.json", (json.dumps(environment(), indent=2) + "\n").encode())
         write_bytes(path / "model.json", (json.dumps(model) + "\n").encode())
         write_bytes(path / "config.toml", to_toml(experiment).encode())
@@ -211,7 +211,10 @@ def create(path: Path, experiment: Experiment, model: dict[str, Any]) -> RunFold
     return RunFolder(path, experiment, lock)
 
 
-def _refuse_used(path: Path) -> None:
+def refuse_used(path: Path) -> None:
+    """ConfigError for a folder that holds a run or anything else."""
+    if not path.is_dir():
+        return
     if (path / "config.toml").exists():
         raise ConfigError(
             f"{path} holds a run already, and nothing is overwritten. Go on with it: fedpara resume {path}. "
