@@ -6,7 +6,8 @@
 
 c travels down and c_i+ - c_i up: twice the bytes of FedAvg.
 The means are uniform over the cohort, as published, whatever the clients' numbers of examples: only so is c
-the mean of all c_i, and the corrections sum to zero over the clients.
+the mean of all c_i, and the corrections sum to zero over the clients. A narrow uplink rounds what the server adds,
+not what the client keeps: c then strays from that mean by the link's rounding.
 """
 
 from collections.abc import Sequence

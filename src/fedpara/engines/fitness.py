@@ -16,7 +16,7 @@ from fedpara.engines.stacked import LANES_OF_A_STEP, one_step
 from fedpara.state import State, zeros_like
 
 LANES_THAT_PAY = 5
-"""On a CPU. Measured in benchmarks/README.md: four lanes are level with one client after another."""
+"""On a CPU: benchmarks/README.md has sequential over batched by the number of lanes."""
 
 
 def unfit(protocol: Protocol, data: FederatedData) -> str:
