@@ -22,12 +22,13 @@ from fedpara.engines.loop import Schedule, play
 from fedpara.engines.memory import InMemory
 from fedpara.engines.program import take_apart
 from fedpara.engines.sequential import Sequential
+from fedpara.parameterization.schemes import Scheme
 
 CLIENTS = 12
 LANES = (1, 2, 3, 4, 5, 6, 8)
 
 
-def ratio(scheme: fp.Scheme | None, batch_size: int, lanes: int, turns: int) -> float:
+def ratio(scheme: Scheme | None, batch_size: int, lanes: int, turns: int) -> float:
     train, _ = data.load("digits")
     torch.manual_seed(0)
     model = models.mlp(64, 256, 10)
