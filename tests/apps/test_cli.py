@@ -389,6 +389,24 @@ def test_a_run_that_goes_on_is_exported_at_one_checkpoint(cli, tmp_path, monkeyp
     assert len(seen) == 4
 
 
+@pytest.mark.parametrize("scheme", ["original", "pfedpara"])
+def test_a_file_of_a_run_folder_is_no_model(cli, tmp_path, scheme):
+    run(Experiment(**{**PERSONAL, "scheme": scheme, "algorithm": "scaffold"}, rounds=2), tmp_path / "run")
+    (kept, *_) = (tmp_path / "run" / "clients").rglob("*.safetensors")
+    before = everything(tmp_path)
+    for path, what in (
+        (tmp_path / "run" / "checkpoint.safetensors", "is a run's checkpoint"),
+        (tmp_path / "run" / "checkpoint.previous.safetensors", "is a run's checkpoint"),
+        (kept, "is what a client of a run keeps"),
+    ):
+        code, _, err = cli("export", path)
+        assert code == 1
+        said = " ".join(err.split())
+        assert what in said
+        assert "Export the run's folder instead." in said
+    assert everything(tmp_path) == before
+
+
 def test_a_client_that_has_no_model_of_its_own_to_export(cli, tmp_path):
     scaffold = {**PERSONAL, "scheme": "fedpara", "algorithm": "scaffold"}
     run(Experiment(**scaffold, rounds=1), tmp_path / "run")
