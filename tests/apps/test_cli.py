@@ -318,7 +318,9 @@ def test_an_exported_run_is_a_plain_model(cli, tmp_path, scheme):
 
     code, _, err = cli("export", "run")
     assert code == 2
-    assert "exists" in err
+    assert "model.merged.safetensors exists" in " ".join(err.split())
+    assert "--out" in err
+    assert "--overwrite" in err
     assert cli("export", "run", "--overwrite")[0] == 0
     assert cli("export", "run", "--out", "other.safetensors")[0] == 0
     assert (tmp_path / "other.safetensors").exists()
