@@ -144,8 +144,12 @@ def test_a_one_dimensional_parameter(scheme):
     expected = r"1.bias: \w+ cannot write a weight of shape \(8,\): expected two or more dimensions.*`where`"
     with pytest.raises(SchemeError, match=expected):
         fp.factorize(
-            model, scheme, lambda name, module, parameter: name in {"1", "3"} and parameter == "bias"
+            model,
+            scheme,
+            lambda name, module, parameter: name in {"1", "3"} and parameter == "bias" and scheme,
         )
+    with pytest.raises(SchemeError, match=r"no weight of Sequential.*1.weight: one-dimensional"):
+        fp.factorize(model, scheme, lambda name, module, parameter: name == "1")
     before.assert_unchanged()
     for shape in ((), (4,), (0, 4), (4, 0, 3)):
         with pytest.raises(SchemeError, match="two or more dimensions"):

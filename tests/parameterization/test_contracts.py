@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import fedpara as fp
-from fedpara.parameterization import compose_state, forms, private
+from fedpara.parameterization import compose_state, forms, plan, private
 
 SCHEMES = {
     "fedpara": fp.FedPara(gamma=0.5),
@@ -286,3 +286,25 @@ def test_the_gpu_trains_to_the_same_factors(case, scheme):
         assert torch.allclose(tensor.cpu(), model.state_dict()[name], rtol=1e-8, atol=1e-10), name
     merged = fp.merge(there)
     assert_rounding(answer(merged, tuple(x.cuda() for x in inputs)).cpu(), answer(model, inputs))
+
+
+def test_where_may_go_by_the_name_of_a_part():
+    """The biases and norms of the part are one-dimensional: they stay, and the plan says so."""
+    encoder = nn.Sequential(nn.Conv2d(8, 32, 3), nn.BatchNorm2d(32), nn.Flatten(), nn.Linear(32, 40))
+    model = nn.ModuleDict({"encoder": encoder, "head": nn.Linear(40, 30)})
+
+    def where(name: str, module: nn.Module, parameter: str) -> bool:
+        return name.startswith("encoder")
+
+    reasons = {choice.name: choice.reason for choice in plan(model, SCHEMES["fedpara"], where)}
+    fp.factorize(model, SCHEMES["fedpara"], where)
+
+    assert set(forms(model)) == {"encoder.0.weight", "encoder.3.weight"}
+    assert {name: reason for name, reason in reasons.items() if reason} == {
+        "encoder.0.bias": "one-dimensional",
+        "encoder.1.weight": "one-dimensional",
+        "encoder.1.bias": "one-dimensional",
+        "encoder.3.bias": "one-dimensional",
+        "head.weight": "not chosen",
+        "head.bias": "one-dimensional",
+    }

@@ -1,18 +1,24 @@
 """fedpara export: the merged model of a run or a saved state, for others to use."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fedpara.apps.merged import read_run_or_state
+from fedpara.errors import UsageError
 
 
 def export(
     source: Annotated[
         Path, typer.Argument(help="A run folder, or a .safetensors state saved by the library.")
     ],
+    client: Annotated[
+        int | None,
+        typer.Option(help="Whose own model, of a run with private parts (pFedPara, FedPer, Local)."),
+    ] = None,
     format: Annotated[str, typer.Option("--format", help="safetensors, onnx or pt2.")] = "safetensors",
     out: Annotated[Path | None, typer.Option(help="The file to write; by default beside the source.")] = None,
     model: Annotated[
@@ -32,10 +38,13 @@ def export(
     """
     from fedpara.interop.export import export as export_model
 
-    saved = read_run_or_state(source, model, classes, shape)
+    saved = read_run_or_state(source, model, classes, shape, client)
     ending = {"safetensors": ".merged.safetensors"}.get(format, f".{format}")
-    base = source / "model" if source.is_dir() else source.with_suffix("")
+    name = "model" if client is None else f"model-client-{client}"
+    base = source / name if source.is_dir() else source.with_suffix("")
     target = out or base.with_name(base.name + ending)
+    if os.path.lexists(target) and not overwrite:
+        raise UsageError(f"{target} exists: choose another name with --out, or replace it with --overwrite.")
     report = export_model(saved, target, format, overwrite=overwrite)  # type: ignore[arg-type]
     if as_json:
         typer.echo(

@@ -1,22 +1,45 @@
-"""What `fedpara export` reads: a run folder or a saved state, as one kind of thing."""
+"""What `fedpara export` reads: a run folder or a saved state, as one kind of thing.
+
+Of a run whose model has private parts it is one client's own model: the shared state and what that client keeps,
+both as of the newest checkpoint. The folder is only read, so a run may be going on in it.
+"""
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from fedpara import models
-from fedpara.errors import RunError, UsageError
+from fedpara.algorithms import Groups
+from fedpara.apps.flower_memory import NodeMemory
+from fedpara.engines.client import PRIVATE
+from fedpara.engines.flower import ACCEPTED
+from fedpara.engines.program import shared_names, take_apart
+from fedpara.errors import FedParaError, RunError, UsageError
 from fedpara.experiments.build import build_model, build_scheme
+from fedpara.experiments.config import Experiment
+from fedpara.experiments.files import read_groups
+from fedpara.experiments.run import NODES
 from fedpara.experiments.store import final_state, read_config
 from fedpara.interop import SavedState, read_state
 from fedpara.parameterization import forms
+from fedpara.state import State
+
+FEW = 8
+"""Clients that a text names before it stops at dots."""
 
 
-def read_run_or_state(source: Path, model: str | None, classes: int, shape: str | None = None) -> SavedState:
+def read_run_or_state(
+    source: Path, model: str | None, classes: int, shape: str | None = None, client: int | None = None
+) -> SavedState:
     if source.is_dir():
-        return _of_run(source)
+        return _of_run(source, client)
     if not source.exists():
         raise UsageError(f"{source} does not exist: expected a run folder or a .safetensors state.")
+    if client is not None:
+        raise UsageError(f"{source} is one state: --client expects a run folder, where clients keep theirs.")
     saved = read_state(source)
     if model is None:
         return saved
@@ -35,18 +58,93 @@ def _sides(shape: str) -> list[int]:
         raise UsageError(f"--shape {shape!r}: expected whole numbers with commas, such as 3,32,32.") from None
 
 
-def _of_run(path: Path) -> SavedState:
-    """The global model; where parts are private, those parts as the model started with them."""
+def _of_run(path: Path, client: int | None) -> SavedState:
+    """The global model; where parts of it are private, the client's own."""
     experiment = read_config(path)
-    state, _ = final_state(path)
+    found, _ = final_state(path)
+    network, description = _start(path, experiment)
+    program = take_apart(network, experiment.share)  # type: ignore[arg-type]
+    if program.private:
+        found = _own(path, client)
+    elif client is not None:
+        raise UsageError(
+            f"{path} has one model, and no client keeps a part of it: --client expects a run with private parts. "
+            "Leave it out."
+        )
+    missing = [name for name in (*program.parameters, *program.buffers) if name not in found]
+    if missing:
+        raise RunError(
+            f"{path} holds no {missing[0]}: expected every tensor of the model its config describes."
+        )
+    state = {**program.initial, **found}
+    state |= {twin: state[name] for twin, name in shared_names(network).items()}
+    return SavedState(state, forms(network), description)
+
+
+def _start(path: Path, experiment: Experiment) -> tuple[nn.Module, dict[str, Any]]:
+    """The run's network as it started, and its description."""
     try:
         description = json.loads((path / "model.json").read_text())
     except (OSError, ValueError) as error:
         raise RunError(
             f"{path / 'model.json'} cannot be read ({error}): it says how the network is built."
         ) from None
-    network = build_model(
-        experiment, description["classes"], tuple(description["shape"]), build_scheme(experiment)
-    )
-    whole = {name: tensor.detach() for name, tensor in network.state_dict().items()}
-    return SavedState({**whole, **state}, forms(network), description)
+    classes, shape = description["classes"], tuple(description["shape"])
+    return build_model(experiment, classes, shape, build_scheme(experiment)), description
+
+
+def _own(path: Path, client: int | None) -> State:
+    """The shared state of the newest checkpoint and what the client kept then."""
+    shared, round = final_state(path)
+    try:
+        return {**shared, **_kept(path, client, round)}
+    except FedParaError:
+        if final_state(path)[1] == round:
+            raise
+    # A run goes on there: it has removed what belonged to the older checkpoint.
+    return _own(path, client)
+
+
+def _kept(path: Path, client: int | None, round: int) -> State:
+    files = _newest(path / "clients", round)
+    if not files:
+        raise RunError(
+            f"parts of the model of {path} are private, and its clients folder holds none: expected what clients keep."
+        )
+    few = ", ".join(map(str, sorted(files)[:FEW])) + (", ..." if len(files) > FEW else "")
+    choice = f"one of the {len(files)} that have taken part ({few})"
+    if client is None:
+        raise UsageError(
+            f"parts of the model of {path} are private to each client, so it has no one model to export: expected "
+            f"--client with {choice}."
+        )
+    if client not in files:
+        raise UsageError(
+            f"client {client} has taken part in no round of {path}, so it has no model of its own: expected --client "
+            f"with {choice}."
+        )
+    groups = read_groups(files[client])
+    if ACCEPTED in groups:
+        groups = _at_its_node(path, client, int(groups[ACCEPTED]["round"]))
+    return groups[PRIVATE]
+
+
+def _at_its_node(path: Path, client: int, round: int) -> Groups:
+    """Under Flower nodes keep the parts; those of a simulation lie in the run folder too."""
+    run = (path / NODES).read_text().strip()
+    if not (path / f"nodes-{run}").is_dir():
+        raise RunError(
+            f"what client {client} keeps is on its Flower node: expected nodes-{run} in {path}. Copy that folder there "
+            "from the node."
+        )
+    return NodeMemory(path, run, client).get(round) or {}
+
+
+def _newest(folder: Path, last: int) -> dict[int, Path]:
+    """The file of every client that has taken part until round `last`. OnDisk would remove those of later rounds."""
+    found: dict[int, tuple[int, Path]] = {}
+    for path in folder.glob("*/[0-9]*-[0-9]*.safetensors"):
+        client, round = map(int, path.stem.split("-"))
+        if round <= last:
+            found[client] = max(found.get(client, (0, path)), (round, path))
+    return {client: path for client, (_, path) in found.items()}

@@ -5,7 +5,8 @@
     model     how the network is built again (`rebuild`), as JSON; absent if nobody said
     crc32     over the two texts above and every tensor's name, type, shape and bytes
 
-So the file can be merged with no model at hand. A safetensors file without this metadata is a dense state.
+So the file can be merged with no model at hand. A safetensors file without this metadata is a dense state, unless
+its metadata is that of a file in a run folder: those hold factors, and their forms are the run's to say.
 """
 
 import json
@@ -27,6 +28,9 @@ from fedpara.parameterization import SCHEMES, Form, Scheme, compose_state
 from fedpara.state import State
 
 VERSION = "1"
+
+OF_A_RUN = {"a run's checkpoint": {"identity", "round"}, "what a client of a run keeps": {"groups", "sha256"}}
+"""The files of a run folder, by what their metadata holds."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,11 @@ def read_state(path: str | os.PathLike[str]) -> SavedState:
     """StateError for a file that is missing, cut, damaged, or something else altogether."""
     state, metadata = read_tensors(Path(path))
     if not metadata.keys() & {"fedpara", "forms", "crc32"}:
+        for what, keys in OF_A_RUN.items():
+            if keys <= metadata.keys():
+                raise StateError(
+                    f"{path} is {what}: expected a state by itself, saved or plain. Export the run's folder instead."
+                )
         return SavedState(state)
     try:
         return _understand(state, metadata)

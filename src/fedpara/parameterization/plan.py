@@ -30,7 +30,10 @@ class Choice:
 def plan(
     model: nn.Module, scheme: Scheme, where: Where | None = None, *, force: bool = False
 ) -> list[Choice]:
-    """A choice for every parameter, in the model's order. A weight that several modules share is one choice."""
+    """A choice for every parameter, in the model's order. A weight that several modules share is one choice.
+
+    True from `where` is for weights: a parameter of fewer than two dimensions stays as it is.
+    """
     for name, module in model.named_modules():
         if isinstance(module, parametrize.ParametrizationList) and hasattr(module[0], "form"):
             raise SchemeError(
@@ -64,8 +67,10 @@ def _choose(
         for name, (module, parameter) in zip(names, owners, strict=True)
     ]
     answer = next((a for a in answers if a is not False), False)
+    if weight.dim() < 2 and (answer is False or answer is True):
+        return choice(None, "one-dimensional")
     if answer is False:
-        return choice(None, "not chosen" if weight.dim() >= 2 else "one-dimensional")
+        return choice(None, "not chosen")
     if not weight.is_floating_point():
         raise SchemeError(
             f"{names[0]} holds {str(weight.dtype).removeprefix('torch.')}: expected floating-point numbers, which "
