@@ -490,6 +490,10 @@ def test_what_cannot_be_exported_is_said(cli, tmp_path):
     ):
         found, _, err = cli("export", *arguments)
         assert (found, says in err) == (code, True), err
+    for damaged in ("{}", "[]", '{"name": "mlp", "classes": "x", "shape": [64]}'):
+        (tmp_path / "run" / "model.json").write_text(damaged)
+        code, _, err = cli("export", "run")
+        assert (code, "model.json is damaged: expected" in err) == (1, True), err
     (tmp_path / "run" / "model.json").unlink()
     code, _, err = cli("export", "run")
     assert code == 1

@@ -386,3 +386,17 @@ def test_one_except_clause_catches_them_all():
     assert issubclass(SchemeError, UsageError)
     assert issubclass(UsageError, fp.FedParaError)
     assert issubclass(StateError, fp.FedParaError)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_torchs_old_weight_norm_is_not_merged():
+    old = nn.Sequential(nn.utils.weight_norm(nn.Linear(30, 30)), nn.Linear(30, 30))
+    fp.factorize(old, FEDPARA, lambda name, module, parameter: name == "1")
+    with pytest.raises(
+        SchemeError, match=r"0.weight is computed.*torch.nn.utils.parametrizations.weight_norm"
+    ):
+        fp.merge(old)
+    new = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(30, 30)), nn.Linear(30, 30))
+    fp.factorize(new, FEDPARA, lambda name, module, parameter: name == "1")
+    x = torch.randn(2, 30)
+    torch.testing.assert_close(fp.merge(new)(x), new(x))

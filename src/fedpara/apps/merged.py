@@ -24,6 +24,7 @@ from fedpara.experiments.files import read_groups
 from fedpara.experiments.run import NODES
 from fedpara.experiments.store import final_state, read_config
 from fedpara.interop import SavedState, read_state
+from fedpara.interop.rebuild import EXPECTED, is_description
 from fedpara.parameterization import forms
 from fedpara.state import State
 
@@ -89,6 +90,8 @@ def _start(path: Path, experiment: Experiment) -> tuple[nn.Module, dict[str, Any
         raise RunError(
             f"{path / 'model.json'} cannot be read ({error}): it says how the network is built."
         ) from None
+    if not is_description(description) or "classes" not in description:
+        raise RunError(f"{path / 'model.json'} is damaged: {EXPECTED}.")
     classes, shape = description["classes"], tuple(description["shape"])
     return build_model(experiment, classes, shape, build_scheme(experiment)), description
 

@@ -199,8 +199,10 @@ def finish(folder: Path, runs: dict[str, Summary], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(_json(folder, runs)))
     else:
-        first = next(iter(runs.values())).path
-        typer.echo(f"look deeper: fedpara export {first} --format safetensors, or read {first}/metrics.jsonl")
+        first = next(iter(runs.values()))
+        private = first.experiment.scheme == "pfedpara" or first.experiment.share != "all"
+        words = f"fedpara export {first.path} --format safetensors{' --client N' * private}"
+        typer.echo(f"look deeper: {words}, or read {first.path}/metrics.jsonl")
 
 
 def _json(folder: Path, runs: dict[str, Summary]) -> dict[str, Any]:

@@ -107,6 +107,7 @@ def merge(model: M, state: Mapping[str, Tensor] | None = None) -> M:
             f"{type(model).__name__} holds no factorized weight: there is nothing to merge. "
             "Factorize it first, or use the model as it is."
         )
+    _refuse_old_norms(model)
     plain = deepcopy(model)
     for owner in {owner for owner, _, _ in _owners(plain)}:
         _own_class(owner)
@@ -222,6 +223,18 @@ def _own_class(copy: nn.Module) -> None:
     cls = type(copy)
     members = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     copy.__class__ = type(cls.__name__, cls.__bases__, members)
+
+
+def _refuse_old_norms(model: nn.Module) -> None:
+    """torch's old weight_norm and spectral_norm leave a computed tensor on the module, which cannot be copied."""
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                raise SchemeError(
+                    f"{f'{name}.{attribute}'.lstrip('.')} is computed from other tensors, as torch's old weight_norm "
+                    "and spectral_norm do, and cannot be copied: expected parameters. Use "
+                    "torch.nn.utils.parametrizations.weight_norm (or spectral_norm) instead."
+                )
 
 
 def _restore(owner: nn.Module, parameter: str, dense: nn.Parameter) -> None:
