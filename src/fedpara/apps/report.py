@@ -43,6 +43,7 @@ def report(
     library = Library.of(*runs)
     if not library.runs:
         raise UsageError(f"no run in {', '.join(map(str, runs))}: expected folders with a config.toml.")
+    _make(out if kind in ("png", "svg") else out.parent)
     tables = [table_of(study, library, library.seeds, scale=scale) for study in STUDIES.values()]
     if kind in ("png", "svg"):
         _figures(library, tables, out, kind, scale)
@@ -53,9 +54,17 @@ def report(
         "csv": lambda: csv_text(tables),
         "latex": lambda: "\n\n".join(f"% {t.study.name}: {t.study.title}\n{latex(t)}" for t in tables) + "\n",
     }[kind]()
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(out, text.encode())
     typer.echo(f"{out}: {len(text.encode()) / 1e3:.0f} kB, {sum(1 for _ in library)} runs")
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"the folder {folder} cannot be made: {error.strerror}. Choose another --out."
+        ) from None
 
 
 def _figures(library: Library, tables: list[Table], out: Path, kind: str, scale: str) -> None:
