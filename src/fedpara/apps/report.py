@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fedpara.errors import UsageError
-from fedpara.experiments.library import Library, name_of
+from fedpara.experiments.library import Library
 from fedpara.experiments.paper import STUDIES
 from fedpara.files import write_bytes
 from fedpara.report.document import document
@@ -70,7 +70,7 @@ def _make(folder: Path) -> None:
 def _figures(library: Library, tables: list[Table], out: Path, kind: str, scale: str) -> None:
     for table in tables:
         names = {name for entry in table.entries for name in entry.runs}
-        found = [run for run in library if name_of(run) in names]
+        found = [run for run in library if library.name_of(run) in names]
         path = study_figure(table, found, out / f"{table.study.name}.{kind}")
         if path is not None:
             typer.echo(str(path))
