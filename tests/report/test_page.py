@@ -9,6 +9,7 @@ import pytest
 
 from fedpara.experiments import paper
 from fedpara.experiments.library import Library
+from fedpara.experiments.paper.measures import minutes_to
 from fedpara.report.page import page
 from fedpara.report.series import all_series, label_of, points
 from fedpara.report.tables import table_of
@@ -67,6 +68,15 @@ def test_points_add_up_to_the_runs_bytes(library):
         8 * (run.bytes_up + run.bytes_down) / run.experiment.cohort / 1e6
     )
     assert found.compute[-1] == pytest.approx(run.seconds / run.experiment.cohort)
+
+
+def test_a_refused_clients_bytes_are_its_own(library):
+    run = next(iter(library))
+    refused = [{"client": 3, "reason": "it sent no reply"}]
+    lines = [{**line, "clients": line["clients"] - 1, "refused": refused} for line in run.metrics]
+    assert points(replace(run, metrics=lines)) == points(run)
+    measure = minutes_to(0.0, 1.0, 1.0)
+    assert measure(replace(run, metrics=lines)) == measure(run)
 
 
 def test_personal_models_are_compared_on_the_clients_own_data(library):
