@@ -8,9 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from fedpara import data
+from fedpara.apps.plain_help import PlainGroup
 from fedpara.errors import DataError
 
-app = typer.Typer(help="Data sets: list, verify, prepare.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    cls=PlainGroup, help="Data sets: list, verify, prepare.", no_args_is_help=True, rich_markup_mode=None
+)
 Folder = Annotated[
     Path | None, typer.Option("--data-dir", help="Where the sets lie; else FEDPARA_DATA, else the cache.")
 ]

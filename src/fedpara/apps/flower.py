@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fedpara.apps.flower_processes import require
+from fedpara.apps.plain_help import PlainGroup
 from fedpara.apps.progress import Show, say
 from fedpara.apps.run import finish
 from fedpara.engines.flower import Terms
@@ -22,7 +23,10 @@ from fedpara.experiments.run import lay_out
 from fedpara.experiments.store import read_config
 
 app = typer.Typer(
-    help="Flower: real federations, over TLS, with node keys.", no_args_is_help=True, rich_markup_mode=None
+    cls=PlainGroup,
+    help="Flower: real federations, over TLS, with node keys.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 
