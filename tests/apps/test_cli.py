@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.main import get_command
 
 import fedpara as fp
 from fedpara import data, models
 from fedpara.apps import merged
+from fedpara.apps.cli import app
 from fedpara.data import normalise
 from fedpara.engines.flower import ACCEPTED
 from fedpara.experiments import Experiment, read_run, run
@@ -37,6 +39,22 @@ def test_help_shows_an_example(cli, command):
     code, out, _ = cli(*command.split(), "--help")
     assert code == 0
     assert re.search(rf"Example:\s+fedpara {command} ", out.replace("\n", " ") + " ")
+
+
+def commands(command, words=()):
+    """The words of every command, and of every group of them."""
+    yield words
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, (*words, name))
+
+
+@pytest.mark.parametrize("words", list(commands(get_command(app))), ids=" ".join)
+def test_help_is_plain_text(cli, words):
+    code, out, _ = cli(*words, "--help")
+    assert code == 0
+    assert "\\" not in out
+    if words == ("report",):
+        assert "[default: page.html]" in out
 
 
 def test_the_version_and_the_bare_call(cli):

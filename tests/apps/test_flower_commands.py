@@ -16,6 +16,8 @@ from fedpara.experiments import Experiment
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedpara[flower]'")
 x509 = pytest.importorskip("cryptography.x509")
 
+TINY = ["--set", "model=mlp", "--set", "clients=3", "--set", "cohort=3"]
+
 
 @pytest.mark.parametrize("command", ["init", "certs", "up"])
 def test_help_shows_an_example(cli, command):
@@ -42,6 +44,15 @@ def test_init_writes_an_app_that_flower_takes(cli, tmp_path):
     code, _, err = cli("flower", "init", "app")
     assert code == 2
     assert "not empty" in err
+
+
+@pytest.mark.parametrize("place", ["file", "file/app"])
+def test_init_where_no_folder_can_be(cli, tmp_path, place):
+    (tmp_path / "file").write_text("mine")
+    code, out, err = cli("flower", "init", place)
+    assert (code, out) == (2, "")
+    assert f"the folder {place} cannot be made" in err
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_run_config_says_an_experiment(tmp_path):
@@ -115,6 +126,14 @@ def test_certificates_that_openssl_accepts(cli, tmp_path):
     assert (folder / "node-0").read_text() != (folder / "node-1").read_text()
 
 
+def test_a_host_name_may_be_longer_than_a_common_name(cli, tmp_path):
+    host = ".".join(["node"] * 20)
+    assert cli("flower", "certs", "keys", "--host", host)[0] == 0
+    server = x509.load_pem_x509_certificate((tmp_path / "keys" / "server.pem").read_bytes())
+    named = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert named.get_values_for_type(x509.DNSName) == [host]
+
+
 def test_certificates_are_never_overwritten(cli, tmp_path):
     assert cli("flower", "certs", "keys", "--host", "a.example")[0] == 0
     before = {path: path.read_bytes() for path in (tmp_path / "keys").iterdir()}
@@ -129,6 +148,12 @@ def test_certificates_are_never_overwritten(cli, tmp_path):
     [
         (["certs", "keys"], 2, "no host is named"),
         (["certs", "keys", "--host", "a", "--nodes", "0"], 2, "nodes is 0"),
+        (["certs", "keys", "--host", ""], 2, "--host '': expected an IP address, or a name"),
+        (["certs", "keys", "--host", "a.example", "--host", "ä b"], 2, "--host 'ä b': expected"),
+        (["up", *TINY, "--deadline", "-1"], 2, "deadline is -1.0: expected"),
+        (["up", *TINY, "--deadline", "inf"], 2, "deadline is inf: expected"),
+        (["up", *TINY, "--min-replies", "4"], 2, "min_replies is 4: expected 1 to the cohort of 3"),
+        (["up", *TINY, "--oversample", "1"], 2, "oversample is 1"),
         (["up", "--nodes", "4", "--set", "clients=3", "--set", "cohort=3"], 2, "4 nodes for 3 clients"),
         (["up", "--set", "rounds"], 2, "expected name=value"),
         (["up", "--set", "modle=mlp"], 2, "did you mean 'model'"),

@@ -4,8 +4,10 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 from flower_nodes import BASE, CASES, Nodes, by_flower, host, log, same, sequentially
 
+from fedpara.apps.flower_memory import NodeMemory
 from fedpara.errors import RunError
 from fedpara.experiments import read_run
 from fedpara.experiments.run import resume
@@ -74,6 +76,18 @@ def test_a_checkpoint_back_is_still_on_the_nodes(tmp_path):
     assert same(tmp_path / "a", tmp_path / "b")
     kept = sorted(path.name for path in (tmp_path / "b-nodes" / "node-0").rglob("*.safetensors"))
     assert kept == [f"{round}.safetensors" for round in (2, 2, 3, 3, 4, 4)]
+
+
+def test_a_late_round_leaves_a_newer_one_on_the_node(tmp_path):
+    """A client hung in round 5; round 6 was done meanwhile, and may be taken."""
+    memory = NodeMemory(tmp_path, "a", 0)
+    held = {round: {"private": {"w": torch.full((2,), float(round))}} for round in (1, 3, 5, 6, 8)}
+    for round, accepted in ((1, 0), (3, 1), (6, 3), (5, 3)):
+        memory.put(round, held[round], accepted)
+    assert torch.equal(memory.get(6)["private"]["w"], held[6]["private"]["w"])
+    assert sorted(path.stem for path in memory.folder.iterdir()) == ["1", "3", "5", "6"]
+    memory.put(8, held[8], 6)
+    assert sorted(path.stem for path in memory.folder.iterdir()) == ["5", "6", "8"]
 
 
 def test_a_memory_that_is_gone_is_named(tmp_path):

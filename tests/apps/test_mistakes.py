@@ -51,7 +51,7 @@ BAD = {
     "inspect both": (["inspect", "mlp", "--gamma", "0.1", "--rank", "3"], 2, "rank"),
     "inspect ratio": (["inspect", "mlp", "--ratio", "0.5"], 2, "ratio sizes 'lowrank' only"),
     "data": (["data", "verify", "digit"], 2, "Did you mean 'digits'"),
-    "data that is not here": (["data", "verify", "mnist"], 1, "mnist"),
+    "data that is not here": (["data", "verify", "mnist"], 1, "fedpara: missing: mnist. Get the files"),
     "prepare what is not here": (["data", "prepare", "cifar10"], 1, "cifar10"),
 }
 
@@ -67,6 +67,20 @@ def test_a_mistake_is_answered_in_words(cli, tmp_path, mistake):
     assert not (tmp_path / "run").exists(), "a mistake leaves nothing behind"
     assert not (tmp_path / "runs").exists()
     assert out == "" or mistake == "data that is not here"
+
+
+def test_a_missing_set_and_a_damaged_one_are_told_apart(cli, tmp_path):
+    code, out, err = cli("data", "verify", "mnist", "--data-dir", "nowhere")
+    assert (code, out.split()) == (1, ["mnist", "missing"])
+    assert "mnist is not in nowhere" in err
+    assert "published" not in err
+    (tmp_path / "mnist").mkdir()
+    for part in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (tmp_path / "mnist" / f"{part}-ubyte").write_bytes(b"torn")
+    code, out, err = cli("data", "verify", "mnist", "--data-dir", ".")
+    assert (code, out.split()[:2]) == (1, ["mnist", "damaged"])
+    assert "not as published: mnist" in err
+    assert "missing" not in err
 
 
 def test_a_config_file_with_an_unknown_key_is_refused_with_its_line(cli, tmp_path):

@@ -1,5 +1,7 @@
 """fedpara report, as a user calls it."""
 
+import shutil
+
 import pytest
 
 from fedpara.experiments.reproduce import carry_out
@@ -50,11 +52,27 @@ def test_any_run_has_its_curve_on_the_page(cli, tmp_path):
 
 
 def test_mistakes(cli, tmp_path, runs):
+    (tmp_path / "file").write_text("mine")
     for arguments, says in (
         (["report", runs, "--out", "page.doc"], "expected one of html"),
+        (["report", runs, "--out", "file/page.html"], "the folder file cannot be made"),
+        (["report", runs, "--out", "file/figures/page.html"], "the folder file/figures cannot be made"),
+        (["report", runs, "--format", "png", "--out", "file"], "the folder file cannot be made"),
         (["report", tmp_path / "absent"], "is not a folder"),
         (["report", tmp_path], "no run in"),
     ):
         code, _, err = cli(*arguments)
         assert code == 2
         assert says in err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timing.jsonl"])
+def test_a_damaged_run_is_named(cli, tmp_path, runs, name):
+    shutil.copytree(runs, tmp_path / "runs")
+    path = sorted((tmp_path / "runs").rglob(name))[0]
+    path.write_text('{"round": 1}\n')
+    code, _, err = cli("report", "runs")
+    assert code == 1
+    assert f"{path} is damaged in line 1" in err
+    assert not (tmp_path / "page.html").exists()

@@ -1,6 +1,7 @@
 """A run is a folder: what lies in it, who may open it, and what of it may be damaged."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -233,6 +234,24 @@ def test_lines_damaged_otherwise_are_named(tmp_path, damage):
     path.write_bytes(b'{"round": 1}\n' + damage + b'{"round": 2}\n')
     with pytest.raises(RunError, match=r"m\.jsonl is damaged"):
         read_lines(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "lacks"),
+    [
+        ("metrics.jsonl", {"round": 3}, "clients"),
+        ("metrics.jsonl", {"round": 3, "clients": "two"}, "clients"),
+        ("timing.jsonl", {"round": 3}, "seconds"),
+        ("timing.jsonl", {"round": 3, "seconds": None}, "seconds"),
+    ],
+)
+def test_a_line_without_what_its_readers_need_is_named(finished, tmp_path, name, line, lacks):
+    shutil.copytree(finished, tmp_path / "run")
+    path = tmp_path / "run" / name
+    kept = path.read_bytes().splitlines(keepends=True)[:2]
+    path.write_bytes(b"".join(kept) + json.dumps(line).encode() + b"\n")
+    with pytest.raises(RunError, match=rf"{name} is damaged in line 3: expected .*{lacks}"):
+        read_run(tmp_path / "run")
 
 
 def test_a_line_with_nan_is_never_written(tmp_path):

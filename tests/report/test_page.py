@@ -2,13 +2,17 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
 
-from fedpara.experiments.library import name_of
+from fedpara.experiments import paper
+from fedpara.experiments.library import Library
+from fedpara.experiments.paper.measures import minutes_to
 from fedpara.report.page import page
 from fedpara.report.series import all_series, label_of, points
+from fedpara.report.tables import table_of
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +38,7 @@ def test_nothing_is_fetched(text):
 def test_it_holds_every_table_and_run(text, library, tables):
     found = content(text)
     assert [table["name"] for table in found["tables"]] == [table.study.name for table in tables]
-    assert set(found["runs"]) == {name_of(run) for run in library}
+    assert set(found["runs"]) == {library.name_of(run) for run in library}
     for table in found["tables"]:
         assert all(len(row["cells"]) == len(table["columns"]) for row in table["rows"])
         shown = [cell for row in table["rows"] for cell in row["cells"] if cell]
@@ -66,6 +70,15 @@ def test_points_add_up_to_the_runs_bytes(library):
     assert found.compute[-1] == pytest.approx(run.seconds / run.experiment.cohort)
 
 
+def test_a_refused_clients_bytes_are_its_own(library):
+    run = next(iter(library))
+    refused = [{"client": 3, "reason": "it sent no reply"}]
+    lines = [{**line, "clients": line["clients"] - 1, "refused": refused} for line in run.metrics]
+    assert points(replace(run, metrics=lines)) == points(run)
+    measure = minutes_to(0.0, 1.0, 1.0)
+    assert measure(replace(run, metrics=lines)) == measure(run)
+
+
 def test_personal_models_are_compared_on_the_clients_own_data(library):
     """FedAvg's accuracy is the whole test set's: among personal models its curve is the one before local training."""
     run = next(iter(library))
@@ -79,6 +92,20 @@ def test_labels_tell_series_apart(library):
     series = all_series(library)
     assert len({(one.panel, one.label) for one in series}) == len(series)
     assert {label_of(run.experiment) for run in library} == {"FedPara γ 0.1", "low-rank", "original"}
+
+
+def test_runs_of_one_name_in_two_folders_are_told_apart(library, tmp_path):
+    first, second, third = list(library)[:3]
+    places = {"m1/runs/x": first, "m2/runs/x": second, "runs/y": third}
+    for place, run in places.items():
+        shutil.copytree(run.path, tmp_path / "all" / place)
+    found = Library.of(tmp_path / "all")
+    tables = [table_of(study, found, range(4), scale="tiny") for study in paper.STUDIES.values()]
+    shown = content(page(found, tables))
+    configs = {name: (run["config"]["scheme"], run["config"]["seed"]) for name, run in shown["runs"].items()}
+    assert configs == {name: (run.experiment.scheme, run.experiment.seed) for name, run in places.items()}
+    assert {name for series in shown["series"] for name in series["runs"]} == set(shown["runs"])
+    assert {name for table in tables for entry in table.entries for name in entry.runs} <= set(shown["runs"])
 
 
 def test_a_name_cannot_end_the_script(library, tables):

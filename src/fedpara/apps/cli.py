@@ -15,6 +15,7 @@ from fedpara.apps.data import app as data_app
 from fedpara.apps.export import export
 from fedpara.apps.flower import app as flower_app
 from fedpara.apps.inspect import inspect
+from fedpara.apps.plain_help import PlainGroup
 from fedpara.apps.report import report
 from fedpara.apps.reproduce import reproduce
 from fedpara.apps.run import resume, run
@@ -25,6 +26,7 @@ INTERRUPTED = 130
 
 app = typer.Typer(
     name="fedpara",
+    cls=PlainGroup,
     help="FedPara: low-rank Hadamard products for communication-efficient federated learning.",
     no_args_is_help=True,
     add_completion=False,

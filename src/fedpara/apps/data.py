@@ -8,9 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from fedpara import data
+from fedpara.apps.plain_help import PlainGroup
 from fedpara.errors import DataError
 
-app = typer.Typer(help="Data sets: list, verify, prepare.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    cls=PlainGroup, help="Data sets: list, verify, prepare.", no_args_is_help=True, rich_markup_mode=None
+)
 Folder = Annotated[
     Path | None, typer.Option("--data-dir", help="Where the sets lie; else FEDPARA_DATA, else the cache.")
 ]
@@ -46,22 +49,35 @@ def verify(
     Example: fedpara data verify cifar10
     """
     names = [n for n in data.names() if data.status(n, data_dir).present] if name == "all" else [name]
-    bad = []
+    missing, bad = [], []
     for each in names:
         report = data.verify(each, data_dir)
         if as_json:
             typer.echo(json.dumps({**asdict(report), "ok": report.ok}, default=str))
         else:
-            counts = f"{report.examples[0]:,} + {report.examples[1]:,} examples" if report.examples else ""
-            typer.echo(
-                f"{each:14} {'ok' if report.ok else 'damaged':8} {report.checked}/{report.files} checksums {counts}"
-            )
+            typer.echo(f"{each:14} {_found(report)}")
             for problem in report.problems:
                 typer.echo(f"{'':14} {problem}", err=True)
-        if not report.ok:
+        if report.path is None:
+            missing.append(each)
+        elif not report.ok:
             bad.append(each)
+    texts = []
+    if missing:
+        texts.append(
+            f"missing: {', '.join(missing)}. Get the files from their publisher, or name their folder with --data-dir."
+        )
     if bad:
-        raise DataError(f"not as published: {', '.join(bad)}. Fetch the files anew from their publisher.")
+        texts.append(f"not as published: {', '.join(bad)}. Fetch the files anew from their publisher.")
+    if texts:
+        raise DataError(" ".join(texts))
+
+
+def _found(report: data.Report) -> str:
+    if report.path is None:
+        return "missing"
+    counts = f"{report.examples[0]:,} + {report.examples[1]:,} examples" if report.examples else ""
+    return f"{'ok' if report.ok else 'damaged':8} {report.checked}/{report.files} checksums {counts}"
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """fedpara flower: the app for `flwr run`, certificates, a federation on this machine."""
 
+import math
 import tempfile
 import tomllib
 from pathlib import Path
@@ -7,18 +8,25 @@ from typing import Annotated, Any
 
 import typer
 
+from fedpara.apps.flower_processes import require
+from fedpara.apps.plain_help import PlainGroup
 from fedpara.apps.progress import Show, say
 from fedpara.apps.run import finish
 from fedpara.engines.flower import Terms
+from fedpara.engines.loop import Schedule
 from fedpara.errors import ConfigError, UsageError
 from fedpara.experiments import Experiment, Summary
+from fedpara.experiments.build import build
 from fedpara.experiments.config import read_toml, with_values
 from fedpara.experiments.presets import preset as find_preset
 from fedpara.experiments.run import lay_out
 from fedpara.experiments.store import read_config
 
 app = typer.Typer(
-    help="Flower: real federations, over TLS, with node keys.", no_args_is_help=True, rich_markup_mode=None
+    cls=PlainGroup,
+    help="Flower: real federations, over TLS, with node keys.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 
@@ -76,6 +84,13 @@ def up(
     experiment = _experiment(preset, config, set_ or [], out)
     if nodes < 1 or nodes > experiment.clients:
         raise ConfigError(f"{nodes} nodes for {experiment.clients} clients: expected 1 to as many.")
+    if not math.isfinite(deadline):
+        raise ConfigError(f"deadline is {deadline}: expected a number of seconds above 0.")
+    # The server checks its terms too, but a federation would be up by then and the folder laid out.
+    granted = Terms(deadline, min_replies, oversample)
+    clients = len(build(experiment, data_dir).data)
+    granted.schedule(Schedule(experiment.rounds, clients, experiment.cohort))
+    require()
     if not (out / "config.toml").exists():
         lay_out(experiment, out, data_dir=data_dir)
     terms = {"deadline": deadline, "min-replies": min_replies, "oversample": oversample}

@@ -35,9 +35,15 @@ clientapp = "{client}:app"
 
 
 def write_app(folder: Path, given: Mapping[str, str | int | float] | None = None) -> None:
-    if folder.exists() and any(folder.iterdir()):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        empty = not any(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {folder} cannot be made: {error.strerror}. Choose another place for it."
+        ) from None
+    if not empty:
         raise ConfigError(f"{folder} is not empty, and nothing is overwritten: choose a new folder.")
-    folder.mkdir(parents=True, exist_ok=True)
     config = "\n".join(
         f"{name} = {json.dumps(value)}" for name, value in {**defaults(), **(given or {})}.items()
     )

@@ -6,6 +6,7 @@ node-0  node-0.pub       a key pair a node; the public one is registered with th
 """
 
 import os
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
@@ -14,6 +15,9 @@ from pathlib import Path
 from fedpara.errors import ConfigError, MissingExtraError, RunError
 
 DAYS = 825
+LONGEST_COMMON_NAME = 64
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_NAME = re.compile(rf"(?=.{{1,253}}$)(\*\.)?{_LABEL}(\.{_LABEL})*")
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], nodes: int) -> list[Path]:
@@ -22,6 +26,8 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: int) -> list[Pa
         raise ConfigError(
             "no host is named: give --host with each name or address that nodes reach the server by."
         )
+    for host in hosts:
+        _check_host(host)
     if nodes < 1:
         raise ConfigError(f"nodes is {nodes}: expected at least 1.")
     names = ["ca.crt", "ca.key", "server.pem", "server.key"]
@@ -37,6 +43,17 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: int) -> list[Pa
     except OSError as error:
         raise RunError(f"{folder} cannot be written to: {error.strerror}.") from None
     return [folder / name for name in names]
+
+
+def _check_host(host: str) -> None:
+    try:
+        ip_address(host)
+    except ValueError:
+        if not _NAME.fullmatch(host):
+            raise ConfigError(
+                f"--host {host!r}: expected an IP address, or a name of ASCII letters, digits, '-' and '.', such as "
+                "fl.example.org."
+            ) from None
 
 
 def _write(path: Path, content: bytes, private: bool) -> None:
@@ -92,8 +109,10 @@ def _contents(hosts: Sequence[str], nodes: int) -> dict[str, bytes]:
         .add_extension(identifier, critical=False)
         .sign(ca_key, hashes.SHA384())
     )
+    # Who connects looks at the alternative names, which may be longer.
+    common = hosts[0] if len(hosts[0]) <= LONGEST_COMMON_NAME else "fedpara server"
     server = (
-        certificate(hosts[0], server_key.public_key())
+        certificate(common, server_key.public_key())
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(usage(signs=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)

@@ -3,7 +3,8 @@
     <folder>/nodes-<run>/<client>/<round>.safetensors
 
 A round's file counts once the server has taken that round's update, which it says with the next order. Kept are
-that one, the one before it (the server may go back by a checkpoint) and the newest, which still waits.
+that one, the one before it (the server may go back by a checkpoint) and the newest, which still waits; a round
+that comes late leaves the newer ones alone.
 """
 
 import re
@@ -41,8 +42,9 @@ class NodeMemory:
         write_groups(self._path(round), groups)
         rounds = sorted(int(path.stem) for path in self.folder.glob("*.safetensors") if path.stem.isdigit())
         taken = [known for known in rounds if known <= accepted]
-        for old in {*rounds} - {*taken[-2:], round}:
-            self._path(old).unlink(missing_ok=True)
+        for old in {*rounds} - {*taken[-2:]}:
+            if old < round:  # a client may finish late, when the server has taken a newer round
+                self._path(old).unlink(missing_ok=True)
 
     def _path(self, round: int) -> Path:
         return self.folder / f"{round}.safetensors"

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fedpara.errors import UsageError
-from fedpara.experiments.library import Library, name_of
+from fedpara.experiments.library import Library
 from fedpara.experiments.paper import STUDIES
 from fedpara.files import write_bytes
 from fedpara.report.document import document
@@ -43,6 +43,7 @@ def report(
     library = Library.of(*runs)
     if not library.runs:
         raise UsageError(f"no run in {', '.join(map(str, runs))}: expected folders with a config.toml.")
+    _make(out if kind in ("png", "svg") else out.parent)
     tables = [table_of(study, library, library.seeds, scale=scale) for study in STUDIES.values()]
     if kind in ("png", "svg"):
         _figures(library, tables, out, kind, scale)
@@ -53,15 +54,23 @@ def report(
         "csv": lambda: csv_text(tables),
         "latex": lambda: "\n\n".join(f"% {t.study.name}: {t.study.title}\n{latex(t)}" for t in tables) + "\n",
     }[kind]()
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(out, text.encode())
     typer.echo(f"{out}: {len(text.encode()) / 1e3:.0f} kB, {sum(1 for _ in library)} runs")
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"the folder {folder} cannot be made: {error.strerror}. Choose another --out."
+        ) from None
 
 
 def _figures(library: Library, tables: list[Table], out: Path, kind: str, scale: str) -> None:
     for table in tables:
         names = {name for entry in table.entries for name in entry.runs}
-        found = [run for run in library if name_of(run) in names]
+        found = [run for run in library if library.name_of(run) in names]
         path = study_figure(table, found, out / f"{table.study.name}.{kind}")
         if path is not None:
             typer.echo(str(path))

@@ -15,6 +15,17 @@ from fedpara.errors import RunError, StateError
 from fedpara.state import State
 
 Line = dict[str, Any]
+_WHOLE, _NUMBER, _LIST = (int,), (int, float), (list,)
+_MAYBE = (*_NUMBER, type(None))
+FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    "metrics.jsonl": {
+        **dict.fromkeys(("round", "clients", "up", "down", "total_up", "total_down"), _WHOLE),
+        **dict.fromkeys(("accuracy", "loss", "before", "after", "train_loss"), _MAYBE),
+        **dict.fromkeys(("refused", "notes"), _LIST),
+    },
+    "timing.jsonl": {"round": _WHOLE, "seconds": _NUMBER},
+}
+"""What every line of a run's files has: whoever reads them relies on it."""
 
 
 def write_tensors(path: Path, state: State, metadata: Mapping[str, str], durable: bool = True) -> None:
@@ -73,14 +84,21 @@ def keep_rounds(path: Path, last: int) -> None:
 def _whole_lines(path: Path) -> list[tuple[bytes, Line]]:
     if not path.exists():
         return []
-    raw = path.read_bytes().split(b"\n")[:-1]
-    try:
-        lines = [json.loads(line) for line in raw]
-        if all(type(line["round"]) is int for line in lines):
-            return list(zip(raw, lines, strict=True))
-    except (ValueError, TypeError, KeyError):
-        pass
-    raise RunError(f"{path} is damaged: expected a JSON object with a round in every line.")
+    fields = FIELDS.get(path.name, {"round": _WHOLE})
+    found: list[tuple[bytes, Line]] = []
+    for raw in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            line = json.loads(raw)
+            whole = all(type(line[name]) in types for name, types in fields.items())
+        except (ValueError, TypeError, KeyError):
+            whole = False
+        if not whole:
+            raise RunError(
+                f"{path} is damaged in line {len(found) + 1}: expected a JSON object with {', '.join(fields)} "
+                "in every line."
+            )
+        found.append((raw, line))
+    return found
 
 
 def _digest(state: State) -> str:

@@ -7,8 +7,10 @@ The small form, what `results/` keeps, is a finished run without its checkpoint:
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from fedpara.errors import ConfigError
@@ -45,6 +47,10 @@ class Library:
         done = [run for run in self.runs.get(experiment.identity, ()) if finished(run, experiment.rounds)]
         return cut(done[0], experiment.rounds) if done else None
 
+    def name_of(self, run: Summary) -> str:
+        """`paper/cifar10-iid-...`: what a run is called beside the others, with the folder it lies in."""
+        return self._names[run.path]
+
     def begun(self, experiment: Experiment) -> Path | None:
         """The folder, of those that can go on, which is furthest."""
         paths = [
@@ -54,10 +60,17 @@ class Library:
         ]
         return max(paths)[1] if paths else None
 
-
-def name_of(run: Summary) -> str:
-    """`paper/cifar10-iid-...`: what a run is called beside others, with the folder it lies in."""
-    return "/".join(run.path.parts[-2:])
+    @cached_property
+    def _names(self) -> dict[Path, str]:
+        """The last two parts of each path, and as many more as tell it from all others."""
+        names: dict[Path, str] = {}
+        left, parts = {run.path for run in self}, 2
+        while left:
+            tails = Counter(path.parts[-parts:] for path in left)
+            alone = [path for path in left if tails[path.parts[-parts:]] == 1]
+            names |= {path: Path(*path.parts[-parts:]).as_posix() for path in alone}
+            left, parts = left.difference(alone), parts + 1
+        return names
 
 
 def finished(run: Summary, rounds: int) -> bool:

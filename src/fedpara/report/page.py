@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any
 
 from fedpara.experiments import Summary
-from fedpara.experiments.library import Library, name_of
+from fedpara.experiments.library import Library
 from fedpara.experiments.paper.measures import accuracy
 from fedpara.report.series import Points, Series, all_series, points
 from fedpara.report.tables import NOT_REACHED, NOT_RUN, Entry, Table
@@ -25,9 +25,9 @@ def page(library: Library, tables: list[Table]) -> str:
     series = [one for one in all_series(runs) if any(points(run).rounds for run in one.runs)]
     content = {
         "tables": [_table(table) for table in tables],
-        "series": [_series(one, tables) for one in series],
-        "groups": _groups(series, tables),
-        "runs": {name_of(run): _run(run) for run in runs},
+        "series": [_series(one, library, tables) for one in series],
+        "groups": _groups(series, library, tables),
+        "runs": {library.name_of(run): _run(run) for run in runs},
     }
     # "</" would end the script element it stands in.
     data = json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
@@ -68,13 +68,13 @@ def _numbers(entry: Entry) -> dict[str, float]:
     return found | ({"number": entry.paper} if isinstance(entry.paper, float) else {})
 
 
-def _groups(series: list[Series], tables: list[Table]) -> list[dict[str, Any]]:
+def _groups(series: list[Series], library: Library, tables: list[Table]) -> list[dict[str, Any]]:
     """The series of each study, by number, under the labels that tell them apart there; all of them at the end."""
     numbers = {one.runs[0].path: number for number, one in enumerate(series)}
     groups = []
     for table in tables:
         names = {name for entry in table.entries for name in entry.runs}
-        own = [one for one in series if names & set(map(name_of, one.runs))]
+        own = [one for one in series if names & set(map(library.name_of, one.runs))]
         labelled = all_series(run for one in own for run in one.runs)
         members = [[numbers[one.runs[0].path], one.label] for one in labelled]
         if len(members) > 1:
@@ -83,7 +83,7 @@ def _groups(series: list[Series], tables: list[Table]) -> list[dict[str, Any]]:
     return [*groups, {"name": "everything", "members": everything}]
 
 
-def _series(series: Series, tables: list[Table]) -> dict[str, Any]:
+def _series(series: Series, library: Library, tables: list[Table]) -> dict[str, Any]:
     """Seeds as their mean and range, at the rounds all of them have."""
     each = [found for run in series.runs if (found := points(run)).rounds]
     shortest = min(each, key=lambda found: len(found.rounds))
@@ -96,8 +96,8 @@ def _series(series: Series, tables: list[Table]) -> dict[str, Any]:
     return {
         "panel": series.panel,
         "original": series.original,
-        "runs": [name_of(run) for run in series.runs],
-        "paper": _paper(series, tables),
+        "runs": [library.name_of(run) for run in series.runs],
+        "paper": _paper(series, library, tables),
         "rounds": [shortest.rounds[i] for i in chosen],
         "accuracy": column(lambda i: mean(one.accuracy[i] for one in each), 3),
         "low": column(lambda i: min(one.accuracy[i] for one in each), 3) if several else [],
@@ -108,9 +108,9 @@ def _series(series: Series, tables: list[Table]) -> dict[str, Any]:
     }
 
 
-def _paper(series: Series, tables: list[Table]) -> dict[str, float] | None:
+def _paper(series: Series, library: Library, tables: list[Table]) -> dict[str, float] | None:
     """The paper's accuracy of this experiment, and after how many rounds."""
-    names = set(map(name_of, series.runs))
+    names = set(map(library.name_of, series.runs))
     for table in tables:
         for cell, entry in zip(table.study.cells, table.entries, strict=True):
             if cell.measure is accuracy and isinstance(cell.paper, float) and names & set(entry.runs):

@@ -6,6 +6,7 @@ from typing import Any
 
 from fedpara.experiments import Experiment, Summary
 from fedpara.experiments.config import FREE
+from fedpara.experiments.paper.measures import asked
 
 GIGABYTE = 2**30
 _SETS = {
@@ -56,7 +57,7 @@ def points(run: Summary) -> Points:
     seconds = {line["round"]: line["seconds"] for line in run.timing}
     megabits = compute = 0.0
     for line in run.metrics:
-        clients = max(1, line["clients"])
+        clients = asked(line)
         megabits += 8 * (line["up"] + line["down"]) / clients / 1e6
         compute += seconds.get(line["round"], 0.0) / clients
         score = _score(run.experiment, line)

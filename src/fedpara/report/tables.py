@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 
 from fedpara.experiments import Experiment
-from fedpara.experiments.library import Library, name_of
+from fedpara.experiments.library import Library
 from fedpara.experiments.paper import Cell, Study, changes
 
 Change = Callable[[Experiment], Experiment]
@@ -115,7 +115,7 @@ def _entry(cell: Cell, study: Study, library: Library, repeats: Sequence[Change]
         if len(runs) < len(found):
             continue
         seeds += 1
-        names += map(name_of, runs)
+        names += map(library.name_of, runs)
         value = cell.measure(*runs)
         if value is not None:
             values.append(value)

@@ -1,11 +1,18 @@
 """Numbers out of a run's summary. A measure of a target gives None where the target was not reached."""
 
+from typing import Any
+
 from fedpara.experiments.paper.study import Measure
 from fedpara.experiments.store import Summary
 from fedpara.wire import PAPER_MEGA, energy_joules, round_seconds
 
 GIGABYTE = 2**30
 """Figure 3's gigabytes are binary (see `wire.energy_joules`)."""
+
+
+def asked(line: dict[str, Any]) -> int:
+    """The clients that a round's bytes are shared among: the refused ones got the model as well."""
+    return max(1, int(line["clients"]) + len(line["refused"]))
 
 
 def accuracy(run: Summary) -> float | None:
@@ -73,7 +80,7 @@ def minutes_to(target: float, mbps: float, compute: float) -> Measure:
         if reached is None:
             return None
         first = run.metrics[0]
-        bytes_ = round((first["up"] + first["down"]) / max(1, first["clients"]))
+        bytes_ = round((first["up"] + first["down"]) / asked(first))
         return float(reached["round"] * round_seconds(compute, bytes_, mbps, PAPER_MEGA) / 60)
 
     return measure
