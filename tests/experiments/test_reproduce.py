@@ -1,8 +1,10 @@
 """Contract: a study killed at any round goes on, nothing is run twice, and its table is the same."""
 
+import shutil
+
 import pytest
 
-from fedpara.errors import RunError
+from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import paper, read_run, resume
 from fedpara.experiments.config import to_toml
 from fedpara.experiments.library import Library, keep_small
@@ -88,6 +90,21 @@ def test_the_small_form_is_a_finished_run(whole, tmp_path):
     carry_out([STUDY], out=tmp_path / "out", begin=again, **{**TINY, "kept": (tmp_path / "results",)})
     assert again.seen == []
     assert texts(tmp_path / "results") == texts(whole[0])
+
+
+def test_the_small_form_of_another_run_is_not_overwritten(whole, tmp_path):
+    first, second = sorted(path for path in whole[0].iterdir() if path.is_dir())[:2]
+    small = keep_small(first, tmp_path / "small")
+    assert keep_small(first, tmp_path / "small") == small
+    before = (small / "metrics.jsonl").read_bytes()
+    another = shutil.copytree(second, tmp_path / first.name)
+    with pytest.raises(ConfigError, match="holds another run than .* nothing is overwritten"):
+        keep_small(another, tmp_path / "small")
+    (another / "environment.json").write_text("{")
+    with pytest.raises(RunError, match=r"environment.json cannot be read"):
+        keep_small(another, tmp_path / "elsewhere")
+    assert (small / "metrics.jsonl").read_bytes() == before
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_the_small_form_is_never_cut_back(whole, tmp_path):

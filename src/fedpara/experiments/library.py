@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, RunError
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.store import CHECKPOINT, PREVIOUS, Summary, read_run
 from fedpara.files import write_bytes
@@ -84,16 +84,26 @@ def cut(run: Summary, rounds: int) -> Summary:
 
 
 def keep_small(run: Path, into: Path) -> Path:
-    """The small form of a run folder, in a folder of the same name below `into`."""
+    """The small form of a run folder, in a folder of the same name below `into`: that of another run stays."""
     if run.resolve().parent == into.resolve():
         raise ConfigError(f"{run} lies in {into} already: choose another folder for its small form.")
-    read_run(run)
-    target = into / run.name
+    found, target = read_run(run), into / run.name
+    if (target / "config.toml").exists():
+        there = read_run(target).metrics
+        if there != found.metrics[: len(there)]:
+            raise ConfigError(
+                f"{target} holds another run than {run}: move it away first, nothing is overwritten."
+            )
+    try:
+        environment = json.loads((run / "environment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"{run / 'environment.json'} cannot be read ({error}): it says where the run ran."
+        ) from None
     target.mkdir(parents=True, exist_ok=True)
     for name in SMALL:
         if (run / name).exists():
             shutil.copyfile(run / name, target / name)
-    environment = json.loads((run / "environment.json").read_text(encoding="utf-8"))
     # Where things lay on one machine is no one else's business.
     words = environment.get("command", [])
     environment["command"] = [Path(word).name if word.startswith("/") else word for word in words]
