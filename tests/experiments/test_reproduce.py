@@ -98,7 +98,7 @@ def test_the_small_form_of_another_run_is_not_overwritten(whole, tmp_path):
     assert keep_small(first, tmp_path / "small") == small
     before = (small / "metrics.jsonl").read_bytes()
     another = shutil.copytree(second, tmp_path / first.name)
-    with pytest.raises(ConfigError, match="holds another run than .* nothing is overwritten"):
+    with pytest.raises(ConfigError, match=r"holds another run than .* nothing is overwritten"):
         keep_small(another, tmp_path / "small")
     (another / "environment.json").write_text("{")
     with pytest.raises(RunError, match=r"environment.json cannot be read"):
