@@ -1,7 +1,7 @@
 """i, f, o = sigmoid, g = tanh of  W_ih x_t + b_ih + W_hh h + b_hh;   c = f c + i g;   h = o tanh(c)
 
-The next-character model of the Shakespeare experiments (appendix C.2): embedding 8, two layers of 256, 80
-characters, 819,920 parameters and, with weight normalisation, a gain a row.
+The next-character model of the Shakespeare experiments (appendix C.2): two layers of 256, 80 characters and
+an embedding of 8, which the paper leaves open; 819,920 parameters and, with weight normalisation, a gain a row.
 
     W = gain V / ||V||     (a row at a time)
 

@@ -1,4 +1,4 @@
-"""ResNet18 for 32x32 images: 3x3 stem of stride 1, no max-pool, four stages of two blocks (appendix D.2).
+"""ResNet18 (appendix D.2), for 32x32 images: 3x3 stem of stride 1 and no max-pool, as is usual there.
 
 The paper keeps BatchNorm here; GroupNorm is the option for clients whose data differ.
 """

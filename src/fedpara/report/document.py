@@ -19,7 +19,12 @@ HEADLINE = (
     ("capacity-cnn", "low-rank", "CIFAR-10 non-IID", "low-rank, non-IID"),
     ("communication", "CIFAR-10 IID, 80%", "times fewer", "fewer bytes than the original to 80%"),
     ("optimizers", "FedDyn", "accuracy", "FedPara with FedDyn"),
-    ("quantization", "FedPara + FedPAQ", "MB a client and round", "γ 0.5 with a float16 uplink [MB a round]"),
+    (
+        "quantization",
+        "FedPara + FedPAQ",
+        "MB a client and round",
+        "γ 0.5 with a float16 uplink [MB a client and round]",
+    ),
     ("personalization", "pFedPara", "times fewer parameters sent", "pFedPara: fewer parameters sent"),
 )
 

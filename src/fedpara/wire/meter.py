@@ -1,6 +1,6 @@
 """How much travelled, from the messages themselves, and what that costs.
 
-t = t_comp + t_comm,  t_comm = bytes both ways / network speed        (appendix C.1, "Training time")
+t = t_comp + t_comm,  t_comm = bytes both ways / network speed        (appendix D.1, "Training time")
 E = bits * joules per bit                                             (Figure 3g)
 """
 

@@ -28,7 +28,7 @@ def _share(changes: dict[str, Any]) -> float:
 
 
 _NOTES = (
-    "Embedding 8, two layers of 256, weight normalisation; embedding and output layer stay dense.",
+    "Two layers of 256, weight normalisation. The embedding of 8 is chosen here; it and the output layer stay dense.",
     "The paper trains on a subset it does not name: here non-IID is the first 100 roles, IID a tenth of all text.",
 )
 

@@ -52,7 +52,7 @@ function redraw() {
   const timed = state.axis.name.includes("Mbps");
   $("caption").textContent = [
     "Test accuracy.", noted ? "Diamonds: the paper's numbers." : "", bands ? "Bands: the range over seeds." : "",
-    timed ? "Time is one client's bytes both ways at this speed and, where it was timed, its share of the computing." : "",
+    timed ? "Time is one client's bytes both ways at this speed (10^6 bits a megabit) and, where it was timed, its share of the computing here; the tables' minutes are by the paper's megabit and computing." : "",
   ].filter(Boolean).join(" ");
 }
 
