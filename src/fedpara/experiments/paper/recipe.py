@@ -64,8 +64,8 @@ RECIPE = {
 
 VGG16_NOTE = (
     "Ours is without tanh and the Jacobian correction; the paper's FedPara has both (λ 1; without either it prints "
-    "82.45). Ours has weight decay 1e-3, crops and mirrored images, and no biases before norms, in every row: docs/log.md "
-    "says why."
+    "82.45). Ours has weight decay 1e-3, crops and mirrored images, and no biases before norms, in every row: "
+    "docs/log.md says why."
 )
 SCORED = "Ours is scored every 5 rounds: what is reached by then may have been reached up to 4 rounds sooner."
 
