@@ -1,6 +1,7 @@
 """Contract: batched equals sequential to rounding, whatever is trained; and lanes waste little."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from fedpara.engines.places import stack
 from fedpara.engines.plan import look_ahead
 from fedpara.engines.program import take_apart
 from fedpara.engines.simulate import build_engine
+from fedpara.engines.streams import cohort
 from fedpara.errors import ConfigError, DataError, RunError
 
 SCHEMES = {
@@ -264,6 +266,99 @@ def test_a_layer_that_looks_at_the_whole_batch_sees_no_padding(digits, model, si
     assert engine.name == ran
     if ran == "sequential":
         assert "on the CPU; not batched: short batches are padded" in engine.why
+
+
+class BySize(Centred):
+    def forward(self, x):
+        return self.fc(x.flatten(1)) / len(x)
+
+
+@pytest.mark.parametrize("model", [Centred(), BySize()])
+@pytest.mark.parametrize("first", [0, 255])
+def test_neither_a_blank_example_nor_the_batchs_size_hides_it(digits, model, first):
+    train = digits[0]
+    inputs = train.inputs.clone()
+    inputs[0] = first
+    federation = fp.FederatedData(replace(train, inputs=inputs), [[0, 1, 2], [3, 4]])
+    protocol = Protocol(take_apart(model), algorithms.fedavg(lr=0.1, batch_size=2), fp.Link(), 0)
+    assert build_engine("batched", protocol, fp.Task(model), federation, InMemory(), 2).name == "sequential"
+
+
+def both_engines(model, federation, **words):
+    return [
+        fp.simulate(
+            fp.Task(model),
+            federation,
+            algorithms.fedavg(lr=0.05, batch_size=4),
+            **{"rounds": 2, "cohort": 2, "engine": engine, **words},
+        )
+        for engine in ("sequential", "batched")
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_narrow_link_does_not_change_the_models_type(digits, dtype):
+    train = digits[0]
+    model = nn.Sequential(nn.Flatten(), As(dtype), nn.Linear(64, 10).to(dtype))
+    federation = fp.FederatedData(train, [range(8), range(8, 11)])
+    a, b = both_engines(model, federation, link=fp.Link(down="float16"))
+    assert b.engine.startswith("batched")
+    assert not b.rounds[-1].refused
+    for name, tensor in a.state.items():
+        assert tensor.dtype == b.state[name].dtype == dtype
+        torch.testing.assert_close(tensor, b.state[name], rtol=2e-2, atol=2e-3)
+
+
+class As(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        return x.to(self.dtype)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gru, self.fc = nn.GRU(8, 6, batch_first=True), nn.Linear(6, 10)
+
+    def forward(self, x):
+        return self.fc(self.gru(x[:, 0])[0][:, -1])
+
+
+def test_what_vmap_cannot_score_is_scored_one_by_one_and_said(digits):
+    federation = fp.FederatedData(
+        digits[0], [range(8), range(8, 14)], test_clients=[range(20, 30), range(30, 36)]
+    )
+    torch.manual_seed(0)
+    a, b = both_engines(Recurrent(), federation)
+    assert "clients' own models are scored one after another: Batching rule not implemented" in b.engine
+    assert [r.after for r in a.rounds] == [r.after for r in b.rounds]
+    for name, tensor in a.state.items():
+        torch.testing.assert_close(tensor, b.state[name], rtol=1e-5, atol=1e-6)
+
+
+def test_padding_is_the_clients_own():
+    """An example that no client holds may be anything."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, labels = torch.randn(11, 5, generator=generator), torch.arange(11) % 3
+    inputs[0] = float("nan")
+    federation = fp.FederatedData(Examples(inputs, labels, 3), [range(1, 8), range(8, 11)])
+    a, b = both_engines(nn.Linear(5, 3), federation)
+    for name, tensor in a.state.items():
+        torch.testing.assert_close(tensor, b.state[name], rtol=1e-5, atol=1e-6)
+
+
+def test_the_places_are_as_wide_as_any_client_needs(digits):
+    """Were they to grow in a late round, a run resumed after it would have narrower ones, and other bits."""
+    drawn = {client for t in range(1, 21) for client in cohort(0, t, 100, 2)}
+    late = next(client for client in range(100) if client not in drawn)
+    federation = fp.FederatedData(digits[0], [range(40 if i == late else 5) for i in range(100)])
+    protocol = Protocol(
+        take_apart(models.mlp(64, 24, 10)), algorithms.fedavg(lr=0.1, batch_size=32), fp.Link(), 0
+    )
+    assert look_ahead(protocol, federation, 2).width == 32
 
 
 @pytest.mark.parametrize("engine", ["sequential", "batched"])

@@ -106,8 +106,11 @@ class Batched:
         busy = [client for client in clients if self.data.size(client)]
         memories = [self.memory.get(client) or self.protocol.first(model) for client in busy]
         private = [memory[PRIVATE] for memory in memories]
-        before = self._scores(busy, [{**model, **own} for own in private]) if personal else []
-        trained = self._train(round, busy, model, private, down, memories) if busy else []
+        # A narrow link is read as float32, whatever type the model has.
+        own = self.protocol.program.initial
+        seen = {name: tensor.to(own[name].dtype) for name, tensor in model.items()}
+        before = self._scores(busy, [{**seen, **theirs} for theirs in private]) if personal else []
+        trained = self._train(round, busy, seen, private, down, memories) if busy else []
         after = self._scores(busy, [one.state for one in trained]) if personal else []
 
         def reply(place: int) -> tuple[Reply, Groups]:
@@ -148,7 +151,17 @@ class Batched:
             chosen = able[start : start + self.lanes]
             stacked = bring(stack([states[place] for place in chosen]), self.device)
             there = [on_device(tests[place], self.device) for place in chosen]
-            for place, score in zip(chosen, scores(self.plain, self.forms, stacked, there), strict=True):
+            try:
+                scored = scores(self.plain, self.forms, stacked, there)
+            except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                self.plain.train()
+                scored = [self.judge.evaluate(states[p], t) for p, t in zip(chosen, there, strict=True)]
+                reason = str(error).strip().partition("\n")[0]
+                note = f"clients' own models are scored one after another: {reason}"
+                self.notes += [note] if note not in self.notes else []
+            for place, score in zip(chosen, scored, strict=True):
                 found[place] = score
         return found
 

@@ -35,7 +35,7 @@ def unfit(protocol: Protocol, data: FederatedData) -> str:
     step = one_step(plain.train(), forms, protocol.algorithm, "float32", program.shared, True)
     image = normalise(example.inputs, example.mean, example.std)
     try:
-        padded = [_step(step, protocol, torch.cat([image, by]), example.labels) for by in (image, 0 * image)]
+        padded = [_step(step, protocol, images, example.labels) for images in _padded(image, data)]
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if not _same(*padded) and (data.sizes() % local.batch_size).any():
@@ -46,10 +46,18 @@ def unfit(protocol: Protocol, data: FederatedData) -> str:
     return ""
 
 
+def _padded(image: Tensor, data: FederatedData) -> tuple[Tensor, Tensor]:
+    """The image in two batches: beside itself; beside another example, if there is one, and itself."""
+    some = data.train.subset(range(min(64, len(data.train))))
+    others = normalise(some.inputs, some.mean, some.std)
+    unlike = next((other[None] for other in others if not torch.equal(other, image[0])), image)
+    return torch.cat([image, image]), torch.cat([image, unlike, image])
+
+
 def _step(
     step: Callable[..., tuple[State, State, State, Tensor]], protocol: Protocol, images: Tensor, label: Tensor
 ) -> State:
-    """One client after a step on a batch whose first place holds an example, and its second is padding."""
+    """One client after a step on a batch whose first place holds an example, and whose others are padding."""
     program, algorithm = protocol.program, protocol.algorithm
     x = program.start(program.shared)
     parameters = program.start(program.parameters)
@@ -58,7 +66,7 @@ def _step(
     lanes = [stack([state]) if state else {} for state in states]
     own = {group: stack([state]) for group, state in algorithm.client_init(x).items()}
     down = algorithm.broadcast(algorithm.server_init(x))
-    given = (images[None], label.repeat(2)[None], torch.tensor([1]), torch.tensor([0]))
+    given = (images[None], label.repeat(len(images))[None], torch.tensor([1]), torch.tensor([0]))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         stepped, _, buffers, _ = vmap(step, in_dims=LANES_OF_A_STEP, randomness="different")(

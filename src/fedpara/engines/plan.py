@@ -1,6 +1,6 @@
 """Plan: a batched round before it runs. Who trains in which lane, and which examples each step sees.
 
-index[lane, step, place]      an example of the training set; 0 where nothing is
+index[lane, step, place]      an example of the training set; where nothing is, one of the same client, or 0
 sizes[lane, step]             how many of the places hold one; 0 where the lane is done
 seeds[lane, step]             what its dropouts draw from
 crops[lane, step, :, place]   how its image is cropped and mirrored, if it is
@@ -63,6 +63,7 @@ def make_plan(
         stream = torch_seed(protocol.seed, "layers", round, client)
         windows = numbers(protocol.seed, "augment", round, client) if crops is not None else None
         for i, batch in enumerate(batches(len(examples), local, order), segment.start):
+            index[segment.lane, i] = examples[batch[0]]
             index[segment.lane, i, : len(batch)] = examples[batch]
             sizes[segment.lane, i] = len(batch)
             seeds[segment.lane, i] = step_seed(stream, i - segment.start)
@@ -88,4 +89,4 @@ def look_ahead(protocol: Protocol, data: FederatedData, size: int, lanes: int | 
     steps = [[local.steps_for(n) for n in row] for row in sizes]
     lanes = lanes or packing.choose(steps, size)
     longest = max(packing.length(packing.pack(row, lanes)) for row in steps)
-    return Outlook(lanes, longest, min(local.batch_size, max(map(max, sizes))))
+    return Outlook(lanes, longest, min(local.batch_size, int(data.sizes().max())))
