@@ -58,12 +58,13 @@ class Protocol:
         object.__setattr__(self, "up", spec_of(pack({"": model, **extra}), self.link.up))
 
     def read_down(self, message: Message, round: int) -> tuple[State, Groups]:
-        """(the model as every client sees it, the algorithm's groups)"""
+        """(the model as every client sees it, in its own types whatever the link's; the algorithm's groups)"""
         _, state = admit(
             message, spec=self.down, round=round, method=self.algorithm.name, scheme=self.program.scheme
         )
         groups = unpack(state)
-        return groups.pop(""), groups
+        own = self.program.initial
+        return {name: tensor.to(own[name].dtype) for name, tensor in groups.pop("").items()}, groups
 
     def first(self, model: State) -> Groups:
         """What a client holds before its first round."""
