@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fedpara.errors import FedParaError, StateError, UsageError
+from fedpara.errors import ConfigError, FedParaError, StateError, UsageError
 from fedpara.state import State
 
 PART = ".*.part*"
@@ -45,6 +45,14 @@ def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise FedParaError(f"{path} could not be written: {error}.") from error
+
+
+def make_folder(folder: Path, what: str = "folder", cure: str = "another --out") -> None:
+    """With those above it. ConfigError where it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the {what} {folder} cannot be made: {error.strerror}. Choose {cure}.") from None
 
 
 def sweep(folder: Path, older_than: float = 0.0) -> None:

@@ -1,14 +1,12 @@
 """fedpara export: the merged model of a run or a saved state, for others to use."""
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fedpara.apps.merged import read_run_or_state
-from fedpara.errors import UsageError
 
 
 def export(
@@ -43,8 +41,6 @@ def export(
     name = "model" if client is None else f"model-client-{client}"
     base = source / name if source.is_dir() else source.with_suffix("")
     target = out or base.with_name(base.name + ending)
-    if os.path.lexists(target) and not overwrite:
-        raise UsageError(f"{target} exists: choose another name with --out, or replace it with --overwrite.")
     report = export_model(saved, target, format, overwrite=overwrite)  # type: ignore[arg-type]
     if as_json:
         typer.echo(

@@ -10,7 +10,7 @@ from pathlib import Path
 from fedpara import __version__
 from fedpara.apps.flower_settings import defaults
 from fedpara.errors import ConfigError
-from fedpara.files import write_bytes
+from fedpara.files import make_folder, write_bytes
 
 SERVER, CLIENT = "fedpara_server", "fedpara_client"
 
@@ -35,14 +35,8 @@ clientapp = "{client}:app"
 
 
 def write_app(folder: Path, given: Mapping[str, str | int | float] | None = None) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        empty = not any(folder.iterdir())
-    except OSError as error:
-        raise ConfigError(
-            f"the folder {folder} cannot be made: {error.strerror}. Choose another place for it."
-        ) from None
-    if not empty:
+    make_folder(folder, cure="another place")
+    if any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty, and nothing is overwritten: choose a new folder.")
     config = "\n".join(
         f"{name} = {json.dumps(value)}" for name, value in {**defaults(), **(given or {})}.items()

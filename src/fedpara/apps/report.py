@@ -8,7 +8,7 @@ import typer
 from fedpara.errors import UsageError
 from fedpara.experiments.library import Library
 from fedpara.experiments.paper import STUDIES
-from fedpara.files import write_bytes
+from fedpara.files import make_folder, write_bytes
 from fedpara.report.document import document
 from fedpara.report.figures import study_figure
 from fedpara.report.formats import csv_text, latex
@@ -43,7 +43,7 @@ def report(
     library = Library.of(*runs)
     if not library.runs:
         raise UsageError(f"no run in {', '.join(map(str, runs))}: expected folders with a config.toml.")
-    _make(out if kind in ("png", "svg") else out.parent)
+    make_folder(out if kind in ("png", "svg") else out.parent)
     tables = [table_of(study, library, library.seeds, scale=scale) for study in STUDIES.values()]
     if kind in ("png", "svg"):
         _figures(library, tables, out, kind, scale)
@@ -56,15 +56,6 @@ def report(
     }[kind]()
     write_bytes(out, text.encode())
     typer.echo(f"{out}: {len(text.encode()) / 1e3:.0f} kB, {sum(1 for _ in library)} runs")
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"the folder {folder} cannot be made: {error.strerror}. Choose another --out."
-        ) from None
 
 
 def _figures(library: Library, tables: list[Table], out: Path, kind: str, scale: str) -> None:

@@ -7,6 +7,7 @@
 Flower itself is met through a `Courier` only; the one that carries parcels over its Grid is in `apps`.
 """
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,7 +54,7 @@ class Terms:
 
     def __post_init__(self) -> None:
         for name in ("deadline", "hello", "poll"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}: expected a number of seconds above 0.")
         for name in ("oversample", "wait", "threads"):
             if getattr(self, name) < 0:

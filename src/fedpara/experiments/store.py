@@ -33,7 +33,7 @@ from fedpara.errors import ConfigError, RunError
 from fedpara.experiments.clients import OnDisk
 from fedpara.experiments.config import Experiment, read_toml, to_toml
 from fedpara.experiments.files import append_line, keep_rounds, read_lines, read_tensors, write_tensors
-from fedpara.files import PART, sweep, write_bytes
+from fedpara.files import PART, make_folder, sweep, write_bytes
 from fedpara.state import State
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -192,12 +192,7 @@ def create(path: Path, experiment: Experiment, model: dict[str, Any]) -> RunFold
     """
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{path} is a file: a run needs a folder. Choose another --out.")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the run folder {path} cannot be made: {error.strerror}. Choose another --out."
-        ) from None
+    make_folder(path, "run folder")
     refuse_used(path)
     lock = _lock(path)
     try:

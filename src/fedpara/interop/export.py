@@ -64,7 +64,7 @@ def export(
     if format not in get_args(Format):
         raise UsageError(f"unknown format {format!r}: expected one of {', '.join(get_args(Format))}.")
     if os.path.lexists(path) and not overwrite:
-        raise UsageError(f"{path} exists: choose another name, or allow it to be overwritten.")
+        raise UsageError(f"{path} exists: choose another name (--out), or have it replaced (--overwrite).")
     with replacing(path) as temporary:
         if format == "safetensors":
             state = _write_safetensors(source, temporary)
