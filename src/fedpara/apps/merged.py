@@ -19,6 +19,7 @@ from fedpara.engines.flower import ACCEPTED
 from fedpara.engines.program import shared_names, take_apart
 from fedpara.errors import FedParaError, RunError, UsageError
 from fedpara.experiments.build import build_model, build_scheme
+from fedpara.experiments.clients import kept_files
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.files import read_groups
 from fedpara.experiments.run import NODES
@@ -62,11 +63,11 @@ def _sides(shape: str) -> list[int]:
 def _of_run(path: Path, client: int | None) -> SavedState:
     """The global model; where parts of it are private, the client's own."""
     experiment = read_config(path)
-    found, _ = final_state(path)
+    found, round = final_state(path)
     network, description = _start(path, experiment)
     program = take_apart(network, experiment.share)  # type: ignore[arg-type]
     if program.private:
-        found = _own(path, client)
+        found = _own(path, client, found, round)
     elif client is not None:
         raise UsageError(
             f"{path} has one model, and no client keeps a part of it: --client expects a run with private parts. "
@@ -96,16 +97,16 @@ def _start(path: Path, experiment: Experiment) -> tuple[nn.Module, dict[str, Any
     return build_model(experiment, classes, shape, build_scheme(experiment)), description
 
 
-def _own(path: Path, client: int | None) -> State:
+def _own(path: Path, client: int | None, shared: State, round: int) -> State:
     """The shared state of the newest checkpoint and what the client kept then."""
-    shared, round = final_state(path)
     try:
         return {**shared, **_kept(path, client, round)}
     except FedParaError:
-        if final_state(path)[1] == round:
+        newer, now = final_state(path)
+        if now == round:
             raise
     # A run goes on there: it has removed what belonged to the older checkpoint.
-    return _own(path, client)
+    return _own(path, client, newer, now)
 
 
 def _kept(path: Path, client: int | None, round: int) -> State:
@@ -146,8 +147,7 @@ def _at_its_node(path: Path, client: int, round: int) -> Groups:
 def _newest(folder: Path, last: int) -> dict[int, Path]:
     """The file of every client that has taken part until round `last`. OnDisk would remove those of later rounds."""
     found: dict[int, tuple[int, Path]] = {}
-    for path in folder.glob("*/[0-9]*-[0-9]*.safetensors"):
-        client, round = map(int, path.stem.split("-"))
+    for client, round, path in kept_files(folder):
         if round <= last:
             found[client] = max(found.get(client, (0, path)), (round, path))
     return {client: path for client, (_, path) in found.items()}

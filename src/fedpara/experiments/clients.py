@@ -5,6 +5,7 @@ the newest file of a client that is no later than the checkpoint's round is its 
 dropped. Files are removed only once two checkpoints have passed them, since the newest may be unreadable.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from fedpara.algorithms import Groups
@@ -14,13 +15,19 @@ FAN = 1000
 """Clients a folder, so that a million of them do not lie in one."""
 
 
+def kept_files(folder: Path) -> Iterator[tuple[int, int, Path]]:
+    """(client, round, path) of every whole file."""
+    for path in folder.glob("*/[0-9]*-[0-9]*.safetensors"):
+        client, round = map(int, path.stem.split("-"))
+        yield client, round, path
+
+
 class OnDisk:
     def __init__(self, folder: Path, checkpoint: int = 0) -> None:
         self.folder = folder
         self._versions: dict[int, list[int]] = {}
         self._touched: set[int] = set()
-        for path in folder.glob("*/*.safetensors"):
-            client, round = (int(part) for part in path.name.split(".")[0].split("-"))
+        for client, round, path in kept_files(folder):
             if round > checkpoint:
                 path.unlink()
             else:
