@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,7 @@ class FederatedData:
     def size(self, i: int) -> int:
         return len(self.clients[i])
 
+    @cached_property
     def sizes(self) -> NDArray[np.int64]:
         """Every client's number of examples."""
         if isinstance(self.clients, Partition):

@@ -20,7 +20,7 @@ from fedpara.engines.lanes import Segment
 from fedpara.engines.memory import ClientMemory, Held
 from fedpara.engines.normalization import by_channel
 from fedpara.engines.places import Lanes, places_for, stack
-from fedpara.engines.plan import Plan, look_ahead, make_plan
+from fedpara.engines.plan import Outlook, Plan, look_ahead, make_plan
 from fedpara.engines.pooling import by_mean
 from fedpara.engines.scoring import scores
 from fedpara.engines.stacked import Precision, make_tick, one_step
@@ -43,6 +43,7 @@ class Batched:
         memory: ClientMemory,
         *,
         size: int,
+        outlook: Outlook | None = None,
         device: str | None = None,
         precision: Precision | None = None,
         compile: bool | None = None,
@@ -79,7 +80,7 @@ class Batched:
         self.judge = Worker(program, device=self.device)
         self.train_set = on_device(data.train, self.device)
         self.test_set = on_device(task.test, self.device) if task.test is not None else None
-        self.outlook = look_ahead(protocol, data, size)
+        self.outlook = outlook or look_ahead(protocol, data, size)
         self._steps_done = self._steps_run = 0
         self._places: Lanes | None = None
         self._ticks: dict[bool, Callable[[], None]] = {}
@@ -106,11 +107,8 @@ class Batched:
         busy = [client for client in clients if self.data.size(client)]
         memories = [self.memory.get(client) or self.protocol.first(model) for client in busy]
         private = [memory[PRIVATE] for memory in memories]
-        # A narrow link is read as float32, whatever type the model has.
-        own = self.protocol.program.initial
-        seen = {name: tensor.to(own[name].dtype) for name, tensor in model.items()}
-        before = self._scores(busy, [{**seen, **theirs} for theirs in private]) if personal else []
-        trained = self._train(round, busy, seen, private, down, memories) if busy else []
+        before = self._scores(busy, [{**model, **own} for own in private]) if personal else []
+        trained = self._train(round, busy, model, private, down, memories) if busy else []
         after = self._scores(busy, [one.state for one in trained]) if personal else []
 
         def reply(place: int) -> tuple[Reply, Groups]:

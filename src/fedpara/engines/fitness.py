@@ -11,7 +11,6 @@ from fedpara import parameterization
 from fedpara.data import FederatedData, normalise
 from fedpara.engines.client import Protocol
 from fedpara.engines.places import stack
-from fedpara.engines.plan import look_ahead
 from fedpara.engines.stacked import LANES_OF_A_STEP, one_step
 from fedpara.state import State, zeros_like
 
@@ -34,11 +33,13 @@ def unfit(protocol: Protocol, data: FederatedData) -> str:
     plain = parameterization.merge(program.model) if forms else deepcopy(program.model)
     step = one_step(plain.train(), forms, protocol.algorithm, "float32", program.shared, True)
     image = normalise(example.inputs, example.mean, example.std)
+    uneven = bool((data.sizes % local.batch_size).any())
+    batches = _padded(image, data)[: 1 + uneven]
     try:
-        padded = [_step(step, protocol, images, example.labels) for images in _padded(image, data)]
+        stepped = [_step(step, protocol, images, example.labels) for images in batches]
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    if not _same(*padded) and (data.sizes() % local.batch_size).any():
+    if uneven and not _same(*stepped):
         return (
             "short batches are padded, and what this model makes of an example depends on the others in its batch, "
             "as BatchNorm's output does"
@@ -46,12 +47,12 @@ def unfit(protocol: Protocol, data: FederatedData) -> str:
     return ""
 
 
-def _padded(image: Tensor, data: FederatedData) -> tuple[Tensor, Tensor]:
+def _padded(image: Tensor, data: FederatedData) -> list[Tensor]:
     """The image in two batches: beside itself; beside another example, if there is one, and itself."""
     some = data.train.subset(range(min(64, len(data.train))))
     others = normalise(some.inputs, some.mean, some.std)
     unlike = next((other[None] for other in others if not torch.equal(other, image[0])), image)
-    return torch.cat([image, image]), torch.cat([image, unlike, image])
+    return [torch.cat([image, image]), torch.cat([image, unlike, image])]
 
 
 def _step(
@@ -79,14 +80,13 @@ def _same(a: State, b: State) -> bool:
     return all(torch.allclose(a[name], b[name], rtol=1e-4, atol=1e-6, equal_nan=True) for name in a)
 
 
-def slower_on_cpu(protocol: Protocol, data: FederatedData, cohort: int) -> str:
+def slower_on_cpu(protocol: Protocol, lanes: int) -> str:
     """Why sequential is the faster one on a CPU, or "". A rule, not a timing: the same run takes the same path.
 
     Measured in benchmarks/README.md: stacked matrix products win 5 to 60%, grouped convolutions lose a third.
     """
     if any(isinstance(module, nn.modules.conv._ConvNd) for module in protocol.program.model.modules()):
         return "stacked convolutions are slower on a CPU"
-    lanes = look_ahead(protocol, data, cohort).lanes
     if lanes < LANES_THAT_PAY:
         return f"this cohort fills {lanes} lane{'s' * (lanes > 1)}, and fewer than {LANES_THAT_PAY} do not pay on a CPU"
     return ""

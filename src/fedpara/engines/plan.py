@@ -89,4 +89,4 @@ def look_ahead(protocol: Protocol, data: FederatedData, size: int, lanes: int | 
     steps = [[local.steps_for(n) for n in row] for row in sizes]
     lanes = lanes or packing.choose(steps, size)
     longest = max(packing.length(packing.pack(row, lanes)) for row in steps)
-    return Outlook(lanes, longest, min(local.batch_size, int(data.sizes().max())))
+    return Outlook(lanes, longest, min(local.batch_size, int(data.sizes.max())))

@@ -14,6 +14,7 @@ from fedpara.engines.fitness import slower_on_cpu, unfit
 from fedpara.engines.group import Group, join
 from fedpara.engines.loop import Engine, Progress, Round, Schedule, play
 from fedpara.engines.memory import ClientMemory, InMemory
+from fedpara.engines.plan import look_ahead
 from fedpara.engines.program import Share, shared_names, take_apart
 from fedpara.engines.ranks import Elsewhere, Ranks
 from fedpara.engines.sequential import Sequential
@@ -234,8 +235,10 @@ def _build_one(
     if name == "sequential":
         return Sequential(protocol, task, data, memory)
     reason = unfit(protocol, data)
-    if not reason and name == "auto" and not torch.cuda.is_available():
-        reason = slower_on_cpu(protocol, data, cohort)
+    size = -(-cohort // group.size)
+    outlook = None if reason else look_ahead(protocol, data, size)
+    if outlook is not None and name == "auto" and not torch.cuda.is_available():
+        reason = slower_on_cpu(protocol, outlook.lanes)
     if reason:
         return Sequential(
             protocol, task, data, memory, why=f"one client after another on the CPU; not batched: {reason}"
@@ -245,7 +248,8 @@ def _build_one(
         task,
         data,
         memory,
-        size=-(-cohort // group.size),
+        size=size,
+        outlook=outlook,
         device=str(group.device) if group.device is not None else None,
         precision=precision,
         say=say,

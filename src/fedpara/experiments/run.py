@@ -19,6 +19,7 @@ from fedpara.experiments.store import RunFolder, Summary, create, open_run, read
 
 Watcher = Callable[[Round, dict[str, float]], None]
 Speaker = Callable[[str], None]
+Prepared = tuple[Protocol, Schedule, bool]
 NODES = "nodes.txt"
 Host = Callable[[Protocol, Parts, RunFolder, Schedule, Speaker], tuple[Engine, Schedule]]
 """An engine that lives outside this process (Flower), and the schedule as it can keep it."""
@@ -40,10 +41,10 @@ def run(
     group = join()
     with group.in_step(f"the end of {path}"):
         parts = build(experiment, data_dir)
-        _prepared(experiment, parts)
+        prepared = _prepared(experiment, parts)
         model = _model_of(experiment, parts)
         folder = opened(group, path, experiment, lambda: create(path, experiment, model))
-        _go(group, parts, folder, watch, say)
+        _go(group, parts, prepared, folder, watch, say)
     return read_run(path)
 
 
@@ -96,13 +97,13 @@ def resume(
     group = join()
     with group.in_step(f"the end of {path}"):
         parts = build(experiment, data_dir)
-        _prepared(experiment, parts)
+        prepared = _prepared(experiment, parts)
         folder = opened(group, path, experiment, lambda: open_run(path, experiment))
-        _go(group, parts, folder, watch, say, host)
+        _go(group, parts, prepared, folder, watch, say, host)
     return read_run(path)
 
 
-def _prepared(experiment: Experiment, parts: Parts) -> tuple[Protocol, Schedule, bool]:
+def _prepared(experiment: Experiment, parts: Parts) -> Prepared:
     return prepare(
         parts.task,
         parts.data,
@@ -124,6 +125,7 @@ def _prepared(experiment: Experiment, parts: Parts) -> tuple[Protocol, Schedule,
 def _go(
     group: Group,
     parts: Parts,
+    prepared: Prepared,
     folder: RunFolder | Follower,
     watch: Watcher | None,
     say: Speaker | None,
@@ -143,7 +145,7 @@ def _go(
         if folder.progress:
             tell(f"resumed after round {folder.progress.round}")
         if not folder.finished:
-            _play(parts, folder, watch, tell, host)
+            _play(parts, prepared, folder, watch, tell, host)
     except BaseException as error:
         folder.log(f"stopped: {type(error).__name__}: {error}")
         if group.over and isinstance(error, RunError):
@@ -157,13 +159,14 @@ def _go(
 
 def _play(
     parts: Parts,
+    prepared: Prepared,
     folder: RunFolder | Follower,
     watch: Watcher | None,
     tell: Speaker,
     host: Host | None = None,
 ) -> None:
     experiment = folder.experiment
-    protocol, schedule, personal = _prepared(experiment, parts)
+    protocol, schedule, personal = prepared
     if host is not None:
         assert isinstance(folder, RunFolder), "Flower under torchrun"
         engine, schedule = host(protocol, parts, folder, schedule, tell)

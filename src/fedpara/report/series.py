@@ -6,9 +6,8 @@ from typing import Any
 
 from fedpara.experiments import Experiment, Summary
 from fedpara.experiments.config import FREE
-from fedpara.experiments.paper.measures import asked
+from fedpara.experiments.paper.measures import GIGABYTE, asked
 
-GIGABYTE = 2**30
 _SETS = {
     "cifar10": "CIFAR-10",
     "cifar100": "CIFAR-100",
