@@ -1,0 +1,200 @@
+"""fedpara export as a user meets it: the merged model, a client's own, and what is refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fedpara as fp
+from fedpara import data, models
+from fedpara.apps import merged
+from fedpara.data import normalise
+from fedpara.engines.flower import ACCEPTED
+from fedpara.experiments import Experiment, read_run, run
+from fedpara.experiments.build import build, build_model, build_scheme
+from fedpara.experiments.files import write_groups
+from fedpara.experiments.store import final_state
+
+PERSONAL = {"model": "mlp", "scheme": "pfedpara", "clients": 2, "cohort": 2, "epochs": None, "steps": 1}
+
+
+@pytest.mark.parametrize("scheme", ["original", "fedpara"])
+def test_an_exported_run_is_a_plain_model(cli, tmp_path, scheme):
+    experiment = Experiment(
+        model="mlp", scheme=scheme, clients=8, cohort=2, rounds=2, epochs=None, steps=2, lr=0.01
+    )
+    run(experiment, tmp_path / "run")
+    code, out, _ = cli("export", "run", "--format", "safetensors", "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert report["path"] == "run/model.merged.safetensors"
+    plain = models.mlp(64, classes=10)
+    plain.load_state_dict(load_file(tmp_path / report["path"]))
+    assert report["parameters"] == sum(p.numel() for p in plain.parameters())
+
+    trained = build_model(experiment, 10, (1, 8, 8), build_scheme(experiment))
+    trained.load_state_dict(final_state(tmp_path / "run")[0])
+    _, test = data.load("digits")
+    images = normalise(test.inputs, test.mean, test.std)
+    with torch.no_grad():
+        logits = plain(images)
+        torch.testing.assert_close(logits, trained(images), rtol=1e-5, atol=1e-5)
+    accuracy = float((logits.argmax(1) == test.labels).double().mean())
+    assert accuracy == pytest.approx(read_run(tmp_path / "run").accuracy, abs=1e-12)
+
+    code, _, err = cli("export", "run")
+    assert code == 2
+    assert "model.merged.safetensors exists" in " ".join(err.split())
+    assert "--out" in err
+    assert "--overwrite" in err
+    assert cli("export", "run", "--overwrite")[0] == 0
+    assert cli("export", "run", "--out", "other.safetensors")[0] == 0
+    assert (tmp_path / "other.safetensors").exists()
+
+
+def everything(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "share"), [("pfedpara", "all"), ("original", "fedper"), ("fedpara", "none")]
+)
+def test_a_client_exports_its_own_model(cli, tmp_path, scheme, share):
+    fields = {"model": "mlp", "scheme": scheme, "share": share, "engine": "sequential", "epochs": None}
+    experiment = Experiment(**fields, clients=8, cohort=2, rounds=3, steps=2, lr=0.01)
+    run(experiment, tmp_path / "run")
+    parts = build(experiment)
+    same = {"rounds": 3, "cohort": 2, "share": share, "engine": "sequential"}
+    simulated = fp.simulate(parts.task, parts.data, parts.algorithm, **same)
+    taken = sorted({client for result in simulated.rounds for client in result.cohort})
+    assert 2 < len(taken) < 8
+    # A kill between a round's files and its checkpoint leaves such files: they are not the run's, and stay.
+    for later in ("0/0-4", "0/7-4", "0/.0123456789abcdef.part"):
+        path = tmp_path / "run" / "clients" / f"{later}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"of a later round")
+    before = everything(tmp_path / "run")
+
+    code, out, err = cli("export", "run")
+    assert (code, out) == (2, "")
+    listed = ", ".join(map(str, taken))
+    assert f"expected --client with one of the {len(taken)} that have taken part ({listed})." in " ".join(
+        err.split()
+    )
+    never = next(client for client in range(8) if client not in taken)
+    code, _, err = cli("export", "run", "--client", never)
+    assert (code, f"client {never} has taken part in no round of run" in err) == (2, True)
+    assert everything(tmp_path / "run") == before
+
+    states = []
+    for client in taken:
+        code, out, _ = cli("export", "run", "--client", client, "--json")
+        assert code == 0
+        path = json.loads(out)["path"]
+        assert path == f"run/model-client-{client}.merged.safetensors"
+        states.append(load_file(tmp_path / path))
+        own = simulated.client_state(client)
+        plain = own if scheme == "original" else fp.merge(parts.task.model, own).state_dict()
+        assert states[-1].keys() == plain.keys()
+        for name, tensor in plain.items():
+            torch.testing.assert_close(states[-1][name], tensor, rtol=1e-5, atol=1e-6)
+        (tmp_path / path).unlink()
+    assert any(not torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert everything(tmp_path / "run") == before
+
+
+def test_a_run_that_goes_on_is_exported_at_one_checkpoint(cli, tmp_path, monkeypatch):
+    run(Experiment(**PERSONAL, rounds=3), tmp_path / "run")
+    seen = []
+
+    def moving(path):
+        state, round = final_state(path)
+        seen.append(round)
+        return (state, round) if len(seen) > 1 else ({}, 0)
+
+    monkeypatch.setattr(merged, "final_state", moving)
+    assert cli("export", "run", "--client", 0)[0] == 0
+    assert seen == [3, 3]
+
+
+@pytest.mark.parametrize("scheme", ["original", "pfedpara"])
+def test_a_file_of_a_run_folder_is_no_model(cli, tmp_path, scheme):
+    run(Experiment(**{**PERSONAL, "scheme": scheme, "algorithm": "scaffold"}, rounds=2), tmp_path / "run")
+    (kept, *_) = (tmp_path / "run" / "clients").rglob("*.safetensors")
+    before = everything(tmp_path)
+    for path, what in (
+        (tmp_path / "run" / "checkpoint.safetensors", "is a run's checkpoint"),
+        (tmp_path / "run" / "checkpoint.previous.safetensors", "is a run's checkpoint"),
+        (kept, "is what a client of a run keeps"),
+    ):
+        code, _, err = cli("export", path)
+        assert code == 1
+        said = " ".join(err.split())
+        assert what in said
+        assert "Export the run's folder instead." in said
+    assert everything(tmp_path) == before
+
+
+def test_a_client_that_has_no_model_of_its_own_to_export(cli, tmp_path):
+    scaffold = {**PERSONAL, "scheme": "fedpara", "algorithm": "scaffold"}
+    run(Experiment(**scaffold, rounds=1), tmp_path / "run")
+    assert list((tmp_path / "run" / "clients").rglob("*.safetensors"))
+    code, _, err = cli("export", "run", "--client", 0)
+    assert code == 2
+    assert "no client keeps a part of it" in err
+    assert cli("export", "run")[0] == 0
+    code, _, err = cli("export", "run/model.merged.safetensors", "--client", 0)
+    assert code == 2
+    assert "--client expects a run folder" in err
+
+
+def test_what_clients_keep_may_be_elsewhere(cli, tmp_path):
+    run(Experiment(**PERSONAL, rounds=1), tmp_path / "run")
+    shutil.move(tmp_path / "run" / "clients", tmp_path / "clients")
+    code, _, err = cli("export", "run", "--client", 0)
+    assert code == 1
+    assert "its clients folder holds none" in err
+
+    write_groups_of_flower(tmp_path / "run", round=1)
+    code, _, err = cli("export", "run", "--client", 0)
+    assert code == 1
+    assert "expected nodes-abc in run. Copy that folder there" in " ".join(err.split())
+    (tmp_path / "run" / "nodes-abc" / "0").mkdir(parents=True)
+    kept = tmp_path / "clients" / "0" / "0-1.safetensors"
+    shutil.copy(kept, tmp_path / "run" / "nodes-abc" / "0" / "1.safetensors")
+    assert cli("export", "run", "--client", 0)[0] == 0
+
+
+def write_groups_of_flower(folder, round):
+    """What Flower's server notes of client 0: the round it took; the rest is on the node."""
+    (folder / "nodes.txt").write_text("abc\n")
+    (folder / "clients" / "0").mkdir(parents=True)
+    noted = {ACCEPTED: {"round": torch.tensor(round)}}
+    write_groups(folder / "clients" / "0" / f"0-{round}.safetensors", noted)
+
+
+def test_what_cannot_be_exported_is_said(cli, tmp_path):
+    lay = Experiment(model="mlp", scheme="original", clients=8, cohort=2, rounds=1, epochs=None, steps=1)
+    run(lay, tmp_path / "run")
+    for arguments, code, says in (
+        (["nowhere"], 2, "does not exist"),
+        (["run", "--format", "tflite"], 2, "unknown format 'tflite'"),
+        ([tmp_path], 2, "not a run folder"),
+        ([tmp_path / "run" / "config.toml"], 1, "expected a whole safetensors file"),
+    ):
+        found, _, err = cli("export", *arguments)
+        assert (found, says in err) == (code, True), err
+    for damaged in ("{}", "[]", '{"name": "mlp", "classes": "x", "shape": [64]}'):
+        (tmp_path / "run" / "model.json").write_text(damaged)
+        code, _, err = cli("export", "run")
+        assert (code, "model.json is damaged: expected" in err) == (1, True), err
+    (tmp_path / "run" / "model.json").unlink()
+    code, _, err = cli("export", "run")
+    assert code == 1
+    assert "model.json cannot be read" in err
+    (tmp_path / "run" / "checkpoint.safetensors").unlink()
+    code, _, err = cli("export", "run")
+    assert code == 1
+    assert "no readable checkpoint" in err

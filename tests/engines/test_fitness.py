@@ -1,0 +1,104 @@
+"""What runs batched and what does not, and that the reason is said."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedpara as fp
+from fedpara import algorithms, data, models
+from fedpara.engines.client import Protocol
+from fedpara.engines.memory import InMemory
+from fedpara.engines.program import take_apart
+from fedpara.engines.simulate import build_engine
+
+
+@pytest.fixture(scope="module")
+def digits():
+    train, test = data.load("digits")
+    return train.subset(np.arange(160)), test.subset(np.arange(60))
+
+
+def test_a_model_vmap_cannot_take_runs_sequentially_and_says_why(digits):
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(64, 10)
+
+        def forward(self, x):
+            return self.fc(x.flatten(1)) * (1.0 if float(x.sum()) > 0 else 2.0)
+
+    train, test = digits
+    task = fp.Task(Reads(), test=test)
+    federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
+    protocol = Protocol(take_apart(task.model), algorithms.fedavg(lr=0.1), fp.Link(), 0)
+    engine = build_engine("batched", protocol, task, federation, InMemory(), 2)
+    assert engine.name == "sequential"
+    assert "not batched" in engine.why
+    assert ".item()" in engine.why
+
+
+def test_auto_on_a_cpu_stacks_matrix_products_and_leaves_convolutions_alone(digits):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    train, _ = digits
+    federation = fp.FederatedData(train, data.iid(train.labels, 6, 0))
+
+    def engine(model, cohort=5):
+        run = fp.simulate(
+            fp.Task(model), federation, algorithms.fedavg(lr=0.01, steps=1), rounds=1, cohort=cohort
+        )
+        return run.engine
+
+    assert engine(models.mlp(64, 24, 10)).startswith("batched: 5 lanes on cpu, float32, eager")
+    assert "stacked convolutions are slower on a CPU" in engine(
+        models.build("cnn", classes=10, shape=(1, 8, 8))
+    )
+    assert "this cohort fills 4 lanes, and fewer than 5 do not pay" in engine(
+        models.mlp(64, 24, 10), cohort=4
+    )
+    assert "this cohort fills 1 lane, and" in engine(models.mlp(64, 24, 10), cohort=1)
+
+
+class Centred(nn.Module):
+    """What it makes of an example depends on the others in its batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.fc(x - x.mean(0))
+
+
+@pytest.mark.parametrize(
+    "model", [Centred(), nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))]
+)
+@pytest.mark.parametrize(("sizes", "ran"), [([8] * 1100, "batched"), ([8] * 1099 + [9], "sequential")])
+def test_a_layer_that_looks_at_the_whole_batch_sees_no_padding(digits, model, sizes, ran):
+    train, _ = digits
+    federation = fp.FederatedData(train, [list(range(size)) for size in sizes])
+    protocol = Protocol(take_apart(model), algorithms.fedavg(lr=0.1, batch_size=4), fp.Link(), 0)
+    engine = build_engine("batched", protocol, fp.Task(model), federation, InMemory(), 2)
+    assert engine.name == ran
+    if ran == "sequential":
+        assert "on the CPU; not batched: short batches are padded" in engine.why
+
+
+class BySize(Centred):
+    def forward(self, x):
+        return self.fc(x.flatten(1)) / len(x)
+
+
+@pytest.mark.parametrize("model", [Centred(), BySize()])
+@pytest.mark.parametrize("first", [0, 255])
+def test_neither_a_blank_example_nor_the_batchs_size_hides_it(digits, model, first):
+    train = digits[0]
+    inputs = train.inputs.clone()
+    inputs[0] = first
+    federation = fp.FederatedData(replace(train, inputs=inputs), [[0, 1, 2], [3, 4]])
+    protocol = Protocol(take_apart(model), algorithms.fedavg(lr=0.1, batch_size=2), fp.Link(), 0)
+    assert build_engine("batched", protocol, fp.Task(model), federation, InMemory(), 2).name == "sequential"
