@@ -191,7 +191,8 @@ def test_every_field_can_be_said_on_the_command_line_or_in_a_file(cli, tmp_path)
 
 
 def test_another_engine_than_the_one_asked_for_is_said(cli):
-    words = "--model resnet18-tiny --scheme original --clients 8 --cohort 2 --steps 1".split()
+    model = ["--model", "resnet18-tiny", "--scheme", "original"]
+    words = [*model, "--clients", "8", "--cohort", "2", "--steps", "1"]
     code, _, err = cli("run", *words, "--rounds", "1", "--engine", "batched", "--out", "run")
     assert code == 0
     assert (
