@@ -5,12 +5,10 @@ another in a lane (`lanes.py`, `plan.py`). What each client sends is encoded for
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from copy import deepcopy
 from dataclasses import replace
 
 import torch
 
-from fedpara import parameterization
 from fedpara.algorithms import Groups
 from fedpara.data import Examples, FederatedData
 from fedpara.engines.capture import capture
@@ -61,12 +59,8 @@ class Batched:
         self.compile = self.on_gpu if compile is None else compile
         program = protocol.program
         # On a CPU GroupNorm under vmap refuses channels-last.
-        self.forms = {
-            name: replace(form, channels_last=self.on_gpu)
-            for name, form in parameterization.forms(program.model).items()
-        }
-        model = parameterization.merge(program.model) if self.forms else deepcopy(program.model)
-        self.plain = model.to(self.device).train()
+        self.forms = {name: replace(form, channels_last=self.on_gpu) for name, form in program.forms.items()}
+        self.plain = program.plain().to(self.device).train()
         if self.on_gpu:  # here, for they register ops with torch, which a CPU has no use for
             from fedpara.engines.convolution import pays_on, through_lanes
             from fedpara.engines.recurrence import through_recurrence

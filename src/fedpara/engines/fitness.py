@@ -1,14 +1,13 @@
 """Whether an experiment can run batched, and why not. A step of one example tells what vmap thinks of the model."""
 
 from collections.abc import Callable
-from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from fedpara import parameterization
 from fedpara.data import FederatedData, normalise
+from fedpara.engines.buffers import BufferPlaces
 from fedpara.engines.client import Protocol
 from fedpara.engines.places import stack
 from fedpara.engines.stacked import LANES_OF_A_STEP, one_step
@@ -21,17 +20,17 @@ LANES_THAT_PAY = 5
 def unfit(protocol: Protocol, data: FederatedData) -> str:
     """Why this experiment cannot run batched, or ""."""
     program, local = protocol.program, protocol.algorithm.local
-    forms = parameterization.forms(program.model)
     if local.jacobian and program.buffers:
         return "the Jacobian correction has no batched form for a model with buffers"
-    if local.jacobian and not forms:
-        return "the Jacobian correction needs factorized weights"
+    if program.half_frozen:
+        return f"some factors of {program.half_frozen} are frozen and others are not"
     someone = next((i for i in range(len(data)) if data.size(i)), None)
     if someone is None:
         return "no client holds an example"
     example = data.train.subset(data.indices(someone)[:1])
-    plain = parameterization.merge(program.model) if forms else deepcopy(program.model)
-    step = one_step(plain.train(), forms, protocol.algorithm, "float32", program.shared, True)
+    plain = program.plain().train()
+    places = BufferPlaces(plain)
+    step = one_step(plain, program.forms, protocol.algorithm, "float32", program.shared, True)
     image = normalise(example.inputs, example.mean, example.std)
     uneven = bool((data.sizes % local.batch_size).any())
     batches = _padded(image, data)[: 1 + uneven]
@@ -39,6 +38,10 @@ def unfit(protocol: Protocol, data: FederatedData) -> str:
         stepped = [_step(step, protocol, images, example.labels) for images in batches]
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    if name := places.replaced():
+        return (
+            f"the forward pass puts another tensor in the place of buffer {name!r}, which no state dict holds"
+        )
     if uneven and not _same(*stepped):
         return (
             "short batches are padded, and what this model makes of an example depends on the others in its batch, "

@@ -8,6 +8,7 @@
 Frozen parameters are part of the model's definition, not of its state: they are neither trained nor sent.
 """
 
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from fedpara import models, parameterization
 from fedpara.errors import ConfigError
+from fedpara.parameterization import Form
 from fedpara.state import State
 
 Share = Literal["all", "none", "fedper"]
@@ -44,6 +46,24 @@ class Program:
         """What a client keeps from round to round."""
         return (*sorted(self.private), *(self.buffers if not self.shared else ()))
 
+    @cached_property
+    def forms(self) -> dict[str, Form]:
+        """How the weights that train are written. A tied one is here once; one of frozen factors is a constant."""
+        trained = set(self.parameters)
+        found = parameterization.forms(self.model).items()
+        return {weight: form for weight, form in found if trained & factors_of(weight, form)}
+
+    @cached_property
+    def half_frozen(self) -> str:
+        """A weight of which some factors train and others do not, or "": no function of the parameters alone."""
+        trained = set(self.parameters)
+        return next((weight for weight, form in self.forms.items() if factors_of(weight, form) - trained), "")
+
+    def plain(self) -> nn.Module:
+        """A copy with plain weights: its state is `compose_state` of the parameters, by `forms`."""
+        factorized = parameterization.forms(self.model)
+        return parameterization.merge(self.model) if factorized else deepcopy(self.model)
+
     def start(self, names: tuple[str, ...]) -> State:
         return {name: self.initial[name].clone() for name in names}
 
@@ -57,7 +77,9 @@ def take_apart(model: nn.Module, share: Share = "all") -> Program:
     if share == "all":
         private = parameterization.private(model)
     elif share == "fedper":
-        private = parameterization.private(model) | models.last_layer(model)
+        twins = shared_names(model)
+        last = {twins.get(name, name) for name in models.last_layer(model)}
+        private = parameterization.private(model) | last
     elif share == "none":
         private = frozenset(parameters)
     else:
@@ -79,6 +101,10 @@ def shared_names(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     named = model.state_dict(keep_vars=True).items()
     return {name: found for name, t in named if (found := first.setdefault(id(t), name)) != name}
+
+
+def factors_of(weight: str, form: Form) -> set[str]:
+    return {f"{weight}.{factor}" for factor in form.factors}
 
 
 def describe(model: nn.Module) -> str:

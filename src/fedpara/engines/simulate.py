@@ -21,7 +21,6 @@ from fedpara.engines.sequential import Sequential
 from fedpara.engines.stacked import Precision
 from fedpara.engines.task import Task
 from fedpara.errors import ConfigError, RunError
-from fedpara.parameterization import forms
 from fedpara.state import State
 from fedpara.wire import Link
 
@@ -164,11 +163,16 @@ def prepare(
     _check_precision(precision, engine)
     if task.augment == "crop-flip" and len(data.train.shape) != 3:
         raise ConfigError(f"crop-flip of examples of shape {data.train.shape}: expected images. Use 'none'.")
-    if algorithm.local.jacobian and not forms(task.model):
+    program = take_apart(task.model, share)
+    if algorithm.local.jacobian and not program.forms:
         raise ConfigError(
             "the Jacobian correction needs factorized weights: factorize the model, or leave it out."
         )
-    program = take_apart(task.model, share)
+    if algorithm.local.jacobian and program.half_frozen:
+        raise ConfigError(
+            f"the Jacobian correction steps all factors of a weight, and of {program.half_frozen} only some train: "
+            "set requires_grad of all of them alike, or leave it out."
+        )
     if personal is None:
         personal = data.has_personal
     if personal and not data.has_personal:

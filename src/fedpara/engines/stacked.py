@@ -45,8 +45,10 @@ def one_step(
     ) -> tuple[Tensor, State]:
         fresh = {name: tensor.clone() for name, tensor in buffers.items()}
         seeds = {f"{name}.seed": layer_seed(seed, i) for i, name in enumerate(dropouts)}
+        given = {**weights, **fresh, **seeds}
         with torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-            logits = functional_call(plain, {**weights, **fresh, **seeds}, (images,))
+            logits = functional_call(plain, given, (images,))
+        fresh = {name: given[name].detach() for name in fresh}  # written to, or another in its place
         each = cross_entropy(logits.float(), labels, reduction="none")
         if not masked:
             return each.mean(), fresh

@@ -21,6 +21,7 @@ from fedpara.algorithms import Algorithm, Groups, Local, clip_by_norm, sgd_step
 from fedpara.data import Examples, normalise
 from fedpara.engines.augment import crop_flip, draw
 from fedpara.engines.batches import batches
+from fedpara.engines.buffers import BufferPlaces
 from fedpara.engines.dropout import layer_seed, own_dropouts, step_seed
 from fedpara.engines.program import Program, named_tensors
 from fedpara.engines.streams import numbers, own_layers, torch_seed
@@ -64,6 +65,7 @@ class Worker:
         named = named_tensors(self.model)
         self.parameters = {name: named[name] for name in program.parameters}
         self.buffers = {name: named[name] for name in program.buffers}
+        self.places = BufferPlaces(self.model)
         self.dropouts = list(own_dropouts(self.model).values())
         self._plain: nn.Module | None = None
 
@@ -105,7 +107,7 @@ class Worker:
                 total += loss
                 steps += 1
         parameters = {name: t.detach().clone() for name, t in self.parameters.items()}
-        buffers = {name: t.detach().clone() for name, t in self.buffers.items()}
+        buffers = {name: self.places.now(t).detach().clone() for name, t in self.buffers.items()}
         return Trained(parameters, buffers, float(total) / max(1, steps), steps)
 
     @torch.no_grad()
@@ -124,6 +126,7 @@ class Worker:
         return Score(correct, len(examples), loss / max(1, len(examples)))
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
+        self.places.restore()
         with torch.no_grad():
             tensors = self.parameters | self.buffers
             torch._foreach_copy_(list(tensors.values()), [state[name] for name in tensors])
@@ -145,14 +148,14 @@ class Worker:
         self, images: Tensor, labels: Tensor, local: Local, eta: float
     ) -> tuple[State, Tensor]:
         if self._plain is None:
-            self._plain = parameterization.merge(self.model)
-        plain, forms = self._plain, parameterization.forms(self.model)
+            self._plain = self.program.plain()
+        plain, forms = self._plain, self.program.forms
         for mine, its in zip(self.dropouts, own_dropouts(plain).values(), strict=True):
             its.seed.copy_(mine.seed)
 
         def loss(state: State) -> Tensor:
             # Copies: a transform may not write to what lies outside it.
-            buffers = {name: tensor.clone() for name, tensor in self.buffers.items()}
+            buffers = {name: self.places.now(tensor).clone() for name, tensor in self.buffers.items()}
             return cross_entropy(functional_call(plain, {**state, **buffers}, (images,)), labels)
 
         parameters = {name: tensor.detach() for name, tensor in self.parameters.items()}
