@@ -8,6 +8,7 @@ import fedpara as fp
 from fedpara.engines.loop import Schedule, play
 from fedpara.engines.memory import InMemory
 from fedpara.engines.program import take_apart
+from fedpara.engines.trial import smallest_batch
 from fedpara.errors import ConfigError
 
 EVEN = [range(12 * i, 12 * i + 12) for i in range(5)]
@@ -127,6 +128,75 @@ def test_half_a_weight_frozen_trains_but_not_batched_nor_corrected(world):
     assert not torch.equal(run.state["out.weight.x2"], run.protocol.program.initial["out.weight.x2"])
     with pytest.raises(ConfigError, match=r"of out\.weight only some train"):
         world.simulate(model, world.algorithm(jacobian=1.0))
+
+
+def batch_norm():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "local", "smallest"),
+    [
+        ((8, 9), {"batch_size": 4}, 1),
+        ((8, 9), {"batch_size": 4, "steps": 2}, 4),
+        ((8, 9), {"batch_size": 4, "steps": 3}, 1),
+        ((8, 1), {"batch_size": 4}, 1),
+        ((8, 2), {"batch_size": 1}, 1),
+        ((8, 0), {"batch_size": 4}, 4),
+        ((3, 7), {"batch_size": 4}, 3),
+        ((0, 0), {"batch_size": 4}, 0),
+    ],
+)
+def test_a_batch_too_small_for_the_model_is_refused_before_the_run(world, sizes, local, smallest):
+    federation = fp.FederatedData(world.train, [range(n) for n in sizes])
+    algorithm = world.algorithm(**local)
+    assert smallest_batch(federation, algorithm.local) == smallest
+    model = world.model("original", batch_norm)
+    if smallest == 1:
+        with pytest.raises(ConfigError, match=r"some batch here holds but one .* another batch size"):
+            world.simulate(model, algorithm, federation=federation, cohort=2)
+        model.eval()  # as evaluated it would do, but it is trained
+        with pytest.raises(ConfigError, match="but one"):
+            world.simulate(model, algorithm, federation=federation, cohort=2)
+    else:
+        world.simulate(model, algorithm, federation=federation, cohort=2)
+
+
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        (
+            lambda: nn.Sequential(nn.Flatten(), nn.Linear(63, 10)),
+            r"shape \(1, 8, 8\) .* cannot be multiplied",
+        ),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 9)), r"labels up to 9: .* out of bounds"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10).double()), "dtype"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_examples_is_refused_before_the_run(world, engine, network, said):
+    with pytest.raises(ConfigError, match=said):
+        world.simulate(world.model("original", network), engine=engine)
+
+
+class Looked(nn.Module):
+    """Reads pixels as characters."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(256, 4, sparse=True)
+        self.out = nn.Linear(256, 10)
+
+    def forward(self, x):
+        return self.out(self.embed((x.flatten(1) * 4).long().clamp(0, 255)).flatten(1))
+
+
+def test_a_sparse_gradient_is_as_good_as_a_dense_one(world, engine):
+    dense = world.model("original", Looked)
+    dense.embed.sparse = False
+    algorithm = world.algorithm(clip=0.5, momentum=0.5)
+    runs = [world.simulate(m, algorithm, engine=engine) for m in (world.model("original", Looked), dense)]
+    for name, tensor in runs[0].state.items():
+        torch.testing.assert_close(tensor, runs[1].state[name], rtol=1e-5, atol=1e-6)
 
 
 class TiedEnds(nn.Module):

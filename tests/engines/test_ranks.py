@@ -250,7 +250,7 @@ def test_a_rank_that_dies_ends_the_run_and_any_number_of_ranks_goes_on(tmp_path)
         await_rounds(folder, 8, processes)
         processes[1].kill()
         (code, _, said), _ = ended(processes)
-    assert code == 1
+    assert code == 1, said
     assert "fedpara: rank 1 no longer answers at " in said
     assert "`fedpara resume run` goes on" in said
     assert "Traceback" not in said

@@ -20,6 +20,7 @@ from fedpara.engines.ranks import Elsewhere, Ranks
 from fedpara.engines.sequential import Sequential
 from fedpara.engines.stacked import Precision
 from fedpara.engines.task import Task
+from fedpara.engines.trial import refuse_untrainable
 from fedpara.errors import ConfigError, RunError
 from fedpara.state import State
 from fedpara.wire import Link
@@ -173,6 +174,7 @@ def prepare(
             f"the Jacobian correction steps all factors of a weight, and of {program.half_frozen} only some train: "
             "set requires_grad of all of them alike, or leave it out."
         )
+    refuse_untrainable(program, data, algorithm.local)
     if personal is None:
         personal = data.has_personal
     if personal and not data.has_personal:

@@ -98,7 +98,7 @@ class Worker:
                 if crops is not None:
                     images = crop_flip(images, torch.from_numpy(draw(len(batch), crops)))
                 self._seed(step_seed(stream, steps))
-                gradient, loss = self._gradient(images, labels, local, eta)
+                gradient, loss = self.gradient(images, labels, local, eta)
                 if local.clip is not None:
                     gradient = clip_by_norm(gradient, local.clip)
                 g = gradient if len(x) == len(gradient) else {name: gradient[name] for name in x}
@@ -135,14 +135,16 @@ class Worker:
         for layer, dropout in enumerate(self.dropouts):
             dropout.seed.fill_(layer_seed(step, layer))
 
-    def _gradient(self, images: Tensor, labels: Tensor, local: Local, eta: float) -> tuple[State, Tensor]:
+    def gradient(self, images: Tensor, labels: Tensor, local: Local, eta: float) -> tuple[State, Tensor]:
+        """(of the loss on one batch at the model as it stands, the loss)"""
         if local.jacobian:
             return self._jacobian_gradient(images, labels, local, eta)
         loss = cross_entropy(self.model(images), labels)
         gradients = torch.autograd.grad(
             loss, list(self.parameters.values()), allow_unused=True, materialize_grads=True
         )
-        return dict(zip(self.parameters, gradients, strict=True)), loss.detach()
+        dense = (g.to_dense() if g.is_sparse else g for g in gradients)  # an embedding's may be sparse
+        return dict(zip(self.parameters, dense, strict=True)), loss.detach()
 
     def _jacobian_gradient(
         self, images: Tensor, labels: Tensor, local: Local, eta: float

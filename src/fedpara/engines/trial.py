@@ -1,0 +1,52 @@
+"""Trial: one gradient on a batch as small as any there will be, before anything is run or written."""
+
+import numpy as np
+import torch
+
+from fedpara.algorithms import Local
+from fedpara.data import FederatedData, normalise
+from fedpara.engines.program import Program
+from fedpara.engines.worker import Worker
+from fedpara.errors import ConfigError
+
+
+def refuse_untrainable(program: Program, data: FederatedData, local: Local) -> None:
+    """ConfigError for a model that these examples cannot train, in these batches."""
+    if not len(data.train) or (error := _failure(program, data, local, 1)) is None:
+        return
+    said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(".")
+    if _failure(program, data, local, 2) is None:
+        if smallest_batch(data, local) != 1:  # asks each client for its size, so only where it matters
+            return
+        raise ConfigError(
+            f"the model cannot be trained on a batch of one example, and some batch here holds but one ({said}). "
+            "Choose another batch size, or a model without BatchNorm."
+        ) from error
+    raise ConfigError(
+        f"the model cannot be trained on examples of shape {data.train.shape} with labels up to "
+        f"{int(data.train.labels.max())}: {said}."
+    ) from error
+
+
+def smallest_batch(data: FederatedData, local: Local) -> int:
+    """0 where no client holds an example."""
+    held = (int(n) for n in np.unique(data.sizes) if n)
+    return min((_smallest_of(n, local) for n in held), default=0)
+
+
+def _smallest_of(examples: int, local: Local) -> int:
+    short = examples % local.batch_size
+    comes_up = short and local.steps_for(examples) > examples // local.batch_size
+    return short if comes_up else min(examples, local.batch_size)
+
+
+def _failure(program: Program, data: FederatedData, local: Local, size: int) -> Exception | None:
+    worker = Worker(program)
+    most = int(data.train.labels.argmax())  # the label that an output too small misses
+    one = data.train.subset([most] * size)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            worker.gradient(normalise(one.inputs, one.mean, one.std), one.labels, local, local.lr)
+    except Exception as error:
+        return error
+    return None
