@@ -99,7 +99,7 @@ class Batched:
     def train(self, round: int, clients: Sequence[int], message: Letter, personal: bool) -> Iterable[Reply]:
         model, down = self.protocol.read_down(message, round)
         busy = [client for client in clients if self.data.size(client)]
-        memories = [self.memory.get(client) or self.protocol.first(model) for client in busy]
+        memories = [kept or self.protocol.first(model) for kept in self.memory.get_all(busy)]
         private = [memory[PRIVATE] for memory in memories]
         before = self._scores(busy, [{**model, **own} for own in private]) if personal else []
         trained = self._train(round, busy, model, private, down, memories) if busy else []

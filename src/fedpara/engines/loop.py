@@ -4,7 +4,6 @@ for t = 1 .. T:  S = cohort(t);  message = letter(x, extras);  replies = engine.
                  x, server = aggregate(the replies that are admitted)
 """
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import TypeVar
 from fedpara.algorithms import Groups, Update
 from fedpara.engines.client import Protocol, Reply, change_coded, from_change
 from fedpara.engines.streams import cohort, torch_numbers
+from fedpara.engines.threads import THREADS
 from fedpara.engines.worker import Score
 from fedpara.errors import RunError, UpdateRejected, WireError
 from fedpara.state import State, finite, mean
@@ -23,7 +23,6 @@ from fedpara.wire import Letter, Meter, admit, guard, letter, pack, unpack
 Verdict = TypeVar("Verdict")
 
 LARGE_MESSAGE = 1 << 20  # bytes; threads gain on hashing and copying more than this, and lose below
-AT_ONCE = min(16, os.cpu_count() or 1)
 
 
 class Engine(Interface):
@@ -197,7 +196,7 @@ def _collect(
 
 def _judged(replies: Iterable[Reply], judge: Callable[[Reply], Verdict]) -> Iterator[tuple[Reply, Verdict]]:
     """Each reply with its verdict, in order; large ones off a wire are judged by threads while the next come in."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         pending: deque[tuple[Reply, Future[Verdict]]] = deque()
         for reply in replies:
             if not isinstance(reply.message, bytes) or len(reply.message) < LARGE_MESSAGE:
@@ -206,7 +205,7 @@ def _judged(replies: Iterable[Reply], judge: Callable[[Reply], Verdict]) -> Iter
                 yield reply, judge(reply)
                 continue
             pending.append((reply, pool.submit(judge, reply)))
-            if len(pending) > AT_ONCE:
+            if len(pending) > THREADS:
                 one, verdict = pending.popleft()
                 yield one, verdict.result()
         yield from ((one, verdict.result()) for one, verdict in pending)

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from fedpara.algorithms import Groups
+from fedpara.engines.threads import at_once
 from fedpara.state import clone
 
 
 class ClientMemory(Protocol):
+    """Asked from several threads at once, for a client each."""
+
     def get(self, client: int) -> Groups | None: ...
 
     def put(self, client: int, round: int, groups: Groups) -> None: ...
@@ -45,11 +48,13 @@ class Held:
     def get(self, client: int) -> Groups | None:
         return self._memory.get(client)
 
+    def get_all(self, clients: Sequence[int]) -> list[Groups | None]:
+        return at_once(self._memory.get, clients)
+
     def hold(self, client: int, groups: Groups) -> None:
         self._waiting[client] = groups
 
     def keep(self, round: int, clients: Sequence[int]) -> None:
         """What these clients hold is theirs; what any other holds is dropped."""
-        for client in clients:
-            self._memory.put(client, round, self._waiting[client])
-        self._waiting = {}
+        waiting, self._waiting = self._waiting, {}
+        at_once(lambda client: self._memory.put(client, round, waiting[client]), clients)

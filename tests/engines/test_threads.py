@@ -1,0 +1,29 @@
+"""at_once: in order, all of it, and no error lost."""
+
+import time
+
+import pytest
+
+from fedpara.engines.threads import at_once
+
+
+def test_results_come_in_the_items_order():
+    def slow_first(i):
+        time.sleep(0.01 * (4 - i))
+        return i * i
+
+    assert at_once(slow_first, range(5)) == [0, 1, 4, 9, 16]
+    assert at_once(slow_first, []) == []
+
+
+def test_an_error_is_raised_once_all_have_ended():
+    done = []
+
+    def work(i):
+        if i == 1:
+            raise OSError("the disk is full")
+        done.append(i)
+
+    with pytest.raises(OSError, match="the disk is full"):
+        at_once(work, range(6))
+    assert sorted(done) == [0, 2, 3, 4, 5]
