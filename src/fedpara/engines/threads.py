@@ -15,6 +15,6 @@ THREADS = min(16, os.cpu_count() or 1)
 
 
 def at_once(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """The results in the items' order; the first error is raised once all have ended."""
+    """The results in the items' order; the first error is raised once what began has ended."""
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(work, items))
