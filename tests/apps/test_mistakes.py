@@ -20,7 +20,7 @@ BAD = {
     "share": (["run", "--share", "some"], 2, "unknown share 'some'"),
     "split": (["run", "--split", "dirichlett"], 2, "did you mean 'dirichlet'"),
     "cohort above clients": (["run", "--clients", "5", "--cohort", "6"], 2, "a cohort of 6 from 5 clients"),
-    "zero rounds": (["run", "--rounds", "0"], 2, "rounds is 0: expected at least 1"),
+    "zero rounds": (["run", "--rounds", "0"], 2, "rounds is 0: expected a whole number of 1 or more"),
     "alpha": (["run", "--alpha", "0"], 2, "alpha is 0.0: expected a positive number"),
     "alpha below": (["run", "--alpha=-1"], 2, "alpha is -1.0"),
     "gamma": (["run", "--gamma", "1.5"], 2, "gamma"),

@@ -1,5 +1,6 @@
 """Models that keep more than plain parameters: buffers of every kind, tied weights, frozen factors."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -9,7 +10,7 @@ from fedpara.engines.loop import Schedule, play
 from fedpara.engines.memory import InMemory
 from fedpara.engines.program import take_apart
 from fedpara.engines.trial import smallest_batch
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, SchemeError
 
 EVEN = [range(12 * i, 12 * i + 12) for i in range(5)]
 
@@ -170,12 +171,31 @@ def test_a_batch_too_small_for_the_model_is_refused_before_the_run(world, sizes,
             r"shape \(1, 8, 8\) .* cannot be multiplied",
         ),
         (lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 9)), r"labels up to 9: .* out of bounds"),
-        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10).double()), "dtype"),
+        (
+            lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10).double()),
+            r"torch\.float32 examples .* dtype",
+        ),
     ],
 )
 def test_a_model_that_does_not_fit_the_examples_is_refused_before_the_run(world, engine, network, said):
     with pytest.raises(ConfigError, match=said):
         world.simulate(world.model("original", network), engine=engine)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_torchs_old_weight_norm_is_refused_by_name(world, engine):
+    def network():
+        return nn.Sequential(nn.Flatten(), nn.utils.weight_norm(nn.Linear(64, 10)))
+
+    with pytest.raises(SchemeError, match=r"1\.weight is computed from other tensors"):
+        world.simulate(world.model("original", network), engine=engine)
+
+
+@pytest.mark.parametrize("field", ["rounds", "cohort", "evaluate_every", "seed"])
+def test_counts_are_whole_numbers(world, field):
+    with pytest.raises(ConfigError, match=rf"{field} is 1\.5: expected .*whole number"):
+        world.simulate(world.model(), **{field: 1.5})
+    world.simulate(world.model(), **{field: np.int64(2)})
 
 
 class Looked(nn.Module):

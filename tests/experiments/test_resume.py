@@ -192,6 +192,46 @@ def test_what_clients_kept_after_the_checkpoint_is_forgotten(stopped, alone):
     assert not list(stopped.rglob(".*.part*"))
 
 
+@pytest.mark.parametrize("lose", ["all", "one", "the newest of one"])
+def test_what_clients_kept_is_missed(stopped, lose):
+    """Silently, they would begin again."""
+    kept = sorted((stopped / "clients").glob("*/*.safetensors"))
+    client = next(path.name.split("-")[0] for path in kept if path.name.endswith("-4.safetensors"))
+    pattern = {"all": "*", "one": f"{client}-*", "the newest of one": f"{client}-4.*"}[lose]
+    for path in (stopped / "clients").glob(f"*/{pattern}"):
+        path.unlink()
+    there = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
+    with pytest.raises(RunError, match=r"clients lacks what client \d+.* kept of round \d"):
+        resume(stopped)
+    assert {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()} == there
+
+
+def test_what_clients_keep_comes_and_goes_with_its_checkpoint(stopped, alone):
+    """The checkpoint before expects the files before."""
+    (stopped / "checkpoint.safetensors").unlink()
+    for path in (stopped / "clients").glob("*/*-4.safetensors"):
+        path.unlink()
+    resume(stopped)
+    ends_like(stopped, alone)
+
+
+def test_a_run_without_memory_expects_none(tmp_path):
+    plain = replace(SHORT, scheme="original", algorithm="fedavg", init=None, rounds=2)
+    run(plain, str(tmp_path / "run"))
+    assert resume(str(tmp_path / "run"), rounds=3).rounds == read_run(str(tmp_path / "run")).rounds == 3
+    assert "clients" not in read_tensors(tmp_path / "run" / "checkpoint.safetensors")[0]
+
+
+def test_a_refused_folder_is_left_as_it_was(alone, tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for name in ("config.toml", "metrics.jsonl", "timing.jsonl"):
+        shutil.copy(alone / name, kept)
+    with pytest.raises(RunError, match="it is kept for reading"):
+        resume(kept)
+    assert {path.name for path in kept.iterdir()} == {"config.toml", "metrics.jsonl", "timing.jsonl"}
+
+
 def test_a_folder_may_be_moved(stopped, alone, tmp_path):
     shutil.move(stopped, tmp_path / "elsewhere")
     resume(tmp_path / "elsewhere")

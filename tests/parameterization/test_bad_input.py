@@ -388,6 +388,14 @@ def test_one_except_clause_catches_them_all():
     assert issubclass(StateError, fp.FedParaError)
 
 
+def test_a_sparse_embedding_is_refused_by_name():
+    model = nn.Sequential(nn.Embedding(50, 30, sparse=True), nn.Linear(30, 30))
+    with pytest.raises(SchemeError, match=r"gradient of 0\.weight is sparse.* sparse=False"):
+        fp.factorize(model, FEDPARA)
+    assert not forms(model)
+    fp.factorize(model, FEDPARA, lambda name, module, parameter: name == "1")
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
 def test_torchs_old_weight_norm_is_not_merged():
     old = nn.Sequential(nn.utils.weight_norm(nn.Linear(30, 30)), nn.Linear(30, 30))

@@ -34,6 +34,11 @@ BELOW_ONE: Rule = ("a number of 0 or more and below 1", lambda value: 0 <= value
 AT_MOST_ONE: Rule = ("a number above 0 and at most 1", lambda value: 0 < value <= 1)
 COUNT: Rule = ("a whole number of 1 or more", lambda value: value >= 1 and isinstance(value, Integral))
 
+SEED: Rule = (
+    "a whole number, 0 to 2^63 - 1",
+    lambda value: 0 <= value < 1 << 63 and isinstance(value, Integral),
+)
+
 
 def check(rule: Rule, **values: Any) -> None:
     """ConfigError for the first value that is not a finite number within the rule."""

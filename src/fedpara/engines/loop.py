@@ -69,6 +69,7 @@ class Round:
     before: float | None = None
     after: float | None = None
     notes: tuple[str, ...] = field(default=())
+    kept: tuple[int, ...] = ()  # the clients whose memories are of this round now
 
     @property
     def number(self) -> int:
@@ -140,6 +141,7 @@ def _round(
         down,
         tuple(got.refused),
         notes=tuple(got.notes),
+        kept=tuple(reply.client for reply in got.replies) if protocol.keeps else (),
     )
     return _evaluated(protocol, engine, schedule, got.replies, result)
 

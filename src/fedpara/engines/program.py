@@ -69,6 +69,7 @@ class Program:
 
 
 def take_apart(model: nn.Module, share: Share = "all") -> Program:
+    parameterization.refuse_old_norms(model)  # an engine trains a copy
     named = named_tensors(model)
     parameters = tuple(n for n, t in named.items() if isinstance(t, nn.Parameter) and t.requires_grad)
     buffers = tuple(n for n, t in named.items() if not isinstance(t, nn.Parameter))

@@ -7,6 +7,7 @@ from typing import get_args
 import torch
 
 from fedpara.algorithms import Algorithm
+from fedpara.algorithms.core import COUNT, SEED, check
 from fedpara.data import FederatedData
 from fedpara.engines.batched import Batched
 from fedpara.engines.client import PRIVATE, Protocol
@@ -148,13 +149,10 @@ def prepare(
     target: float | None,
 ) -> tuple[Protocol, Schedule, bool]:
     """Everything checked, nothing run yet: what both ends know, the rounds, and whether clients are scored."""
-    for name, value in (("rounds", rounds), ("cohort", cohort), ("evaluate_every", evaluate_every)):
-        if value < 1:
-            raise ConfigError(f"{name} is {value}: expected at least 1.")
+    check(COUNT, rounds=rounds, cohort=cohort, evaluate_every=evaluate_every)
     if cohort > len(data):
         raise ConfigError(f"a cohort of {cohort} from {len(data)} clients: expected no more than there are.")
-    if not 0 <= seed < 1 << 63:
-        raise ConfigError(f"seed is {seed}: expected 0 to 2^63 - 1.")
+    check(SEED, seed=seed)
     if max_norm is not None and not max_norm > 0:
         raise ConfigError(f"max_norm is {max_norm}: expected a positive bound.")
     if target is not None and not 0 < target <= 1:

@@ -1,10 +1,12 @@
 """Trial: one gradient on a batch as small as any there will be, before anything is run or written."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from fedpara.algorithms import Local
-from fedpara.data import FederatedData, normalise
+from fedpara.data import Examples, FederatedData, normalise
 from fedpara.engines.program import Program
 from fedpara.engines.worker import Worker
 from fedpara.errors import ConfigError
@@ -23,8 +25,8 @@ def refuse_untrainable(program: Program, data: FederatedData, local: Local) -> N
             "Choose another batch size, or a model without BatchNorm."
         ) from error
     raise ConfigError(
-        f"the model cannot be trained on examples of shape {data.train.shape} with labels up to "
-        f"{int(data.train.labels.max())}: {said}."
+        f"the model cannot be trained on {_read(data, 1).inputs.dtype} examples of shape {data.train.shape} with "
+        f"labels up to {int(data.train.labels.max())}: {said}."
     ) from error
 
 
@@ -41,12 +43,16 @@ def _smallest_of(examples: int, local: Local) -> int:
 
 
 def _failure(program: Program, data: FederatedData, local: Local, size: int) -> Exception | None:
-    worker = Worker(program)
-    most = int(data.train.labels.argmax())  # the label that an output too small misses
-    one = data.train.subset([most] * size)
+    worker, some = Worker(program), _read(data, size)
     try:
         with torch.random.fork_rng(devices=[]):
-            worker.gradient(normalise(one.inputs, one.mean, one.std), one.labels, local, local.lr)
+            worker.gradient(some.inputs, some.labels, local, local.lr)
     except Exception as error:
         return error
     return None
+
+
+def _read(data: FederatedData, size: int) -> Examples:
+    """A batch as a step reads it, of the label that an output too small misses."""
+    some = data.train.subset([int(data.train.labels.argmax())] * size)
+    return replace(some, inputs=normalise(some.inputs, some.mean, some.std))

@@ -1,7 +1,7 @@
 """From an Experiment's words to the objects they mean."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
+from os import PathLike
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ class Parts:
     link: Link
 
 
-def build(experiment: Experiment, data_dir: Path | None = None) -> Parts:
+def build(experiment: Experiment, data_dir: str | PathLike[str] | None = None) -> Parts:
     algorithm = build_algorithm(experiment)
     link = Link(up=experiment.link_up, down=experiment.link_down)
     scheme = build_scheme(experiment)

@@ -5,10 +5,11 @@ the newest file of a client that is no later than the checkpoint's round is its 
 dropped. Files are removed only once two checkpoints have passed them, since the newest may be unreadable.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fedpara.algorithms import Groups
+from fedpara.errors import RunError
 from fedpara.experiments.files import read_groups, write_groups
 
 FAN = 1000
@@ -20,6 +21,18 @@ def kept_files(folder: Path) -> Iterator[tuple[int, int, Path]]:
     for path in folder.glob("*/[0-9]*-[0-9]*.safetensors"):
         client, round = map(int, path.stem.split("-"))
         yield client, round, path
+
+
+def refuse_lost(folder: Path, expected: Mapping[int, int]) -> None:
+    """RunError where the file of a client's last round is gone: it would begin again, and nobody would know."""
+    there = {(client, round) for client, round, _ in kept_files(folder)}
+    lost = sorted(client for client, round in expected.items() if (client, round) not in there)
+    if lost:
+        others = f", and of {len(lost) - 1} more," if len(lost) > 1 else ""
+        raise RunError(
+            f"{folder} lacks what client {lost[0]}{others} kept of round {expected[lost[0]]}: expected a file of each "
+            f"of the {len(expected)} clients that have taken part. Bring them back, or start the run anew."
+        )
 
 
 class OnDisk:

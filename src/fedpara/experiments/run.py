@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -27,9 +28,9 @@ Host = Callable[[Protocol, Parts, RunFolder, Schedule, Speaker], tuple[Engine, S
 
 def run(
     experiment: Experiment,
-    path: Path,
+    path: str | PathLike[str],
     *,
-    data_dir: Path | None = None,
+    data_dir: str | PathLike[str] | None = None,
     watch: Watcher | None = None,
     say: Speaker | None = None,
 ) -> Summary:
@@ -38,7 +39,7 @@ def run(
     Under torchrun every rank calls this; rank 0 holds the folder, and `watch` and `say` are called there alone.
     """
     refuse_hostless(experiment.engine)
-    group = join()
+    path, group = Path(path), join()
     with group.in_step(f"the end of {path}"):
         parts = build(experiment, data_dir)
         prepared = _prepared(experiment, parts)
@@ -73,17 +74,18 @@ def lay_out_all(runs: Mapping[Path, Experiment], *, data_dir: Path | None = None
 
 
 def resume(
-    path: Path,
+    path: str | PathLike[str],
     *,
     rounds: int | None = None,
     engine: str | None = None,
     precision: str | None = None,
-    data_dir: Path | None = None,
+    data_dir: str | PathLike[str] | None = None,
     watch: Watcher | None = None,
     say: Speaker | None = None,
     host: Host | None = None,
 ) -> Summary:
     """Go on where the folder's last checkpoint is; in the same engine, to the same bits as if it had never stopped."""
+    path = Path(path)
     experiment = read_config(path)
     if rounds is not None:
         experiment = replace(experiment, rounds=rounds)

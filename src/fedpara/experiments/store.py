@@ -5,7 +5,7 @@
     model.json                     how the network is built again
     metrics.jsonl                  one line a round: the same bits for the same config and seed
     timing.jsonl                   one line a round: seconds, clients a second
-    checkpoint.safetensors         round, model, server's variables; .previous is the one before
+    checkpoint.safetensors         round, model, server's variables, which clients keep something; .previous before it
     clients/                       what clients keep
     log.txt                        starts, resumes, refusals, the engine and why
 
@@ -30,7 +30,7 @@ import torch
 
 from fedpara.engines.loop import Progress, Round
 from fedpara.errors import ConfigError, RunError
-from fedpara.experiments.clients import OnDisk
+from fedpara.experiments.clients import OnDisk, refuse_lost
 from fedpara.experiments.config import Experiment, read_toml, to_toml
 from fedpara.experiments.files import append_line, keep_rounds, read_lines, read_tensors, write_tensors
 from fedpara.files import PART, make_folder, sweep, write_bytes
@@ -38,7 +38,10 @@ from fedpara.state import State
 
 CHECKPOINT = "checkpoint.safetensors"
 PREVIOUS = "checkpoint.previous.safetensors"
-LAID_FIRST = (".lock", "environment.json", "model.json")
+LOCK = ".lock"
+CLIENTS = "clients"
+"""A checkpoint's table: of each client that keeps something, the round that its file is of."""
+LAID_FIRST = (LOCK, "environment.json", "model.json")
 """What a kill may leave of a folder whose config was not written yet: it is still as good as empty."""
 
 
@@ -49,16 +52,21 @@ class RunFolder:
         self.path = path
         self.experiment = experiment
         self.notes: list[str] = []
+        self._kept: dict[int, int] = {}
+        unlocked = not (path / LOCK).exists()
         self._lock = _lock(path) if lock is None else lock
         try:
             sweep(path)
             self.progress = self._newest_checkpoint()
             at = self.progress.round if self.progress else 0
             self._previous = at
+            refuse_lost(path / "clients", self._kept)
             self.memory = OnDisk(path / "clients", at)
             for name in ("metrics.jsonl", "timing.jsonl"):
                 keep_rounds(path / name, at)
         except BaseException:
+            if unlocked:
+                (path / LOCK).unlink(missing_ok=True)
             self.close()
             raise
 
@@ -70,7 +78,10 @@ class RunFolder:
         current = self.path / CHECKPOINT
         if current.exists():
             current.replace(self.path / PREVIOUS)
+        self._kept |= dict.fromkeys(result.kept, result.number)
         state, metadata = _flatten(result.progress)
+        if self._kept:
+            state[CLIENTS] = torch.tensor(sorted(self._kept.items()))
         write_tensors(current, state, {**metadata, "identity": self.experiment.identity})
         self.memory.settle(self._previous)
         self._previous = result.number
@@ -129,6 +140,8 @@ class RunFolder:
                 f"{reason} The checkpoint before it, of round {progress.round}, is used."
                 for reason in reasons
             ]
+            if CLIENTS in state:
+                self._kept = dict(state[CLIENTS].tolist())
             return progress
         if paths:
             raise RunError(
@@ -234,7 +247,8 @@ def open_run(path: Path, experiment: Experiment) -> RunFolder:
     return folder
 
 
-def read_run(path: Path) -> Summary:
+def read_run(path: str | os.PathLike[str]) -> Summary:
+    path = Path(path)
     experiment = read_config(path)
     return Summary(path, experiment, read_lines(path / "metrics.jsonl"), read_lines(path / "timing.jsonl"))
 
@@ -249,14 +263,17 @@ def read_config(path: Path) -> Experiment:
 
 def final_state(path: Path) -> tuple[State, int]:
     """The model's shared state in the newest readable checkpoint, and its round."""
+    reasons = []
     for name in (CHECKPOINT, PREVIOUS):
         if (path / name).exists():
             try:
                 progress = _unflatten(*read_tensors(path / name))
-            except RunError:
+            except RunError as error:
+                reasons.append(str(error))
                 continue
             return {**progress.x, **progress.buffers}, progress.round
-    raise RunError(f"{path} has no readable checkpoint: the run has not finished its first round.")
+    why = " ".join(reasons) or "the run has not finished its first round, or is kept for reading only."
+    raise RunError(f"{path} has no readable checkpoint: {why}")
 
 
 def read_progress(path: Path, round: int) -> Progress:
@@ -320,7 +337,7 @@ def is_locked(path: Path) -> bool:
 
 def _lock(path: Path) -> int:
     try:
-        handle = os.open(path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+        handle = os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
     except OSError as error:
         raise RunError(f"{path} cannot be written to: {error.strerror}.") from None
     try:

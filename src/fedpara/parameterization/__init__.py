@@ -8,6 +8,7 @@ from fedpara.parameterization.convert import (
     load,
     merge,
     private,
+    refuse_old_norms,
 )
 from fedpara.parameterization.fit import fit
 from fedpara.parameterization.initialise import calibrated, fan_out, he
@@ -36,5 +37,6 @@ __all__ = [
     "merge",
     "plan",
     "private",
+    "refuse_old_norms",
     "write",
 ]

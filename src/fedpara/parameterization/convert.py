@@ -107,7 +107,7 @@ def merge(model: M, state: Mapping[str, Tensor] | None = None) -> M:
             f"{type(model).__name__} holds no factorized weight: there is nothing to merge. "
             "Factorize it first, or use the model as it is."
         )
-    _refuse_old_norms(model)
+    refuse_old_norms(model)
     plain = deepcopy(model)
     for owner in {owner for owner, _, _ in _owners(plain)}:
         _own_class(owner)
@@ -225,7 +225,7 @@ def _own_class(copy: nn.Module) -> None:
     copy.__class__ = type(cls.__name__, cls.__bases__, members)
 
 
-def _refuse_old_norms(model: nn.Module) -> None:
+def refuse_old_norms(model: nn.Module) -> None:
     """torch's old weight_norm and spectral_norm leave a computed tensor on the module, which cannot be copied."""
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():

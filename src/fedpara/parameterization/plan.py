@@ -76,6 +76,11 @@ def _choose(
             f"{names[0]} holds {str(weight.dtype).removeprefix('torch.')}: expected floating-point numbers, which "
             "factors can be multiplied into. Leave this parameter out with `where`."
         )
+    if any(getattr(module, "sparse", False) is True for module, _ in owners):
+        raise SchemeError(
+            f"the gradient of {names[0]} is sparse, and factors have none such: expected an embedding with "
+            "sparse=False. Set it so, or leave this parameter out with `where`."
+        )
     own = scheme if answer is True else answer
     if not hasattr(own, "rank_of"):
         raise SchemeError(f"`where` answered {own!r} for {names[0]}: expected True, False or a scheme.")
