@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import dropout
 
 import fedpara as fp
 from fedpara import algorithms, data, models
@@ -86,6 +87,21 @@ def test_a_layer_that_looks_at_the_whole_batch_sees_no_padding(digits, model, si
     assert engine.name == ran
     if ran == "sequential":
         assert "on the CPU; not batched: short batches are padded" in engine.why
+
+
+class Noisy(Centred):
+    def forward(self, x):
+        return self.fc(dropout(x.flatten(1), 0.5, self.training))
+
+
+def test_random_numbers_are_not_taken_for_a_look_at_the_batch(digits):
+    reasons = []
+    for model in (Noisy(), nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))):
+        federation = fp.FederatedData(digits[0], [[0, 1, 2], [3, 4]])
+        protocol = Protocol(take_apart(model), algorithms.fedavg(lr=0.1, batch_size=2), fp.Link(), 0)
+        reasons.append(build_engine("batched", protocol, fp.Task(model), federation, InMemory(), 2).why)
+    assert "draws random numbers of its own" in reasons[0]
+    assert "not batched" not in reasons[1]
 
 
 class BySize(Centred):

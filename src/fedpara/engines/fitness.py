@@ -42,12 +42,14 @@ def unfit(protocol: Protocol, data: FederatedData) -> str:
         return (
             f"the forward pass puts another tensor in the place of buffer {name!r}, which no state dict holds"
         )
-    if uneven and not _same(*stepped):
-        return (
-            "short batches are padded, and what this model makes of an example depends on the others in its batch, "
-            "as BatchNorm's output does"
-        )
-    return ""
+    if not uneven or _same(*stepped):
+        return ""
+    if not _same(stepped[0], _step(step, protocol, batches[0], example.labels, seed=1)):
+        return "short batches are padded, and the forward pass draws random numbers of its own, as nn.Dropout would not"
+    return (
+        "short batches are padded, and what this model makes of an example depends on the others in its batch, as "
+        "BatchNorm's output does"
+    )
 
 
 def _padded(image: Tensor, data: FederatedData) -> list[Tensor]:
@@ -59,7 +61,11 @@ def _padded(image: Tensor, data: FederatedData) -> list[Tensor]:
 
 
 def _step(
-    step: Callable[..., tuple[State, State, State, Tensor]], protocol: Protocol, images: Tensor, label: Tensor
+    step: Callable[..., tuple[State, State, State, Tensor]],
+    protocol: Protocol,
+    images: Tensor,
+    label: Tensor,
+    seed: int = 0,
 ) -> State:
     """One client after a step on a batch whose first place holds an example, and whose others are padding."""
     program, algorithm = protocol.program, protocol.algorithm
@@ -72,7 +78,7 @@ def _step(
     down = algorithm.broadcast(algorithm.server_init(x))
     given = (images[None], label.repeat(len(images))[None], torch.tensor([1]), torch.tensor([0]))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         stepped, _, buffers, _ = vmap(step, in_dims=LANES_OF_A_STEP, randomness="different")(
             *lanes, own, *given, x, down, torch.tensor(0.1)
         )
