@@ -91,7 +91,7 @@ def test_a_layer_that_looks_at_the_whole_batch_sees_no_padding(digits, model, si
 
 class Noisy(Centred):
     def forward(self, x):
-        return self.fc(dropout(x.flatten(1), 0.5, self.training))
+        return dropout(self.fc(dropout(x.flatten(1), 0.5, self.training)), 0.5, self.training)
 
 
 def test_random_numbers_are_not_taken_for_a_look_at_the_batch(digits):
