@@ -1,6 +1,7 @@
 """What the README shows can be done as it stands there."""
 
 import ast
+import os
 import re
 from pathlib import Path
 
@@ -9,9 +10,11 @@ from torch import nn
 
 import fedpara as fp
 from fedpara import models
+from fedpara.data import status
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+DATA = os.environ.get("FEDPARA_DATA")
 
 CANNOT_RUN: dict[str, str] = {}
 """The first line of a block that needs what is not everywhere, and what that is. None does."""
@@ -58,6 +61,15 @@ def commands(pattern):
     """The README's shell lines that match, without their comments."""
     lines = re.findall(rf"^    (fedpara {pattern}.*)$", README, re.MULTILINE)
     return [line.partition("#")[0].split()[1:] for line in lines]
+
+
+@pytest.mark.data
+def test_what_it_runs_on_mnist_does_not_diverge(cli):
+    if not DATA or not status("mnist", DATA).present:
+        pytest.skip("mnist is not there: set FEDPARA_DATA to a folder that has it")
+    (started,) = commands("run .*--out runs/one")
+    code, _, err = cli(*started, "--rounds", "2", "--data-dir", DATA)
+    assert code == 0, err
 
 
 def test_what_it_runs_it_can_export(cli, tmp_path):

@@ -204,7 +204,7 @@ def test_a_folder_that_is_a_file_has_no_sets(tmp_path):
 
 def test_a_hub_name_without_datasets_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'fedpara\[hub\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[hub\]'"):
         load("hub:owner/name")
 
 

@@ -36,7 +36,7 @@ def expected(metrics):
 
 
 def test_tensorboard_reads_what_was_logged(tmp_path):
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'fedpara[track]'")
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install '.[track]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     metrics = tracked("tensorboard", tmp_path)
@@ -50,7 +50,7 @@ def test_tensorboard_reads_what_was_logged(tmp_path):
 
 
 def test_mlflow_reads_what_was_logged(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'fedpara[track]'")
+    pytest.importorskip("mlflow", reason="mlflow is not installed: pip install '.[track]'")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     metrics = tracked("mlflow", tmp_path)
     from mlflow.tracking import MlflowClient

@@ -33,7 +33,8 @@ def require() -> None:
     for package in ("flwr", "ray"):
         if find_spec(package) is None:
             raise MissingExtraError(
-                f"engine 'flower' needs the package {package}: pip install 'fedpara[flower]'."
+                f"engine 'flower' needs the package {package}: install fedpara's extra 'flower', which in a checkout "
+                "is pip install '.[flower]'."
             )
 
 
@@ -55,7 +56,10 @@ def free_port() -> int:
 
 
 class Processes:
-    """What was started here; leaving the block stops it, the last one first, and whatever each of them started."""
+    """What was started here, and whatever each of them started; leaving the block stops it all.
+
+    The server goes first, and at once: nodes that went before it would count as a round without replies.
+    """
 
     def __init__(self) -> None:
         self.running: list[subprocess.Popen[bytes]] = []
@@ -70,7 +74,8 @@ class Processes:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in reversed(self.running.copy()):
+        for process in self.running.copy():
+            _kill(descendants(process.pid))
             self.stop(process)
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
@@ -103,12 +108,16 @@ class Processes:
         self._end(process, descendants(process.pid))
 
     def _end(self, process: subprocess.Popen[bytes], family: list[int]) -> None:
-        for pid in [process.pid] * (process.poll() is None) + family:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill([process.pid] * (process.poll() is None) + family)
         process.wait()
         if process in self.running:
             self.running.remove(process)
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def descendants(pid: int) -> list[int]:

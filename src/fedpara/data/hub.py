@@ -14,7 +14,8 @@ def load(name: str) -> tuple[Examples, Examples]:
         import datasets
     except ImportError:
         raise MissingExtraError(
-            f"hub:{name} needs the datasets package: pip install 'fedpara[hub]'"
+            f"hub:{name} needs the package datasets: install fedpara's extra 'hub', which in a checkout is "
+            "pip install '.[hub]'."
         ) from None
     try:
         parts = datasets.load_dataset(name)

@@ -36,8 +36,10 @@ def require(kind: str) -> None:
         raise ConfigError(f"unknown tracker {kind!r}: expected one of {', '.join(TRACKERS)}.")
     package = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}.get(kind)
     if package is not None and find_spec(package) is None:
-        extra = "fedpara[track]" if kind != "wandb" else "wandb"
-        raise MissingExtraError(f"--track {kind} needs the package {package}: pip install '{extra}'.")
+        how = "install fedpara's extra 'track', which in a checkout is pip install '.[track]'"
+        raise MissingExtraError(
+            f"--track {kind} needs the package {package}: {how if kind != 'wandb' else 'pip install wandb'}."
+        )
 
 
 @contextmanager
