@@ -44,7 +44,8 @@ def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise FedParaError(f"{path} could not be written: {error}.") from error
+        # Its own text may say the name beside, which is none of the reader's business.
+        raise FedParaError(f"{path} could not be written: {error.strerror or error}.") from error
 
 
 def make_folder(folder: Path, what: str = "folder", cure: str = "another --out") -> None:

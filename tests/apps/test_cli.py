@@ -12,9 +12,10 @@ import pytest
 from typer.main import get_command
 
 import fedpara as fp
-from fedpara import data
+from fedpara import data, models
 from fedpara.apps.cli import app
 from fedpara.experiments import Experiment, read_run
+from fedpara.experiments.config import SPLITS
 
 TINY = ["--model", "mlp", "--scheme", "fedpara", "--init", "calibrated", "--clients", "8", "--cohort", "2"]
 TINY += ["--steps", "1", "--lr", "0.05"]
@@ -45,6 +46,13 @@ def test_help_is_plain_text(cli, words):
     assert "\\" not in out
     if words == ("report",):
         assert "[default: page.html]" in out
+
+
+def test_help_names_every_choice(cli):
+    said = " ".join(cli("run", "--help")[1].split())
+    for option, known in {"dataset": data.names(), "model": models.names(), "split": SPLITS}.items():
+        assert f"--{option} TEXT {', '.join(known)}" in said
+    assert "--init TEXT fan_out, calibrated, he, fit;" in said
 
 
 def test_the_version_and_the_bare_call(cli):
@@ -149,6 +157,7 @@ def test_run_for_people(cli, tmp_path):
     (folder,) = (tmp_path / "runs").iterdir()
     assert f"look deeper: fedpara export runs/{folder.name}" in out
     assert "accuracy" in out
+    assert "fewer bytes" not in out, "than what?"
 
 
 def test_every_field_can_be_said_on_the_command_line_or_in_a_file(cli, tmp_path):
@@ -273,7 +282,8 @@ def test_the_preset_compares_and_draws(cli, tmp_path):
     assert (tmp_path / "demo" / "accuracy-against-bytes.png").read_bytes().startswith(b"\x89PNG")
     code, out, _ = cli("resume", "demo", "--json")
     last = json.loads(out.splitlines()[-1])
-    assert list(last) == [*KEYS, "runs"]
+    assert list(last) == ["run", "runs"], "no number there, it would be one run's"
+    assert last["run"] == "demo"
     assert list(last["runs"]) == ["fedpara", "lowrank", "original", "pfedpara"]
     assert all(list(row) == KEYS for row in last["runs"].values())
 
@@ -336,6 +346,6 @@ def test_data_list(cli):
 
 
 def test_a_tracked_run_has_its_tracks_beside_it(cli, tmp_path):
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'fedpara[track]'")
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install '.[track]'")
     assert cli("run", *TINY, "--rounds", "1", "--track", "tensorboard", "--out", "a")[0] == 0
     assert list((tmp_path / "a" / "tensorboard").glob("events.out.tfevents.*"))

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import fedpara as fp
 from fedpara import data, models
@@ -173,6 +173,101 @@ def write_groups_of_flower(folder, round):
     (folder / "clients" / "0").mkdir(parents=True)
     noted = {ACCEPTED: {"round": torch.tensor(round)}}
     write_groups(folder / "clients" / "0" / f"0-{round}.safetensors", noted)
+
+
+NETWORK = "from torch import nn\ndef build():\n    return nn.Linear(3, 2)\n"
+
+
+@pytest.mark.parametrize("format", ["safetensors", "pt2"])
+def test_a_state_that_is_not_the_models_is_refused(cli, tmp_path, format):
+    save_file({"a": torch.zeros(3)}, tmp_path / "foreign.safetensors")
+    (tmp_path / "theirs_too.py").write_text(NETWORK)
+    before = everything(tmp_path)
+    for model, missing in (
+        ("mlp", "fc1.weight, fc1.bias, fc2.weight, fc2.bias"),
+        ("theirs_too:build", "weight, bias"),
+    ):
+        words = ["--format", format, "--model", model, *["--shape", "3"] * (":" in model)]
+        code, out, err = cli("export", "foreign.safetensors", *words)
+        assert (code, out) == (1, "")
+        assert f"the state does not fit the model {model}; missing: {missing}; too many: a." in err
+    assert {
+        name: content for name, content in everything(tmp_path).items() if name.suffix != ".pyc"
+    } == before
+
+
+def test_a_state_for_other_examples_is_refused_until_their_shape_is_said(cli, tmp_path):
+    save_file(models.mlp(64, classes=10).state_dict(), tmp_path / "small.safetensors")
+    code, _, err = cli("export", "small.safetensors", "--model", "mlp")
+    assert code == 1
+    assert "of another shape: fc1.weight (256, 64), which is (256, 784) there" in err
+    assert cli("export", "small.safetensors", "--model", "mlp", "--shape", "1,8,8")[0] == 0
+    code, _, err = cli(
+        "export", "small.safetensors", "--model", "mlp", "--shape", "1,8,8", "--classes", 3, "--overwrite"
+    )
+    assert (code, "fc2.weight (10, 256), which is (3, 256) there" in err) == (1, True)
+
+
+def test_only_a_check_that_was_made_is_claimed(cli, tmp_path):
+    save_file(models.mlp(64, classes=10).state_dict(), tmp_path / "mine.safetensors")
+    code, out, _ = cli("export", "mine.safetensors", "--out", "again.safetensors")
+    assert (code, "torch" in out, "every tensor is as it was written" in out) == (0, False, True)
+    code, out, _ = cli("export", "mine.safetensors", "--out", "b.safetensors", "--json")
+    assert (code, json.loads(out)["max_difference"]) == (0, None)
+    words = ["--model", "mlp", "--shape", "1,8,8", "--format", "pt2"]
+    assert (
+        "checked against torch: largest difference of outputs" in cli("export", "mine.safetensors", *words)[1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--shape", "a,b"], "--shape"),
+        (["--shape", "3,3"], "--shape"),
+        (["--model", "X"], "--model"),
+        (["--model", "mlp", "--classes", "10"], "--model and --classes"),
+    ],
+)
+def test_what_describes_a_file_is_not_for_a_run(cli, tmp_path, words, names):
+    run(Experiment(**{**PERSONAL, "scheme": "original"}, rounds=1), tmp_path / "run")
+    before = everything(tmp_path)
+    code, out, err = cli("export", "run", *words)
+    assert (code, out) == (2, "")
+    assert f"run is a run folder, whose files say which model it trained: leave out {names}, meant for" in err
+    assert everything(tmp_path) == before
+
+
+def test_what_describes_no_model_is_not_for_a_file(cli, tmp_path):
+    save_file({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}, tmp_path / "a.safetensors")
+    (tmp_path / "theirs_too.py").write_text(NETWORK)
+    code, _, err = cli("export", "a.safetensors", "--shape", "3", "--classes", 2)
+    assert (code, "--classes and --shape without --model" in err) == (2, True)
+    code, _, err = cli("export", "a.safetensors", "--model", "theirs_too:build", "--classes", 2)
+    assert (code, "--classes is for a model of the library" in err) == (2, True)
+    assert cli("export", "a.safetensors", "--model", "theirs_too:build")[0] == 0
+
+
+def test_a_damaged_run_is_not_taken_for_one_that_has_not_begun(cli, tmp_path):
+    run(Experiment(**{**PERSONAL, "scheme": "original"}, rounds=2), tmp_path / "run")
+    for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
+        (tmp_path / "run" / name).write_bytes(b"garbage")
+    code, _, err = cli("export", "run")
+    assert (code, "first round" in err) == (1, False)
+    for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
+        assert f"run/{name} cannot be read" in err
+
+
+@pytest.mark.parametrize("more", [[], ["--overwrite"]])
+def test_a_folder_is_no_name_for_a_file(cli, tmp_path, more):
+    run(Experiment(**{**PERSONAL, "scheme": "original"}, rounds=1), tmp_path / "run")
+    (tmp_path / "models").mkdir()
+    code, _, err = cli("export", "run", "--format", "pt2", "--out", "models", *more)
+    assert (code, "models is a folder: expected the name of a file, such as models/model.pt2." in err) == (
+        2,
+        True,
+    )
+    assert list((tmp_path / "models").iterdir()) == []
 
 
 def test_what_cannot_be_exported_is_said(cli, tmp_path):

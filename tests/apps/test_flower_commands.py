@@ -1,9 +1,11 @@
 """fedpara flower: the files it writes, and what it says to a mistake. No Flower process is started here."""
 
+import json
 import stat
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 
 import pytest
 
@@ -11,9 +13,9 @@ from fedpara.apps.flower_app import CLIENT, SERVER
 from fedpara.apps.flower_settings import DEFAULT_OUT, read
 from fedpara.engines.flower import Terms
 from fedpara.errors import ConfigError
-from fedpara.experiments import Experiment
+from fedpara.experiments import Experiment, run
 
-pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedpara[flower]'")
+pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
 x509 = pytest.importorskip("cryptography.x509")
 
 TINY = ["--set", "model=mlp", "--set", "clients=3", "--set", "cohort=3"]
@@ -156,6 +158,7 @@ def test_certificates_are_never_overwritten(cli, tmp_path):
         (["up", *TINY, "--oversample", "1"], 2, "oversample is 1"),
         (["up", "--nodes", "4", "--set", "clients=3", "--set", "cohort=3"], 2, "4 nodes for 3 clients"),
         (["up", "--set", "rounds"], 2, "expected name=value"),
+        (["up", "--set", "model=os:getcwd"], 2, "an experiment takes those only: vgg16, "),
         (["up", "--set", "modle=mlp"], 2, "did you mean 'model'"),
         (["up", "quickstart"], 2, "a federation runs one"),
     ],
@@ -165,6 +168,48 @@ def test_mistakes(cli, tmp_path, words, code, says):
     assert (found, out) == (code, "")
     assert says in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_another_experiment_is_refused(cli, tmp_path):
+    """Also where nothing was said of it: what was not said is the default."""
+    there = Experiment(model="mlp", clients=3, cohort=3, rounds=2, engine="flower")
+    run(replace(there, engine="sequential"), tmp_path / "try")
+    before = {path: path.read_bytes() for path in (tmp_path / "try").rglob("*") if path.is_file()}
+    for words, says in (
+        (
+            [],
+            "model is 'mlp' there and 'cnn' here, clients is 3 there and 100 here, cohort is 3 there and 10 here.",
+        ),
+        (["--set", "rounds=5"], "model is 'mlp' there"),
+        ([*TINY, "--set", "model=cnn"], "nothing is overwritten: model is 'mlp' there and 'cnn' here."),
+        ([*TINY, "--set", "target=0.5"], "target is None there and 0.5 here."),
+        ([*TINY, "--set", "rounds=1"], "rounds is 1: expected at least the 2 that are done in try."),
+    ):
+        code, out, err = cli("flower", "up", "--nodes", 2, *words, "--out", "try")
+        assert (code, out) == (2, "")
+        assert says in err
+        assert ("fedpara flower up --config try/config.toml --out try." in err) == ("there" in says)
+    after = {path: path.read_bytes() for path in (tmp_path / "try").rglob("*") if path.is_file()}
+    assert after == before
+
+
+@pytest.mark.parametrize("words", [[*TINY, "--set", "rounds=2"], ["--config", "try/config.toml"]])
+def test_a_folder_of_this_experiment_that_is_finished_says_so(cli, tmp_path, words):
+    run(Experiment(model="mlp", clients=3, cohort=3, rounds=2, engine="sequential"), tmp_path / "try")
+    code, out, err = cli("flower", "up", "--nodes", 2, *words, "--out", "try", "--json")
+    assert code == 0, err
+    assert "try holds this experiment already, finished after round 2: nothing is run." in err
+    assert json.loads(out)["rounds"] == 2
+
+
+def test_the_server_names_the_difference_too(tmp_path):
+    from fedpara.apps.flower_server import _laid_out
+
+    run(Experiment(model="mlp", clients=3, cohort=3, rounds=1), tmp_path / "try")
+    with pytest.raises(ConfigError, match=r"overwritten: clients is 3 there and 4 here. Choose another out"):
+        _laid_out(
+            read({"out": str(tmp_path / "try"), "model": "mlp", "clients": 4, "cohort": 3, "rounds": 7})
+        )
 
 
 def test_a_client_imports_nothing_but_what_training_needs():

@@ -26,7 +26,7 @@ from fedpara.experiments import Experiment
 from fedpara.experiments.run import lay_out, resume
 from fedpara.experiments.store import final_state
 
-pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedpara[flower]'")
+pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
 
 EXPERIMENT = Experiment(

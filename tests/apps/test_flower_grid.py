@@ -2,7 +2,7 @@
 
 import pytest
 
-flwr = pytest.importorskip("flwr.app", reason="Flower is not installed: pip install 'fedpara[flower]'")
+flwr = pytest.importorskip("flwr.app", reason="Flower is not installed: pip install '.[flower]'")
 
 from fedpara.apps.flower_grid import GridCourier, from_records, to_records  # noqa: E402
 from fedpara.engines.parcels import Parcel  # noqa: E402

@@ -16,8 +16,8 @@ from fedpara.experiments import Experiment, read_run
 from fedpara.experiments.run import lay_out, resume
 from fedpara.experiments.store import final_state
 
-pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedpara[flower]'")
-pytest.importorskip("ray", reason="Flower's simulator is not installed: pip install 'fedpara[flower]'")
+pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
+pytest.importorskip("ray", reason="Flower's simulator is not installed: pip install '.[flower]'")
 
 BASE = Experiment(model="mlp", clients=5, cohort=3, rounds=3, lr=0.05, batch_size=16)
 CASES = {

@@ -51,6 +51,19 @@ def test_any_run_has_its_curve_on_the_page(cli, tmp_path):
     assert '"runs/mine"' in (tmp_path / "page.html").read_text()
 
 
+def test_one_run_is_no_runs(cli, runs):
+    one = next(path.parent for path in runs.rglob("config.toml"))
+    assert cli("report", one, "--out", "page.csv")[1].endswith(" kB, 1 run\n")
+
+
+def test_a_file_that_cannot_be_written_is_called_by_its_own_name(cli, runs):
+    name = f"{'x' * 300}.csv"
+    code, _, err = cli("report", runs, "--out", name)
+    assert code == 1
+    assert f"{name} could not be written: File name too long." in err
+    assert ".part" not in err
+
+
 def test_mistakes(cli, tmp_path, runs):
     (tmp_path / "file").write_text("mine")
     for arguments, says in (

@@ -9,6 +9,7 @@ from fedpara.experiments import paper
 from fedpara.report.tables import NOT_REACHED, NOT_RUN
 
 TRAINED = [name for name in paper.STUDIES if paper.runs(name)]
+MINIATURE = "ours is a miniature: generated data, small networks, 2 rounds"
 BARE = [name for name in paper.STUDIES if name not in TRAINED]
 
 
@@ -36,10 +37,12 @@ def test_a_miniature_of_every_trained_study(cli, out, name):
     text, _ = tiny(cli, name, out, *only)
     study = paper.study(name)
     assert text.startswith(f"{name}: {study.title}")
+    assert text.splitlines()[1] == MINIATURE
     assert (NOT_RUN in text) == (name == "gamma-sweep")
     again, err = tiny(cli, name, out, "--json", *only)
     assert rounds_run(err) == 0, "it is all there"
     cells = json.loads(again.splitlines()[-1])[name]["cells"]
+    assert json.loads(again.splitlines()[-1])[name]["caveat"] == MINIATURE
     assert [(cell["row"], cell["column"]) for cell in cells] == [(c.row, c.column) for c in study.cells]
     for cell, declared in zip(cells, study.cells, strict=True):
         assert cell["paper"] == declared.paper
@@ -58,6 +61,7 @@ def test_studies_without_training_need_nothing(cli, name):
     code, text, err = cli("reproduce", name)
     assert code == 0, err
     assert NOT_RUN not in text
+    assert "miniature" not in text
     assert list(Path.cwd().rglob("config.toml")) == []
 
 
@@ -87,6 +91,12 @@ def test_the_list_has_every_name_and_its_cost(cli):
         (["capacity-cn"], "did you mean 'capacity-cnn'"),
         (["optimizers", "--scale", "small"], "expected paper or tiny"),
         (["optimizers", "--seeds", "0"], "seeds"),
+        (["optimizers", "--only", "zzz"], "one of the 5 names: cifar10-iid-vgg16-"),
+        (
+            ["optimizers", "table-sizes", "--only", "zzz"],
+            "no run of optimizers, table-sizes has that in its name",
+        ),
+        (["table-sizes", "--only", "zzz"], "table-sizes needs no run"),
     ],
 )
 def test_mistakes(cli, tmp_path, arguments, says):

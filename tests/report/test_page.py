@@ -48,6 +48,14 @@ def test_it_holds_every_table_and_run(text, library, tables):
     assert "torch" in some["environment"]
 
 
+def test_a_table_of_miniatures_says_so(text, tables):
+    for shown, table in zip(content(text)["tables"], tables, strict=True):
+        assert (table.caveat != "") == any(entry.seeds for entry in table.entries)
+        if table.caveat:
+            assert shown["source"] == f"{table.study.source}; {table.caveat}"
+            assert shown["notes"][0] == f"{table.caveat}."
+
+
 def test_seeds_are_one_series_with_a_range(text, library):
     found = content(text)
     assert len(found["series"]) == 3

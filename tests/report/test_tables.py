@@ -2,6 +2,8 @@
 
 import csv
 import io
+import re
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -10,6 +12,7 @@ import pytest
 from fedpara.experiments import paper
 from fedpara.experiments.library import Library
 from fedpara.report.document import BEGIN, END, document
+from fedpara.report.figures import study_figure
 from fedpara.report.formats import csv_text, latex, markdown, plain
 from fedpara.report.tables import NOT_REACHED, NOT_RUN, half_width, table_of
 
@@ -59,13 +62,49 @@ def test_every_study_as_text(tables):
         assert len(lines) == 2 + len(table.study.rows)
         assert {line.count("|") for line in lines} == {2 + len(table.study.columns)}
         tex = latex(table)
-        assert tex.count(r"\\") == 2 + len(table.study.rows)
+        assert tex.count(r"\\") == 2 + len(table.study.rows) + bool(table.caveat)
         assert "γ" not in tex
         assert all(
             line.count("&") == 2 * len(table.study.columns)
             for line in tex.splitlines()
             if "&" in line and "multicolumn" not in line
         )
+
+
+def test_a_miniature_is_called_so_wherever_it_stands_beside_the_paper(tables, library, tmp_path):
+    said = "ours is a miniature: generated data, small networks, 2 rounds"
+    trained = [table for table in tables if any(entry.seeds for entry in table.entries)]
+    assert {table.study.name for table in trained} >= {"capacity-cnn", "communication"}
+    for table in tables:
+        assert table.caveat == (said if table in trained else "")
+        for text in (
+            plain(table),
+            latex(table),
+            document(tables).split(f"## {table.study.name}: ")[1].split("## ")[0],
+        ):
+            assert text.count(said) == (table in trained)
+    assert document(tables).index(said) < document(tables).index(BEGIN)
+    for row in csv.DictReader(io.StringIO(csv_text(tables))):
+        assert (row["caveat"] == said) == (row["study"] in {table.study.name for table in trained})
+    (table,) = (table for table in tables if table.study.name == "capacity-cnn")
+    assert said.replace(": ", ":\n") in drawn(table, library, tmp_path)
+    assert "ours" not in drawn(replace(table, caveat=""), library, tmp_path)
+
+
+def drawn(table, library, folder):
+    """The text of the figure, a line a line."""
+    path = study_figure(table, list(library), folder / "figure.svg")
+    return "\n".join(re.findall(r"<!-- (.*?) -->", path.read_text(), re.S))
+
+
+def test_a_table_of_other_rounds_says_how_many(library):
+    study = paper.study("capacity-cnn")
+    assert table_of(study, library, range(2), rounds=1, scale="tiny").caveat.endswith(" networks, 1 round")
+    assert table_of(study, library, range(2), rounds=2).caveat == "", "nothing of that scale is there"
+    whole = paper.changes(rounds=2)(study.cells[0].experiments[0])
+    found = Library({whole.identity: (replace(next(iter(library)), experiment=whole),)})
+    assert table_of(study, found, [0], rounds=2).caveat == "ours is after 2 rounds, as was asked for"
+    assert table_of(study, found, [0]).caveat == ""
 
 
 def test_csv_has_a_line_a_cell_and_unrounded_numbers(tables):

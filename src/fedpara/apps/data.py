@@ -76,8 +76,13 @@ def verify(
 def _found(report: data.Report) -> str:
     if report.path is None:
         return "missing"
-    counts = f"{report.examples[0]:,} + {report.examples[1]:,} examples" if report.examples else ""
-    return f"{'ok' if report.ok else 'damaged':8} {report.checked}/{report.files} checksums {counts}"
+    counts = f"{report.examples[0]:,} + {report.examples[1]:,} examples, " if report.examples else ""
+    compared = (
+        f"{report.checked} of {report.files} file{'s' * (report.files != 1)} compared with known checksums"
+    )
+    if not report.checked:
+        compared = "no checksum of it is known"
+    return f"{'ok' if report.ok else 'damaged':8} {counts}{compared}"
 
 
 @app.command()

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fedpara.apps.merged import read_run_or_state
+from fedpara.apps.merged import DEFAULT_CLASSES, read_run_or_state
 
 
 def export(
@@ -22,7 +22,10 @@ def export(
     model: Annotated[
         str | None, typer.Option(help="The model of a bare state: a name or package.module:function.")
     ] = None,
-    classes: Annotated[int, typer.Option(help="Its classes.")] = 10,
+    classes: Annotated[
+        int | None,
+        typer.Option(help=f"Its classes, of a model of the library: {DEFAULT_CLASSES} unless given."),
+    ] = None,
     shape: Annotated[
         str | None,
         typer.Option(help="The shape of one example, such as 3,32,32: ONNX and pt2 trace with it."),
@@ -56,5 +59,7 @@ def export(
         )
     else:
         typer.echo(f"{report.path}: {report.parameters:,} parameters, {report.bytes / 1e6:.2f} MB")
-        if report.max_difference is not None:
-            typer.echo(f"checked against torch: largest difference {report.max_difference:.2e}")
+        if report.max_difference is None:
+            typer.echo("read again: every tensor is as it was written")
+        else:
+            typer.echo(f"checked against torch: largest difference of outputs {report.max_difference:.2e}")

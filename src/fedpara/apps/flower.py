@@ -8,18 +8,19 @@ from typing import Annotated, Any
 import typer
 
 from fedpara.apps.flower_processes import require
+from fedpara.apps.flower_settings import difference
+from fedpara.apps.named_model import refuse_own
 from fedpara.apps.plain_help import PlainGroup
 from fedpara.apps.progress import Show, say
 from fedpara.apps.run import finish
 from fedpara.engines.flower import Terms
 from fedpara.engines.loop import Schedule
 from fedpara.errors import ConfigError, UsageError
-from fedpara.experiments import Experiment, Summary
+from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments.build import build
 from fedpara.experiments.config import read_toml, with_values
 from fedpara.experiments.presets import preset as find_preset
 from fedpara.experiments.run import lay_out
-from fedpara.experiments.store import read_config
 
 app = typer.Typer(
     cls=PlainGroup,
@@ -65,9 +66,9 @@ def up(
     config: Annotated[Path | None, typer.Option(help="A TOML file of fields.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="A field: rounds=3, model=mlp.")] = None,
     nodes: Annotated[int, typer.Option(help="SuperNodes; each serves its share of the clients.")] = 3,
-    out: Annotated[Path, typer.Option(help="The run's folder; one that holds a run is gone on with.")] = Path(
-        "runs/flower"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="The run's folder; one that holds this experiment is gone on with.")
+    ] = Path("runs/flower"),
     deadline: Annotated[float, typer.Option(help="Seconds a round.")] = Terms.deadline,
     min_replies: Annotated[int, typer.Option(help="Good replies a round needs.")] = Terms.minimum,
     oversample: Annotated[int, typer.Option(help="Clients asked beyond the cohort.")] = Terms.oversample,
@@ -80,7 +81,8 @@ def up(
 
     Example: fedpara flower up --nodes 3 --set dataset=digits --set model=mlp --set clients=3 --set cohort=3
     """
-    experiment = _experiment(preset, config, set_ or [], out)
+    experiment = _experiment(preset, config, set_ or [])
+    there = _refuse_another(out, experiment)
     if nodes < 1 or nodes > experiment.clients:
         raise ConfigError(f"{nodes} nodes for {experiment.clients} clients: expected 1 to as many.")
     # The server checks its terms too, but a federation would be up by then and the folder laid out.
@@ -88,8 +90,18 @@ def up(
     clients = len(build(experiment, data_dir).data)
     granted.schedule(Schedule(experiment.rounds, clients, experiment.cohort))
     require()
-    if not (out / "config.toml").exists():
+    from fedpara.apps.flower_drive import is_finished
+
+    if there is None:
         lay_out(experiment, out, data_dir=data_dir)
+    elif is_finished(out, experiment.rounds):
+        say(f"{out} holds this experiment already, finished after round {there.rounds}: nothing is run.")
+        finish(out, {"flower": there}, as_json)
+        return
+    else:
+        say(
+            f"{out} holds this experiment already, up to round {there.rounds}: going on to {experiment.rounds}."
+        )
     terms = {"deadline": deadline, "min-replies": min_replies, "oversample": oversample}
     with Show("flower", experiment.rounds) as show:
         summary = _federate(experiment, out, nodes, terms, data_dir, show)
@@ -118,16 +130,27 @@ def _federate(
         return follow(out, submitted, federation.folder / "run.log", experiment.rounds, show, say)
 
 
-def _experiment(preset: str | None, config: Path | None, said: list[str], out: Path) -> Experiment:
+def _refuse_another(out: Path, experiment: Experiment) -> Summary | None:
+    """What `out` holds of this experiment; ConfigError where it holds another or more of it."""
+    if not (out / "config.toml").exists():
+        return None
+    there = read_run(out)
+    told = difference(there.experiment, experiment)
+    if told:
+        raise ConfigError(
+            f"{out} holds a run of another experiment, and nothing is overwritten: {told}. Choose another --out; or go "
+            f"on with that one: fedpara flower up --config {out / 'config.toml'} --out {out}."
+        )
+    if experiment.rounds < there.rounds:
+        raise ConfigError(
+            f"rounds is {experiment.rounds}: expected at least the {there.rounds} that are done in {out}."
+        )
+    return there
+
+
+def _experiment(preset: str | None, config: Path | None, said: list[str]) -> Experiment:
     given = {**dict(_field(text) for text in said), "engine": "flower"}
-    if (out / "config.toml").exists():
-        there = read_config(out)
-        changed = with_values(there, given)
-        if changed.identity != there.identity or preset or config:
-            raise ConfigError(
-                f"{out} holds a run already: go on with it with nothing but --set rounds=N, or choose another --out."
-            )
-        return changed
+    refuse_own(given)
     if preset is None:
         return with_values(read_toml(config) if config else Experiment(), given)
     if config is not None:

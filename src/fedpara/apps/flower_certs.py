@@ -71,7 +71,8 @@ def _contents(hosts: Sequence[str], nodes: int) -> dict[str, bytes]:
         from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
     except ImportError:
         raise MissingExtraError(
-            "certificates need the package cryptography: pip install 'fedpara[flower]'."
+            "certificates need the package cryptography: install fedpara's extra 'flower', which in a checkout is "
+            "pip install '.[flower]'."
         ) from None
 
     def private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:

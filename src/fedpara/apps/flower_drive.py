@@ -115,7 +115,7 @@ def follow(
     shown, read = read_run(path).rounds, log.stat().st_size if log.exists() else 0
     while True:
         ended = submitted.poll() is not None
-        done = _finished(path, rounds) and not is_locked(path)
+        done = is_finished(path, rounds) and not is_locked(path)
         if say is not None:
             read = _say_new(log, read, say)
         if watch is not None:
@@ -127,7 +127,7 @@ def follow(
         time.sleep(LOOK)
 
 
-def _finished(path: Path, rounds: int | None) -> bool:
+def is_finished(path: Path, rounds: int | None) -> bool:
     summary = read_run(path)
     target = summary.experiment.target
     met = target is not None and summary.reached(target) is not None

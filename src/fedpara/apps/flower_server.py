@@ -13,14 +13,14 @@ from flwr.serverapp import Grid, ServerApp
 
 import fedpara
 from fedpara.apps.flower_grid import GridCourier
-from fedpara.apps.flower_settings import Settings, read
+from fedpara.apps.flower_settings import Settings, difference, read
 from fedpara.engines.client import Protocol
 from fedpara.engines.flower import Flower, Terms
 from fedpara.engines.loop import Engine, Schedule
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import Experiment, resume
 from fedpara.experiments.build import Parts
-from fedpara.experiments.config import to_toml
+from fedpara.experiments.config import FREE, to_toml
 from fedpara.experiments.run import NODES, Host, Speaker, lay_out
 from fedpara.experiments.store import RunFolder, read_config
 from fedpara.files import write_bytes
@@ -59,10 +59,12 @@ def _laid_out(settings: Settings) -> dict[Path, int | None]:
 
 
 def _refuse_another(path: Path, experiment: Experiment) -> None:
-    if read_config(path).identity != experiment.identity:
+    there = read_config(path)
+    if there.identity != experiment.identity:
         raise ConfigError(
-            f"{path} holds a run of another experiment, and nothing is overwritten: choose another out, or leave "
-            "out everything but out to go on with it."
+            f"{path} holds a run of another experiment, and nothing is overwritten: "
+            f"{difference(there, experiment, FREE)}. Choose another out, or leave out everything but out to go on with "
+            "that one."
         )
 
 

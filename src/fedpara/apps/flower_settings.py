@@ -3,7 +3,7 @@
 An empty text means "not given": Flower knows no absent values, and refuses keys that the app does not list.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,13 @@ class Settings:
     @property
     def names_an_experiment(self) -> bool:
         return bool(self.preset or self.config or self.given.keys() - {"rounds"})
+
+
+def difference(there: Experiment, asked: Experiment, free: Container[str] = ("rounds", "engine")) -> str:
+    """In which fields a folder's experiment is not the one asked for, but for what may change as it goes on."""
+    pairs = ((f.name, getattr(there, f.name), getattr(asked, f.name)) for f in fields(Experiment))
+    told = [f"{name} is {a!r} there and {b!r} here" for name, a, b in pairs if a != b and name not in free]
+    return ", ".join(told)
 
 
 def defaults() -> dict[str, str]:

@@ -3,13 +3,13 @@
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from torch import nn
 
 from fedpara import models
+from fedpara.apps.named_model import is_own
 from fedpara.errors import UsageError
 from fedpara.experiments.build import build_scheme
 from fedpara.experiments.config import Experiment
@@ -58,10 +58,9 @@ def load_model(
     target: str, classes: int, shape: tuple[int, ...] | None = None
 ) -> tuple[nn.Module, Where | None]:
     """A library model by name with its rule, or the user's own by `package.module:function`."""
-    if ":" not in target:
+    if not is_own(target):
         built = models.build(target, classes=classes, shape=shape or models.usual_shape(target))
         return built, models.rule(target)
-    sys.path.insert(0, str(Path.cwd()))
     return build_target(target), None
 
 

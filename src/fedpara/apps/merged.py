@@ -5,7 +5,6 @@ both as of the newest checkpoint. The folder is only read, so a run may be going
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 from fedpara import models
 from fedpara.algorithms import Groups
 from fedpara.apps.flower_memory import NodeMemory
+from fedpara.apps.named_model import is_own
 from fedpara.engines.client import PRIVATE
 from fedpara.engines.flower import ACCEPTED
 from fedpara.engines.program import shared_names, take_apart
@@ -25,32 +25,63 @@ from fedpara.experiments.files import read_groups
 from fedpara.experiments.run import NODES
 from fedpara.experiments.store import final_state, read_config
 from fedpara.interop import SavedState, read_state
-from fedpara.interop.rebuild import EXPECTED, is_description
+from fedpara.interop.rebuild import EXPECTED, is_description, rebuild, refuse_misfit
 from fedpara.parameterization import forms
 from fedpara.state import State
 
 FEW = 8
 """Clients that a text names before it stops at dots."""
+DEFAULT_CLASSES = 10
 
 
 def read_run_or_state(
-    source: Path, model: str | None, classes: int, shape: str | None = None, client: int | None = None
+    source: Path,
+    model: str | None = None,
+    classes: int | None = None,
+    shape: str | None = None,
+    client: int | None = None,
 ) -> SavedState:
+    described = {"--model": model, "--classes": classes, "--shape": shape}
+    given = [option for option, value in described.items() if value is not None]
     if source.is_dir():
+        if given:
+            raise UsageError(
+                f"{source} is a run folder, whose files say which model it trained: leave out {' and '.join(given)}, "
+                "meant for a .safetensors state by itself."
+            )
         return _of_run(source, client)
     if not source.exists():
         raise UsageError(f"{source} does not exist: expected a run folder or a .safetensors state.")
     if client is not None:
         raise UsageError(f"{source} is one state: --client expects a run folder, where clients keep theirs.")
+    if given and model is None:
+        raise UsageError(
+            f"{' and '.join(given)} without --model: expected the model that is so built. Name it too."
+        )
     saved = read_state(source)
-    if model is None:
-        return saved
-    given = {"shape": _sides(shape)} if shape is not None else {}
-    if ":" in model:
-        sys.path.insert(0, str(Path.cwd()))
-        return SavedState(saved.state, saved.forms, {"target": model, **given})
-    usual = {"name": model, "classes": classes, "shape": list(models.usual_shape(model))}
-    return SavedState(saved.state, saved.forms, {**usual, **given})
+    return saved if model is None else _described(saved, model, classes, shape)
+
+
+def _described(saved: SavedState, model: str, classes: int | None, shape: str | None) -> SavedState:
+    """The state as that of the model the user names."""
+    description: dict[str, Any] = {"target": model}
+    if not is_own(model):
+        usual = list(models.usual_shape(model))
+        description = {
+            "name": model,
+            "classes": DEFAULT_CLASSES if classes is None else classes,
+            "shape": usual,
+        }
+    elif classes is not None:
+        raise UsageError(
+            f"--classes is for a model of the library: {model} is called as it is. Leave it out."
+        )
+    else:
+        # `export` sees by itself whether a state fits a model of the library, but calls no function for it.
+        refuse_misfit(saved.merged(), rebuild(description), model)
+    if shape is not None:
+        description["shape"] = _sides(shape)
+    return SavedState(saved.state, saved.forms, description)
 
 
 def _sides(shape: str) -> list[int]:

@@ -55,7 +55,8 @@ def report(
         "latex": lambda: "\n\n".join(f"% {t.study.name}: {t.study.title}\n{latex(t)}" for t in tables) + "\n",
     }[kind]()
     write_bytes(out, text.encode())
-    typer.echo(f"{out}: {len(text.encode()) / 1e3:.0f} kB, {sum(1 for _ in library)} runs")
+    count = sum(1 for _ in library)
+    typer.echo(f"{out}: {len(text.encode()) / 1e3:.0f} kB, {count} run{'s' * (count != 1)}")
 
 
 def _figures(library: Library, tables: list[Table], out: Path, kind: str, scale: str) -> None:

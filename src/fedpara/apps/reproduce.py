@@ -120,6 +120,7 @@ def _json(table: Table, figure: Path | None) -> dict[str, Any]:
     return {
         "title": table.study.title,
         "source": table.study.source,
+        "caveat": table.caveat,
         "cells": cells,
         "figure": str(figure or ""),
     }

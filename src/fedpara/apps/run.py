@@ -11,13 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
+from fedpara import data, models
+from fedpara.apps.named_model import refuse_own
 from fedpara.apps.progress import Show, say
 from fedpara.engines.group import join
 from fedpara.engines.simulate import ENGINES
 from fedpara.errors import ConfigError, UsageError
 from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments import resume as resume_run
-from fedpara.experiments.config import read_options, read_toml, with_values
+from fedpara.experiments.config import SPLITS, read_options, read_toml, with_values
 from fedpara.experiments.presets import preset as find_preset
 from fedpara.experiments.run import lay_out_all
 from fedpara.experiments.track import require, tracker
@@ -34,14 +36,19 @@ def run(
     config: Annotated[
         Path | None, typer.Option(help="A TOML file of fields; options given here win.")
     ] = None,
-    dataset: str | None = None,
-    model: str | None = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(data.names())}; generated:NAME (a drawn one), hub:OWNER/NAME"),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help=", ".join(models.names()))] = None,
     scheme: Annotated[str | None, typer.Option(help="original, lowrank, fedpara, pfedpara")] = None,
-    gamma: float | None = None,
-    rank: int | None = None,
+    gamma: Annotated[
+        float | None, typer.Option(help="Between the smallest full rank (0) and dense size (1).")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="The inner rank, in place of gamma.")] = None,
     nonlinearity: Annotated[str | None, typer.Option(help="tanh")] = None,
     init: Annotated[
-        str | None, typer.Option(help="fan_out, calibrated, he; he:1.4 is 1.4 times larger")
+        str | None, typer.Option(help="fan_out, calibrated, he, fit; he:1.4 is 1.4 times larger")
     ] = None,
     algorithm: Annotated[
         str | None, typer.Option(help="fedavg, fedprox, scaffold, feddyn, fedadam, ...")
@@ -50,9 +57,9 @@ def run(
     share: Annotated[
         str | None, typer.Option(help="all, fedper (all but the last layer), none (Local)")
     ] = None,
-    split: Annotated[str | None, typer.Option(help="iid, dirichlet, shards, owner")] = None,
+    split: Annotated[str | None, typer.Option(help=", ".join(SPLITS))] = None,
     alpha: Annotated[float | None, typer.Option(help="Of the Dirichlet split.")] = None,
-    clients: int | None = None,
+    clients: Annotated[int | None, typer.Option(help="Among which the examples are split.")] = None,
     cohort: Annotated[int | None, typer.Option(help="Clients a round.")] = None,
     rounds: int | None = None,
     epochs: Annotated[int | None, typer.Option(help="Local epochs a round.")] = None,
@@ -67,7 +74,7 @@ def run(
     augment: Annotated[str | None, typer.Option(help="none, crop-flip")] = None,
     personal: Annotated[bool | None, typer.Option(help="Score each client's own model.")] = None,
     link_up: Annotated[str | None, typer.Option(help="float32, float16, bfloat16, int8")] = None,
-    link_down: str | None = None,
+    link_down: Annotated[str | None, typer.Option(help="The same.")] = None,
     target: Annotated[float | None, typer.Option(help="Stop at this accuracy, such as 0.8.")] = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Rounds between evaluations.")] = None,
     max_norm: Annotated[float | None, typer.Option(help="Refuse updates further away than this.")] = None,
@@ -84,6 +91,7 @@ def run(
     Example: fedpara run --dataset digits --scheme fedpara --gamma 0.1 --rounds 20 --out runs/first
     """
     given = {name: value for name, value in locals().items() if value is not None}
+    refuse_own(given)
     for name in ("preset", "config", "out", "data_dir", "track", "as_json", "option"):
         given.pop(name, None)
     if option:
@@ -206,11 +214,11 @@ def finish(folder: Path, runs: dict[str, Summary], as_json: bool) -> None:
 
 
 def _json(folder: Path, runs: dict[str, Summary]) -> dict[str, Any]:
+    """The one run; of several each under its name, and no number that might be taken for all of them."""
     rows = {name: _row(summary) for name, summary in runs.items()}
     if len(rows) == 1:
         return next(iter(rows.values()))
-    headline = rows.get("fedpara", next(iter(rows.values())))
-    return {**headline, "run": str(folder), "runs": rows}
+    return {"run": str(folder), "runs": rows}
 
 
 def _row(summary: Summary) -> dict[str, Any]:
@@ -236,9 +244,10 @@ def _table(runs: dict[str, Summary]) -> None:
     from rich.table import Table
 
     most = max(summary.bytes_up + summary.bytes_down for summary in runs.values())
+    several = len(runs) > 1
     table = Table()
     table.add_column("run")
-    for heading in ("rounds", "accuracy", "sent [MB]", "times fewer bytes", "seconds"):
+    for heading in ("rounds", "accuracy", "sent [MB]", *["times fewer bytes"] * several, "seconds"):
         table.add_column(heading, justify="right")
     for name, s in runs.items():
         sent = s.bytes_up + s.bytes_down
@@ -248,7 +257,7 @@ def _table(runs: dict[str, Summary]) -> None:
             str(s.rounds),
             accuracy,
             f"{sent / 1e6:.2f}",
-            f"{most / max(1, sent):.1f}",
+            *[f"{most / max(1, sent):.1f}"] * several,
             f"{s.seconds:.1f}",
         )
     Console().print(table)

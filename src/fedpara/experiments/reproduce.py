@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fedpara.engines.group import join
 from fedpara.engines.loop import Round
-from fedpara.errors import RunError
+from fedpara.errors import ConfigError, RunError
 from fedpara.experiments.config import Experiment, with_values
 from fedpara.experiments.library import Library, cut, finished, keep_small
 from fedpara.experiments.paper import changes, merged, run_name, study
@@ -23,6 +23,8 @@ from fedpara.experiments.store import Summary
 
 OUT = Path("runs/paper")
 RESULTS = Path("results/paper")
+FEW = 4
+"""Runs that a text names before it stops at dots."""
 Begin = Callable[[str, Experiment], Watcher | None]
 """Called as a run begins, with its name; what it returns watches the rounds."""
 
@@ -79,12 +81,16 @@ def carry_out(
 ) -> list[Summary]:
     """The runs of the named studies, finished. Those found under `out` or `kept` are not run again.
 
-    A run that fails (it diverged) does not keep the others from being run; RunError at the end names it.
+    ConfigError where `only` fits none of them. A run that fails (it diverged) does not keep the others from being
+    run; RunError at the end names it.
     """
     library = Library.of(out, *kept)
     summaries: list[Summary] = []
     failed: list[str] = []
     listed = jobs(names, library, seeds=seeds, rounds=rounds, only=only, scale=scale)
+    if only is not None and not listed:
+        every = [job.name for job in jobs(names, library, seeds=seeds, rounds=rounds, scale=scale)]
+        raise ConfigError(_no_match(only, names, every))
     # Before rank 0 makes a folder that another would take for one begun earlier.
     join().gather("the list of runs")
     for job in listed:
@@ -103,6 +109,17 @@ def carry_out(
     if failed:
         raise RunError(f"{len(failed)} of {len(listed)} runs failed, the others are done. {' '.join(failed)}")
     return summaries
+
+
+def _no_match(only: str, names: Sequence[str], runs: Sequence[str]) -> str:
+    which = ", ".join(names)
+    if not runs:
+        return f"--only {only!r}: {which} needs no run, it is computed. Leave --only out."
+    few = ", ".join(runs[:FEW]) + (", ..." if len(runs) > FEW else "")
+    return (
+        f"--only {only!r}: no run of {which} has that in its name or fits it as a pattern. Expected a piece of one of "
+        f"the {len(runs)} names: {few}"
+    )
 
 
 def _done(

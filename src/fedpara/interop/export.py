@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedpara.errors import FedParaError, MissingExtraError, UsageError
 from fedpara.files import replacing
-from fedpara.interop.rebuild import Description, rebuild, shape_of
+from fedpara.interop.rebuild import Description, rebuild, refuse_misfit, shape_of
 from fedpara.interop.saved import SavedState, read_state, save_state
 from fedpara.parameterization import forms, load, merge
 from fedpara.state import State, nbytes
@@ -34,13 +34,15 @@ ONNX_BYTES = 1536 << 20
 
 @dataclass(frozen=True)
 class ExportReport:
-    """`parameters` counts every number of the merged state, the buffers of a BatchNorm too."""
+    """`parameters` counts every number of the merged state, the buffers of a BatchNorm too. `max_difference` is that
+    of the outputs: None for safetensors, which computes none.
+    """
 
     path: Path
     format: Format
     bytes: int
     parameters: int
-    max_difference: float
+    max_difference: float | None
 
 
 def export(
@@ -59,16 +61,23 @@ def export(
     one the saved state describes. They also need an `example` of its input, batch first; it is drawn at random
     where the description says its shape. The batch is left free. `tolerance` bounds the difference of the
     outputs, relative to the largest where that is above 1.
+
+    A state that does not fit the network is refused. Only safetensors calls no `target` to find that out.
     """
     path = Path(path)
     if format not in get_args(Format):
         raise UsageError(f"unknown format {format!r}: expected one of {', '.join(get_args(Format))}.")
+    if path.is_dir():
+        raise UsageError(
+            f"{path} is a folder: expected the name of a file, such as {path / f'model.{format}'}."
+        )
     if os.path.lexists(path) and not overwrite:
         raise UsageError(f"{path} exists: choose another name (--out), or have it replaced (--overwrite).")
+    difference: float | None
     with replacing(path) as temporary:
         if format == "safetensors":
-            state = _write_safetensors(source, temporary)
-            difference = 0.0
+            state = _write_safetensors(source, model, temporary)
+            difference = None
         else:
             network, description = _network(source, model)
             state = network.state_dict()
@@ -92,8 +101,15 @@ def _network(source: SavedState | nn.Module, model: nn.Module | None) -> tuple[n
             "or export safetensors."
         )
     network = deepcopy(model) if model is not None else rebuild(source.model or {})
-    load(network, source.merged())
+    state = source.merged()
+    refuse_misfit(state, network, _name(source, model))
+    load(network, state)
     return network.cpu().eval(), source.model
+
+
+def _name(source: SavedState, model: nn.Module | None) -> str:
+    said = source.model or {}
+    return type(model).__name__ if model is not None else str(said.get("name", said.get("target")))
 
 
 def _inputs(network: nn.Module, example: Tensor | Inputs | None, description: Description | None) -> Inputs:
@@ -113,11 +129,15 @@ def _inputs(network: nn.Module, example: Tensor | Inputs | None, description: De
     return (torch.randn(2, *shape, generator=generator),)
 
 
-def _write_safetensors(source: SavedState | nn.Module, path: Path) -> State:
+def _write_safetensors(source: SavedState | nn.Module, model: nn.Module | None, path: Path) -> State:
     """Equal to the last bit or StateError: the file is read again against the checksum of what was meant."""
     if isinstance(source, nn.Module):
         source = SavedState(_plain(source).state_dict())
     state = source.merged()
+    if model is not None or "name" in (source.model or {}):
+        with torch.random.fork_rng(devices=[]):
+            network = model if model is not None else rebuild(source.model or {})
+        refuse_misfit(state, network, _name(source, model))
     save_state(path, state, {}, model=source.model)
     read_state(path)
     return state
@@ -130,7 +150,8 @@ def _write_onnx(network: nn.Module, inputs: Inputs, path: Path) -> Runner:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise MissingExtraError(
-            f"ONNX export needs the package {error.name}: pip install 'fedpara[onnx]'."
+            f"ONNX export needs the package {error.name}: install fedpara's extra 'onnx', which in a checkout is "
+            "pip install '.[onnx]'."
         ) from error
     if nbytes(network.state_dict()) > ONNX_BYTES:
         raise UsageError(

@@ -8,10 +8,10 @@ import importlib
 from collections.abc import Mapping
 from difflib import get_close_matches
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedpara import models
-from fedpara.errors import UsageError
+from fedpara.errors import StateError, UsageError
 
 Description = Mapping[str, object]
 
@@ -19,6 +19,9 @@ EXPECTED = (
     'expected {"name": "vgg16", "classes": 10, "shape": [3, 32, 32]}, or {"target": "package.module:function"} '
     'with or without a "shape"'
 )
+
+FEW = 4
+"""Names that a text says before it stops."""
 
 
 def is_description(value: object) -> bool:
@@ -45,6 +48,30 @@ def rebuild(description: Description) -> nn.Module:
     classes = description["classes"]
     assert isinstance(classes, int)
     return models.build(str(description["name"]), classes=classes, shape=shape_of(description) or ())
+
+
+def refuse_misfit(state: Mapping[str, Tensor], network: nn.Module, what: str) -> None:
+    """StateError unless a plain state has the network's names and shapes; `what` is the network's name."""
+    own = network.state_dict()
+    found = {
+        "missing": [name for name in own if name not in state],
+        "too many": [name for name in state if name not in own],
+        "of another shape": [
+            f"{name} {tuple(state[name].shape)}, which is {tuple(tensor.shape)} there"
+            for name, tensor in own.items()
+            if name in state and state[name].shape != tensor.shape
+        ],
+    }
+    told = [f"{kind}: {_some(names)}" for kind, names in found.items() if names]
+    if told:
+        raise StateError(
+            f"the state does not fit the model {what}; {'; '.join(told)}. Expected a state of that very model: for as "
+            "many classes, and examples of that shape."
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
 
 
 def shape_of(description: Description) -> tuple[int, ...] | None:

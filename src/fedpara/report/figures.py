@@ -21,8 +21,8 @@ def study_figure(table: Table, runs: Sequence[Summary], path: Path) -> Path | No
     if kind == "bars" and table.run:
         return _bars(table, path)
     if kind == "gamma" and series:
-        return _by_parameters(series, path)
-    return curves(series, path) if kind != "none" and series else None
+        return _by_parameters(series, path, table.caveat)
+    return curves(series, path, table.caveat) if kind != "none" and series else None
 
 
 def accuracy_against_bytes(runs: Mapping[str, Summary], path: Path) -> Path:
@@ -39,7 +39,7 @@ def accuracy_against_bytes(runs: Mapping[str, Summary], path: Path) -> Path:
     return _saved(plt, figure, [axes], path)
 
 
-def curves(series: Sequence[Series], path: Path) -> Path:
+def curves(series: Sequence[Series], path: Path, caveat: str = "") -> Path:
     """A panel a data set and split: accuracy [%] over gigabytes; the original broken, as in Figure 3."""
     plt = _pyplot()
     panels = list(dict.fromkeys(one.panel for one in series))
@@ -63,10 +63,10 @@ def curves(series: Sequence[Series], path: Path) -> Path:
         axes.set_xlabel("sent so far [GB]")
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_axis_off()
-    return _saved(plt, figure, list(grid.flat)[: len(panels)], path)
+    return _saved(plt, figure, list(grid.flat)[: len(panels)], path, caveat)
 
 
-def _by_parameters(series: Sequence[Series], path: Path) -> Path:
+def _by_parameters(series: Sequence[Series], path: Path, caveat: str) -> Path:
     """Figure 4: the last accuracy over the share of the original's parameters, which is a dotted line."""
     plt = _pyplot()
     panels = list(dict.fromkeys(one.panel for one in series))
@@ -91,7 +91,7 @@ def _by_parameters(series: Sequence[Series], path: Path) -> Path:
         ) if dots else None
         axes.set_title(panel, fontsize=10)
         axes.set_xlabel("parameters [% of the largest]")
-    return _saved(plt, figure, list(grid.flat), path)
+    return _saved(plt, figure, list(grid.flat), path, caveat)
 
 
 def _bars(table: Table, path: Path) -> Path:
@@ -121,7 +121,7 @@ def _bars(table: Table, path: Path) -> Path:
         )
     axes.set_ylim(max(0.0, lowest - 10), 100)
     axes.set_xticks(range(len(columns)), [column.replace(", ", "\n") for column in columns])
-    return _saved(plt, figure, [axes], path)
+    return _saved(plt, figure, [axes], path, table.caveat)
 
 
 def _histogram(path: Path) -> Path:
@@ -145,7 +145,9 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _saved(plt: Any, figure: Any, axes: Sequence[Any], path: Path) -> Path:
+def _saved(plt: Any, figure: Any, axes: Sequence[Any], path: Path, caveat: str = "") -> Path:
+    if caveat:
+        figure.suptitle(caveat.replace(": ", ":\n"), fontsize=8, color=AMBER)
     for one in axes:
         one.set_ylabel("accuracy [%]")
         one.grid(alpha=0.25)

@@ -41,9 +41,8 @@ def plain(table: Table) -> str:
         )
         for line in [head, *lines]
     ]
-    return "\n".join(
-        [f"{study.name}: {study.title} ({study.source}); paper | ours", *(line.rstrip() for line in text)]
-    )
+    title = [f"{study.name}: {study.title} ({study.source}); paper | ours", *filter(None, [table.caveat])]
+    return "\n".join([*title, *(line.rstrip() for line in text)])
 
 
 def markdown(table: Table) -> str:
@@ -58,10 +57,10 @@ def markdown(table: Table) -> str:
 
 
 def csv_text(tables: Sequence[Table]) -> str:
-    """One line a cell, numbers unrounded: study, row, column, paper, ours, spread, seeds, runs."""
+    """One line a cell, numbers unrounded, and what ours is where it is not what the paper did."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["study", "row", "column", "paper", "ours", "spread", "seeds", "state", "runs"])
+    writer.writerow(["study", "row", "column", "paper", "ours", "spread", "seeds", "state", "runs", "caveat"])
     for table in tables:
         for e in table.entries:
             state = "computed" if e.computed else "run" if e.value is not None else e.text
@@ -76,6 +75,7 @@ def csv_text(tables: Sequence[Table]) -> str:
                     e.seeds,
                     state,
                     " ".join(e.runs),
+                    table.caveat,
                 ]
             )
     return out.getvalue()
@@ -95,10 +95,15 @@ def latex(table: Table) -> str:
             f" & {who}" + r" \\",
             r"\midrule",
             *body,
+            *([r"\midrule", _across(table.caveat, 1 + 2 * len(study.columns))] if table.caveat else []),
             r"\bottomrule",
             r"\end{tabular}",
         ]
     )
+
+
+def _across(text: str, columns: int) -> str:
+    return rf"\multicolumn{{{columns}}}{{l}}{{{_escaped(text)}}} \\"
 
 
 def _pair(entry: Entry | None) -> tuple[str, str]:

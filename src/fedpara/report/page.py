@@ -56,7 +56,10 @@ def _table(table: Table) -> dict[str, Any]:
             shown = {"paper": entry.paper_text, "ours": entry.text, "state": state, "runs": list(entry.runs)}
             cells.append(shown | _numbers(entry))
         rows.append({"name": row, "cells": cells})
-    head = {"name": study.name, "title": study.title, "source": study.source, "notes": list(study.notes)}
+    source, notes = study.source, list(study.notes)
+    if table.caveat:
+        source, notes = f"{source}; {table.caveat}", [f"{table.caveat}.", *notes]
+    head = {"name": study.name, "title": study.title, "source": source, "notes": notes}
     return {**head, "columns": study.columns, "rows": rows, "filled": table.run}
 
 

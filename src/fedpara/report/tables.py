@@ -12,6 +12,7 @@ from statistics import mean, stdev
 from fedpara.experiments import Experiment
 from fedpara.experiments.library import Library
 from fedpara.experiments.paper import Cell, Study, changes
+from fedpara.experiments.paper.tiny import MINIATURE, ROUNDS
 
 Change = Callable[[Experiment], Experiment]
 NOT_RUN = "not run here"
@@ -74,8 +75,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
+    """`caveat` says what ours is, where it is not what the paper did."""
+
     study: Study
     entries: tuple[Entry, ...]
+    caveat: str = ""
 
     def at(self, row: str, column: str) -> Entry | None:
         return next((e for e in self.entries if (e.row, e.column) == (row, column)), None)
@@ -95,7 +99,16 @@ def table_of(
 ) -> Table:
     """The study with every seed of `seeds` that the library has."""
     repeats = [changes(seed, rounds, scale) for seed in seeds]
-    return Table(study, tuple(_entry(cell, study, library, repeats) for cell in study.cells))
+    entries = tuple(_entry(cell, study, library, repeats) for cell in study.cells)
+    return Table(study, entries, _caveat(rounds, scale) if any(entry.seeds for entry in entries) else "")
+
+
+def _caveat(rounds: int | None, scale: str) -> str:
+    count = rounds or ROUNDS
+    told = f"{count} round{'s' * (count != 1)}"
+    if scale == "tiny":
+        return f"{MINIATURE}, {told}"
+    return "" if rounds is None else f"ours is after {told}, as was asked for"
 
 
 def half_width(values: Sequence[float]) -> float:

@@ -35,7 +35,7 @@ STUDIES: dict[str, Study] = {name: _ALL[name] for name in _ORDER}
 
 def study(name: str) -> Study:
     if name not in STUDIES:
-        close = get_close_matches(name, STUDIES, n=1, cutoff=0.4)
+        close = get_close_matches(name, STUDIES, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(f"the paper has no {name!r}: {hint}Known: {', '.join(STUDIES)}.")
     return STUDIES[name]

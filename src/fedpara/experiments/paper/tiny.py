@@ -6,6 +6,8 @@ from fedpara.experiments.config import Experiment
 
 NARROW = {"vgg16": "vgg16-tiny", "resnet18": "resnet18-tiny", "lstm": "lstm-tiny"}
 CLIENTS, COHORT, ROUNDS = 6, 2, 2
+MINIATURE = "ours is a miniature: generated data, small networks"
+"""What must stand beside its numbers where they are held against the paper's."""
 
 
 def tiny(experiment: Experiment) -> Experiment:
