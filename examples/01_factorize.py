@@ -17,7 +17,7 @@ sent = sum(p.numel() for p in model.parameters())
 print(f"{dense:,} parameters, as factors {sent:,}: {dense / sent:.1f} times fewer to send")
 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-for epoch in range(5):
+for epoch in range(3):
     for batch in torch.randperm(len(x)).split(32):
         optimizer.zero_grad()
         F.cross_entropy(model(x[batch]), train.labels[batch]).backward()
