@@ -51,6 +51,15 @@ def test_any_run_has_its_curve_on_the_page(cli, tmp_path):
     assert '"runs/mine"' in (tmp_path / "page.html").read_text()
 
 
+def test_another_format_is_another_file(cli, tmp_path, runs):
+    assert cli("report", runs)[0] == 0
+    page = (tmp_path / "page.html").read_bytes()
+    for kind, name in {"csv": "page.csv", "latex": "page.tex", "markdown": "page.md"}.items():
+        assert cli("report", runs, "--format", kind)[0] == 0
+        assert (tmp_path / name).exists()
+    assert (tmp_path / "page.html").read_bytes() == page
+
+
 def test_one_run_is_no_runs(cli, runs):
     one = next(path.parent for path in runs.rglob("config.toml"))
     assert cli("report", one, "--out", "page.csv")[1].endswith(" kB, 1 run\n")

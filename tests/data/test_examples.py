@@ -37,6 +37,14 @@ def test_refuses_parts_that_do_not_fit(change, words):
         Examples(**({"inputs": IMAGES, "labels": LABELS, "classes": 3} | change))
 
 
+@pytest.mark.parametrize("part", ["inputs", "labels"])
+def test_arrays_and_lists_are_no_tensors(part):
+    parts = {"inputs": torch.zeros(3, 2), "labels": torch.zeros(3, dtype=torch.int64)}
+    for wrong in (parts[part].numpy(), parts[part].tolist()):
+        with pytest.raises(DataError, match=rf"{part} are a (ndarray|list): expected a tensor"):
+            Examples(**{**parts, part: wrong}, classes=1)
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=12), st.sampled_from(["list", "array", "tensor"]))
 def test_a_subset_is_the_rows_at_the_indices(rows, form):

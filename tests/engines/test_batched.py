@@ -78,7 +78,7 @@ def test_every_algorithm_and_scheme(digits, algorithm, scheme):
     ids=["momentum-decay-clip", "jacobian", "steps"],
 )
 def test_every_local_option(digits, local):
-    method = algorithms.build("scaffold", local)
+    method = algorithms.build("feddyn" if local.momentum else "scaffold", local)
     assert_equal(*both(lambda: models.mlp(64, 24, 10), SCHEMES["fedpara"], *digits, method))
 
 

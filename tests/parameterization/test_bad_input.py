@@ -388,6 +388,26 @@ def test_one_except_clause_catches_them_all():
     assert issubclass(StateError, fp.FedParaError)
 
 
+@pytest.mark.parametrize("scheme", [fp.FedPara, fp.PFedPara])
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 0.6, 0.9])
+def test_more_gamma_is_never_less_rank(scheme, gamma):
+    """Of a 4 x 64 head no rank makes a product both smaller and of full rank."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))
+    chosen = {choice.name: choice for choice in plan(model, scheme(gamma=gamma))}
+    assert chosen["0.weight"].form.max_rank == 64
+    assert chosen["1.weight"].form is None
+    assert chosen["1.weight"].reason
+    forced = {choice.name: choice for choice in plan(model, scheme(gamma=gamma), force=True)}
+    assert forced["1.weight"].form is not None
+
+
+def test_a_padding_row_stays():
+    model = nn.Sequential(nn.Embedding(50, 30, padding_idx=0), nn.Linear(30, 30))
+    fp.factorize(model, FEDPARA)
+    assert set(forms(model)) == {"1.weight"}
+    assert not model[0].weight[0].any()
+
+
 def test_a_sparse_embedding_is_refused_by_name():
     model = nn.Sequential(nn.Embedding(50, 30, sparse=True), nn.Linear(30, 30))
     with pytest.raises(SchemeError, match=r"gradient of 0\.weight is sparse.* sparse=False"):

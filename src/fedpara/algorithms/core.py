@@ -109,6 +109,10 @@ class Update:
 
 @dataclass(frozen=True)
 class Algorithm:
+    """A method as a value. A state is a dict of tensors by name, Groups are states by name; x is the server's model, y
+    a client's. examples/02_own_algorithm.py makes one: `replace(fedavg(...), ...)` with the functions that differ.
+    """
+
     name: str
     local: Local
     server_init: Callable[[State], Groups]

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from fedpara.algorithms.core import POSITIVE, Algorithm, Groups, Local, Update, check, group, local_of, mean_y
-from fedpara.errors import StateError
+from fedpara.errors import ConfigError, StateError
 from fedpara.state import State, add, mean, subtract, zeros_like
 
 CONTROL = "control"
@@ -24,9 +24,15 @@ CONTROL = "control"
 def scaffold(server_lr: float = 1.0, *, local: Local | None = None, **fields: Any) -> Algorithm:
     """SCAFFOLD with eta_g = server_lr. The other keywords are Local's fields."""
     check(POSITIVE, server_lr=server_lr)
+    local = local_of(local, fields)
+    if local.momentum:
+        raise ConfigError(
+            f"scaffold with momentum {local.momentum}: expected 0, for (x - y) / (K eta) is the mean gradient of plain "
+            "steps only. Leave momentum out, or choose another algorithm."
+        )
     return Algorithm(
         name="scaffold",
-        local=local_of(local, fields),
+        local=local,
         server_init=_zero_control,
         broadcast=_control,
         client_init=_zero_control,

@@ -15,7 +15,10 @@ def export(
     ],
     client: Annotated[
         int | None,
-        typer.Option(help="Whose own model, of a run with private parts (pFedPara, FedPer, Local)."),
+        typer.Option(
+            help="Whose own model, of a run with private parts (pFedPara, FedPer, Local): what it keeps, in the "
+            "shared part as averaged last. The next round begins with it, and `before` in metrics.jsonl scores such."
+        ),
     ] = None,
     format: Annotated[str, typer.Option("--format", help="safetensors, onnx or pt2.")] = "safetensors",
     out: Annotated[Path | None, typer.Option(help="The file to write; by default beside the source.")] = None,

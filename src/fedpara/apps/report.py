@@ -17,10 +17,14 @@ from fedpara.report.tables import Table, table_of
 
 FORMATS = ("html", "markdown", "csv", "latex", "png", "svg")
 
+USUAL = {"markdown": "page.md", "csv": "page.csv", "latex": "page.tex", "png": "figures", "svg": "figures"}
+
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold some.")],
-    out: Annotated[Path, typer.Option(help="The file; for png and svg a folder.")] = Path("page.html"),
+    out: Annotated[
+        Path | None, typer.Option(help="The file, page.html unless told; for png and svg a folder, figures.")
+    ] = None,
     format_: Annotated[
         str | None, typer.Option("--format", help=", ".join(FORMATS) + "; else by the file's ending.")
     ] = None,
@@ -32,6 +36,8 @@ def report(
 
     Example: fedpara report results --out page.html
     """
+    if out is None:
+        out = Path(USUAL.get(format_ or "html", "page.html"))
     kind = format_ or {".md": "markdown", ".tex": "latex"}.get(out.suffix, out.suffix.removeprefix("."))
     if kind not in FORMATS:
         raise UsageError(

@@ -20,7 +20,8 @@ Indices = Tensor | NDArray[np.int64] | Sequence[int]
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """inputs uint8 [N, C, H, W] (images) or integer [N, 80] (character ids); labels int64 [N] < classes.
+    """inputs uint8 [N, C, H, W] (images), integer [N, 80] (character ids) or floats of any shape, which pass through
+    as they are; labels int64 [N] < classes.
 
     `owners` int64 [N] is the writer or role of each example. `mean` and `std` are per channel on the
     0..1 scale, those of the training set; None where the inputs are not images.
@@ -34,6 +35,11 @@ class Examples:
     std: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name, value in (("inputs", self.inputs), ("labels", self.labels)):
+            if not isinstance(value, Tensor):
+                raise DataError(
+                    f"{name} are a {type(value).__name__}: expected a tensor, as torch.as_tensor makes."
+                )
         count = len(self.inputs) if self.inputs.dim() else 0
         if self.labels.shape != (count,) or self.labels.dtype != torch.int64:
             raise DataError(

@@ -50,7 +50,11 @@ class Run:
         return self._whole({})
 
     def client_state(self, client: int) -> State:
-        """The whole state of one client's own model: the shared part and what it keeps."""
+        """The whole state of one client's own model: the shared part as averaged last, and what the client keeps.
+
+        It is the model that the next round begins with: `Round.before` is of such, `Round.after` of the model as
+        trained, whose shared part has gone into the average since.
+        """
         return self._whole((self.memory.get(client) or {}).get(PRIVATE, {}))
 
     def _whole(self, private: State) -> State:
@@ -93,7 +97,15 @@ def simulate(
     memory: ClientMemory | None = None,
     on_round: Callable[[Round], None] | None = None,
 ) -> Run:
-    """Run `algorithm` on the federation for `rounds` rounds with `cohort` clients each."""
+    """Run `algorithm` on the federation for `rounds` rounds with `cohort` clients each.
+
+    share       "all", "fedper" (all but the last layer) or "none" travels; pFedPara's second factors never do
+    accuracy    of the global model on `task.test`; where parts are private, or with `personal`, the mean over the
+                cohort of each client's model on its own test data, after its training and before the averaging
+    max_norm    an update further than this from the model it began with is refused
+    target      ends the run at this accuracy, a fraction such as 0.8
+    memory      where clients' private parts and variables are kept: `get(client)`, `put(client, round, groups)`
+    """
     refuse_hostless(engine)
     protocol, schedule, personal = prepare(
         task,

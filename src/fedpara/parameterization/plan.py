@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 from torch import nn
 from torch.nn.utils import parametrize
 
 from fedpara.errors import SchemeError
+from fedpara.parameterization.ranks import r_min
 from fedpara.parameterization.schemes import Form, Scheme, write
 
 Where = Callable[[str, nn.Module, str], "bool | Scheme"]
@@ -92,7 +94,21 @@ def _choose(
         return choice(
             None, f"its factors ({form.parameters:,}) would be no smaller than it ({weight.numel():,})"
         )
+    if _too_thin(form) and not force:
+        return choice(
+            None, f"rank {form.rank} would make it smaller, but not of full rank, and no rank does both"
+        )
+    if any(getattr(module, "padding_idx", None) is not None for module, _ in owners) and not force:
+        return choice(None, "its padding row must stay as it is, which factors cannot promise")
     return choice(form, "")
+
+
+def _too_thin(form: Form) -> bool:
+    """Where r_max < r_min, gamma chooses a rank between the two, too low for a product of full rank."""
+    if getattr(form.scheme, "gamma", None) is None or len(form.scheme.suffixes) < 2:
+        return False
+    m, n = form.shape[0], form.shape[1] if form.is_kernel else prod(form.shape[1:])
+    return form.rank < r_min(m, n)
 
 
 def _parameters(model: nn.Module) -> list[tuple[list[str], list[tuple[nn.Module, str]], nn.Parameter]]:
