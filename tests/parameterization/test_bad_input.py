@@ -1,47 +1,15 @@
 """Bad input: a FedParaError that says what, expected, got and cure, and a model left as it was."""
 
-import re
-
 import pytest
 import torch
+from snapshot import Snapshot, network
 from torch import nn
 
 import fedpara as fp
 from fedpara.errors import SchemeError, StateError, UsageError
-from fedpara.parameterization import compose_state, fan_out, fit_errors, forms, load, plan, write
+from fedpara.parameterization import fan_out, fit_errors, forms, plan, write
 
 FEDPARA = fp.FedPara(rank=2)
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(72, 10), nn.LSTM(10, 8)
-    )
-
-
-class Snapshot:
-    """Everything of a model that a failed call could have changed."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        self.parameters = [(name, id(p), p.requires_grad) for name, p in model.named_parameters()]
-        self.classes = [type(m) for m in model.modules()]
-        self.attributes = [sorted(vars(m)) for m in model.modules()]
-        self.hooks = [
-            (len(m._state_dict_hooks), len(m._load_state_dict_pre_hooks), len(m._forward_pre_hooks))
-            for m in model.modules()
-        ]
-
-    def assert_unchanged(self) -> None:
-        now = Snapshot(self.model)
-        assert list(now.state) == list(self.state)
-        assert all(torch.equal(now.state[name], tensor) for name, tensor in self.state.items())
-        assert now.parameters == self.parameters
-        assert now.classes == self.classes
-        assert now.attributes == self.attributes
-        assert now.hooks == self.hooks
 
 
 @pytest.mark.parametrize("kind", [fp.FedPara, fp.PFedPara, fp.LowRank])
@@ -277,95 +245,6 @@ def test_a_registration_that_fails_midway_is_taken_back(stubborn, error, init):
     assert torch.equal(model[2](x)[0], recurrent)
     fp.factorize(model, FEDPARA, lambda n, m, p: n in {"0", "2"} and p.startswith("weight"))
     assert {"0.weight", "1.weight", "2.weight_ih_l0"} <= set(forms(model))
-
-
-def without(state, *prefixes):
-    return {name: tensor for name, tensor in state.items() if not name.startswith(prefixes)}
-
-
-FAULTS = {
-    "missing": (lambda s: without(s, "3.weight.y2"), "missing 3.weight.y2"),
-    "misshapen": (
-        lambda s: {**s, "3.weight.y2": torch.zeros(72, 3)},
-        "3.weight.y2 has shape (72, 3): expected (72, 2)",
-    ),
-    "extra": (lambda s: {**s, "3.weight.x3": torch.zeros(10, 2)}, "Unknown 3.weight.x3"),
-    "the core of a matrix": (lambda s: {**s, "3.weight.t1": torch.zeros(2, 2)}, "Unknown 3.weight.t1"),
-    "dense": (lambda s: {**without(s, "3.weight."), "3.weight": torch.zeros(10, 72)}, "Unknown 3.weight."),
-    "dense beside factors": (lambda s: {**s, "3.weight": torch.zeros(10, 72)}, "Unknown 3.weight."),
-    "not a tensor": (lambda s: {**s, "3.weight.y2": [1.0]}, "3.weight.y2 is a list: expected a tensor"),
-}
-WAYS = {
-    "load": load,
-    "load_state_dict": lambda model, state: model.load_state_dict(state),
-    "merge": fp.merge,
-    "load_state_dict of a part": lambda model, state: model[3].load_state_dict(
-        {name[2:]: tensor for name, tensor in state.items() if name.startswith("3.")}
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_state_that_does_not_fit_leaves_every_tensor_as_it_was(fault, way):
-    model = fp.factorize(network(), FEDPARA)
-    before = Snapshot(model)
-    other = {name: tensor + 1 for name, tensor in model.state_dict().items()}
-    spoil, text = FAULTS[fault]
-    with pytest.raises(StateError, match=re.escape(text.replace("3.", "") if "part" in way else text)):
-        WAYS[way](model, spoil(other))
-    before.assert_unchanged()
-    load(model, other)
-    assert torch.equal(model.state_dict()["3.weight.y2"], other["3.weight.y2"])
-
-
-@pytest.mark.parametrize("how", ["load", "merge"])
-@pytest.mark.parametrize("name", ["0.bias", "1.weight"])
-def test_dense_tensors_that_do_not_fit_either(name, how):
-    model = fp.factorize(network(), FEDPARA)
-    before = Snapshot(model)
-    state = {k: v + 1 for k, v in model.state_dict().items()}
-    act = load if how == "load" else fp.merge
-    for bad in (
-        {k: v for k, v in state.items() if k != name},
-        {**state, name: torch.zeros(3)},
-        {**state, "5.bias": state[name]},
-    ):
-        with pytest.raises(StateError, match=f"{name}|5.bias"):
-            act(model, bad)
-        before.assert_unchanged()
-
-
-def test_a_misshapen_factor_is_refused_by_a_lenient_load_too():
-    model = fp.factorize(network(), FEDPARA)
-    before = Snapshot(model)
-    with pytest.raises(StateError, match=r"3\.weight\.y2 has shape"):
-        model.load_state_dict({"0.bias": torch.zeros(8), "3.weight.y2": torch.zeros(72, 3)}, strict=False)
-    before.assert_unchanged()
-
-
-def test_a_state_of_another_rank_says_so():
-    state = fp.factorize(network(), fp.FedPara(rank=1)).state_dict()
-    with pytest.raises(
-        StateError, match=r"has shape \(8, 1\): expected \(8, 2\).*another rank or gamma; factorize"
-    ):
-        fp.factorize(network(), FEDPARA).load_state_dict(state)
-
-
-def test_dense_weights_are_told_where_to_go():
-    model = fp.factorize(network(), FEDPARA)
-    with pytest.raises(
-        StateError, match=r"missing 0.weight.x1.*Unknown 0.weight.*before factorize.*init=\"fit\""
-    ):
-        model.load_state_dict(network().state_dict())
-
-
-def test_composing_a_state_without_a_factor():
-    model = fp.factorize(network(), FEDPARA)
-    state = model.state_dict()
-    del state["3.weight.x2"]
-    with pytest.raises(StateError, match=r"no factor '3.weight.x2': 3.weight is written as x1, y1, x2, y2"):
-        compose_state(state, forms(model))
 
 
 def test_there_is_nothing_to_merge():
