@@ -14,7 +14,26 @@
 
 Each text says what happened, what was expected, what was given and what to do.
 The command line turns `UsageError` into exit code 2 and any other into exit code 1.
+Three pieces of such texts are functions here.
 """
+
+from collections.abc import Collection
+from difflib import get_close_matches
+
+
+def in_a_line(error: Exception) -> str:
+    """What another library raised: its kind, and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def among(name: str, known: Collection[str]) -> str:
+    """The known names, after the one that was meant if any is close."""
+    close = get_close_matches(name, known, n=1, cutoff=0.5)
+    return (f"did you mean {close[0]!r}? " if close else "") + f"Known: {', '.join(known)}."
+
+
+def install(extra: str) -> str:
+    return f"install fedpara's extra {extra!r}, which in a checkout is pip install '.[{extra}]'."
 
 
 class FedParaError(Exception):

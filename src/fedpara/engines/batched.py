@@ -25,7 +25,7 @@ from fedpara.engines.stacked import Precision, make_tick, one_step
 from fedpara.engines.streams import cohort, own_layers
 from fedpara.engines.task import Task
 from fedpara.engines.worker import Score, Trained, Worker
-from fedpara.errors import ConfigError, RunError
+from fedpara.errors import ConfigError, RunError, in_a_line
 from fedpara.state import State
 from fedpara.wire import Letter
 
@@ -99,7 +99,8 @@ class Batched:
     def train(self, round: int, clients: Sequence[int], message: Letter, personal: bool) -> Iterable[Reply]:
         model, down = self.protocol.read_down(message, round)
         busy = [client for client in clients if self.data.size(client)]
-        memories = [kept or self.protocol.first(model) for kept in self.memory.get_all(busy)]
+        found = self.memory.get_all(busy) if self.protocol.keeps else [None] * len(busy)
+        memories = [own or self.protocol.first(model) for own in found]
         private = [memory[PRIVATE] for memory in memories]
         before = self._scores(busy, [{**model, **own} for own in private]) if personal else []
         trained = self._train(round, busy, model, private, down, memories) if busy else []
@@ -150,8 +151,7 @@ class Batched:
                     raise
                 self.plain.train()
                 scored = [self.judge.evaluate(states[p], t) for p, t in zip(chosen, there, strict=True)]
-                reason = str(error).strip().partition("\n")[0]
-                note = f"clients' own models are scored one after another: {reason}"
+                note = f"clients' own models are scored one after another: {in_a_line(error)}"
                 self.notes += [note] if note not in self.notes else []
             for place, score in zip(chosen, scored, strict=True):
                 found[place] = score

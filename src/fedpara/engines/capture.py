@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedpara.engines.places import Lanes
+from fedpara.errors import in_a_line
 
 OF_VMAP_AND_GRAD = tuple(
     f"{module}.{name}"
@@ -42,7 +43,7 @@ def capture(tick: Callable[[], None], lanes: Lanes, compile: bool, notes: list[s
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            notes.append(f"not compiled: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            notes.append(f"not compiled: {in_a_line(error)}")
     _warm_up(tick, lanes, 3)
     graph = torch.cuda.CUDAGraph()
     saved = _contents(lanes)

@@ -11,6 +11,7 @@ from fedpara.engines.buffers import BufferPlaces
 from fedpara.engines.client import Protocol
 from fedpara.engines.places import stack
 from fedpara.engines.stacked import LANES_OF_A_STEP, one_step
+from fedpara.errors import in_a_line
 from fedpara.state import State, zeros_like
 
 LANES_THAT_PAY = 5
@@ -37,7 +38,7 @@ def unfit(protocol: Protocol, data: FederatedData) -> str:
     try:
         stepped = [_step(step, protocol, images, example.labels) for images in batches]
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return in_a_line(error)
     if name := places.replaced():
         return (
             f"the forward pass puts another tensor in the place of buffer {name!r}, which no state dict holds"

@@ -27,8 +27,7 @@ class InMemory:
 
     def put(self, client: int, round: int, groups: Groups) -> None:
         """Copied: what an engine hands over may be a sliver of its whole cohort's memory."""
-        if any(groups.values()):
-            self._groups[client] = {name: clone(state) for name, state in groups.items()}
+        self._groups[client] = {name: clone(state) for name, state in groups.items()}
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -52,9 +51,12 @@ class Held:
         return at_once(self._memory.get, clients)
 
     def hold(self, client: int, groups: Groups) -> None:
-        self._waiting[client] = groups
+        if any(groups.values()):  # most methods keep nothing
+            self._waiting[client] = groups
 
     def keep(self, round: int, clients: Sequence[int]) -> None:
         """What these clients hold is theirs; what any other holds is dropped."""
         waiting, self._waiting = self._waiting, {}
-        at_once(lambda client: self._memory.put(client, round, waiting[client]), clients)
+        kept = [client for client in clients if client in waiting]
+        if kept:
+            at_once(lambda client: self._memory.put(client, round, waiting[client]), kept)

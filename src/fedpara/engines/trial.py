@@ -1,4 +1,4 @@
-"""Trial: one gradient on a batch as small as any there will be, before anything is run or written."""
+"""Trial: one gradient of one example, or of two where one is too few, before anything is run or written."""
 
 from dataclasses import replace
 
@@ -9,14 +9,14 @@ from fedpara.algorithms import Local
 from fedpara.data import Examples, FederatedData, normalise
 from fedpara.engines.program import Program
 from fedpara.engines.worker import Worker
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, in_a_line
 
 
 def refuse_untrainable(program: Program, data: FederatedData, local: Local) -> None:
     """ConfigError for a model that these examples cannot train, in these batches."""
     if not len(data.train) or (error := _failure(program, data, local, 1)) is None:
         return
-    said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(".")
+    said = in_a_line(error).rstrip(".")
     if _failure(program, data, local, 2) is None:
         if smallest_batch(data, local) != 1:  # asks each client for its size, so only where it matters
             return

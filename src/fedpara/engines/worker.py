@@ -150,7 +150,7 @@ class Worker:
         self, images: Tensor, labels: Tensor, local: Local, eta: float
     ) -> tuple[State, Tensor]:
         if self._plain is None:
-            self._plain = self.program.plain()
+            self._plain = self.program.plain().to(images.device)
         plain, forms = self._plain, self.program.forms
         for mine, its in zip(self.dropouts, own_dropouts(plain).values(), strict=True):
             its.seed.copy_(mine.seed)

@@ -23,32 +23,23 @@ def kept_files(folder: Path) -> Iterator[tuple[int, int, Path]]:
         yield client, round, path
 
 
-def refuse_lost(folder: Path, expected: Mapping[int, int]) -> None:
-    """RunError where the file of a client's last round is gone: it would begin again, and nobody would know."""
-    there = {(client, round) for client, round, _ in kept_files(folder)}
-    lost = sorted(client for client, round in expected.items() if (client, round) not in there)
-    if lost:
-        others = f", and of {len(lost) - 1} more," if len(lost) > 1 else ""
-        raise RunError(
-            f"{folder} lacks what client {lost[0]}{others} kept of round {expected[lost[0]]}: expected a file of each "
-            f"of the {len(expected)} clients that have taken part. Bring them back, or start the run anew."
-        )
-
-
 class OnDisk:
-    def __init__(self, folder: Path, checkpoint: int = 0) -> None:
+    def __init__(self, folder: Path, checkpoint: int = 0, expected: Mapping[int, int] | None = None) -> None:
+        """`expected` is the round of each client's newest file, as the checkpoint has it."""
         self.folder = folder
         self._versions: dict[int, list[int]] = {}
-        self._touched: set[int] = set()
+        later = []
         for client, round, path in kept_files(folder):
             if round > checkpoint:
-                path.unlink()
+                later.append(path)
             else:
                 self._versions.setdefault(client, []).append(round)
-        for client, rounds in self._versions.items():
+        self._refuse_lost(expected or {})
+        for path in later:
+            path.unlink()
+        for rounds in self._versions.values():
             rounds.sort()
-            if len(rounds) > 1:
-                self._touched.add(client)
+        self._touched = {client for client, rounds in self._versions.items() if len(rounds) > 1}
 
     def get(self, client: int) -> Groups | None:
         rounds = self._versions.get(client)
@@ -57,8 +48,6 @@ class OnDisk:
         return read_groups(self._path(client, rounds[-1]))
 
     def put(self, client: int, round: int, groups: Groups) -> None:
-        if not any(groups.values()):
-            return
         path = self._path(client, round)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_groups(path, groups, durable=False)
@@ -78,3 +67,13 @@ class OnDisk:
 
     def _path(self, client: int, round: int) -> Path:
         return self.folder / str(client // FAN) / f"{client}-{round}.safetensors"
+
+    def _refuse_lost(self, expected: Mapping[int, int]) -> None:
+        """RunError where a client's newest file is gone: it would begin again, and nobody would know."""
+        lost = sorted(c for c, round in expected.items() if round not in self._versions.get(c, ()))
+        if lost:
+            others = f", and of {len(lost) - 1} more," if len(lost) > 1 else ""
+            raise RunError(
+                f"{self.folder} lacks what client {lost[0]}{others} kept of round {expected[lost[0]]}: expected a file "
+                f"of each of the {len(expected)} clients that have taken part. Bring them back, or start the run anew."
+            )

@@ -30,7 +30,7 @@ import torch
 
 from fedpara.engines.loop import Progress, Round
 from fedpara.errors import ConfigError, RunError
-from fedpara.experiments.clients import OnDisk, refuse_lost
+from fedpara.experiments.clients import OnDisk
 from fedpara.experiments.config import Experiment, read_toml, to_toml
 from fedpara.experiments.files import append_line, keep_rounds, read_lines, read_tensors, write_tensors
 from fedpara.files import PART, make_folder, sweep, write_bytes
@@ -60,8 +60,7 @@ class RunFolder:
             self.progress = self._newest_checkpoint()
             at = self.progress.round if self.progress else 0
             self._previous = at
-            refuse_lost(path / "clients", self._kept)
-            self.memory = OnDisk(path / "clients", at)
+            self.memory = OnDisk(path / "clients", at, self._kept)
             for name in ("metrics.jsonl", "timing.jsonl"):
                 keep_rounds(path / name, at)
         except BaseException:
