@@ -15,14 +15,13 @@ The states hold the shared, trainable parameters only: private ones and buffers 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fedpara.errors import ConfigError, StateError
+from fedpara.errors import ConfigError, StateError, among
 from fedpara.state import State, add, mean, zeros_like
 
 Groups = dict[str, State]
@@ -33,7 +32,6 @@ NOT_NEGATIVE: Rule = ("a number of 0 or more", lambda value: value >= 0)
 BELOW_ONE: Rule = ("a number of 0 or more and below 1", lambda value: 0 <= value < 1)
 AT_MOST_ONE: Rule = ("a number above 0 and at most 1", lambda value: 0 < value <= 1)
 COUNT: Rule = ("a whole number of 1 or more", lambda value: value >= 1 and isinstance(value, Integral))
-
 SEED: Rule = (
     "a whole number, 0 to 2^63 - 1",
     lambda value: 0 <= value < 1 << 63 and isinstance(value, Integral),
@@ -134,10 +132,7 @@ def local_of(local: Local | None, given: Mapping[str, Any]) -> Local:
     known = [field.name for field in fields(Local)]
     for name in given:
         if name not in known:
-            nearest = get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise ConfigError(
-                f"unknown option {name!r}: did you mean {nearest!r}? Known: {', '.join(known)}."
-            )
+            raise ConfigError(f"unknown option {name!r}: {among(name, known)}")
     return replace(local or Local(), **given)
 
 

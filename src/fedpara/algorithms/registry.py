@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Any
 
 from fedpara.algorithms.adaptive import fedadagrad, fedadam, fedyogi
@@ -10,7 +9,7 @@ from fedpara.algorithms.core import Algorithm, Local
 from fedpara.algorithms.fedavg import fedavg, fedprox
 from fedpara.algorithms.feddyn import feddyn
 from fedpara.algorithms.scaffold import scaffold
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, among
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedavg": fedavg,
@@ -30,10 +29,7 @@ def names() -> list[str]:
 def build(name: str, local: Local, **hyper: Any) -> Algorithm:
     """The named algorithm with its own hyper-parameters (mu, alpha, server_lr, beta1, beta2, tau)."""
     if name not in ALGORITHMS:
-        nearest = get_close_matches(name.lower(), ALGORITHMS, n=1, cutoff=0.0)[0]
-        raise ConfigError(
-            f"unknown algorithm {name!r}: did you mean {nearest!r}? Known: {', '.join(names())}."
-        )
+        raise ConfigError(f"unknown algorithm {name!r}: {among(name.lower(), ALGORITHMS)}")
     factory = ALGORITHMS[name]
     own = [
         p.name for p in inspect.signature(factory).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD

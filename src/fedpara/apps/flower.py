@@ -9,7 +9,7 @@ import typer
 
 from fedpara.apps.flower_processes import require
 from fedpara.apps.flower_settings import difference
-from fedpara.apps.named_model import refuse_own
+from fedpara.apps.named_model import refuse_users
 from fedpara.apps.plain_help import PlainGroup
 from fedpara.apps.progress import Show, say
 from fedpara.apps.run import finish
@@ -150,7 +150,7 @@ def _refuse_another(out: Path, experiment: Experiment) -> Summary | None:
 
 def _experiment(preset: str | None, config: Path | None, said: list[str]) -> Experiment:
     given = {**dict(_field(text) for text in said), "engine": "flower"}
-    refuse_own(given)
+    refuse_users(given)
     if preset is None:
         return with_values(read_toml(config) if config else Experiment(), given)
     if config is not None:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
 
-from fedpara.errors import ConfigError, MissingExtraError, RunError
+from fedpara.errors import ConfigError, MissingExtraError, RunError, install
 
 DAYS = 825
 LONGEST_COMMON_NAME = 64
@@ -70,10 +70,7 @@ def _contents(hosts: Sequence[str], nodes: int) -> dict[str, bytes]:
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
     except ImportError:
-        raise MissingExtraError(
-            "certificates need the package cryptography: install fedpara's extra 'flower', which in a checkout is "
-            "pip install '.[flower]'."
-        ) from None
+        raise MissingExtraError(f"certificates need the package cryptography: {install('flower')}") from None
 
     def private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:
         return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fedpara.errors import MissingExtraError, RunError
+from fedpara.errors import MissingExtraError, RunError, install
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -32,10 +32,7 @@ PATIENCE = 10.0
 def require() -> None:
     for package in ("flwr", "ray"):
         if find_spec(package) is None:
-            raise MissingExtraError(
-                f"engine 'flower' needs the package {package}: install fedpara's extra 'flower', which in a checkout "
-                "is pip install '.[flower]'."
-            )
+            raise MissingExtraError(f"engine 'flower' needs the package {package}: {install('flower')}")
 
 
 def environment(home: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:

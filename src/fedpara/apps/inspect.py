@@ -9,7 +9,7 @@ import typer
 from torch import nn
 
 from fedpara import models
-from fedpara.apps.named_model import is_own
+from fedpara.apps.named_model import is_users
 from fedpara.errors import UsageError
 from fedpara.experiments.build import build_scheme
 from fedpara.experiments.config import Experiment
@@ -58,7 +58,7 @@ def load_model(
     target: str, classes: int, shape: tuple[int, ...] | None = None
 ) -> tuple[nn.Module, Where | None]:
     """A library model by name with its rule, or the user's own by `package.module:function`."""
-    if not is_own(target):
+    if not is_users(target):
         built = models.build(target, classes=classes, shape=shape or models.usual_shape(target))
         return built, models.rule(target)
     return build_target(target), None

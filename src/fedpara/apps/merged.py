@@ -13,7 +13,7 @@ from torch import nn
 from fedpara import models
 from fedpara.algorithms import Groups
 from fedpara.apps.flower_memory import NodeMemory
-from fedpara.apps.named_model import is_own
+from fedpara.apps.named_model import is_users
 from fedpara.engines.client import PRIVATE
 from fedpara.engines.flower import ACCEPTED
 from fedpara.engines.program import shared_names, take_apart
@@ -65,7 +65,7 @@ def read_run_or_state(
 def _described(saved: SavedState, model: str, classes: int | None, shape: str | None) -> SavedState:
     """The state as that of the model the user names."""
     description: dict[str, Any] = {"target": model}
-    if not is_own(model):
+    if not is_users(model):
         usual = list(models.usual_shape(model))
         description = {
             "name": model,

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from fedpara import data, models
-from fedpara.apps.named_model import refuse_own
+from fedpara.apps.named_model import refuse_users
 from fedpara.apps.progress import Show, say
 from fedpara.engines.group import join
 from fedpara.engines.simulate import ENGINES
@@ -91,7 +91,7 @@ def run(
     Example: fedpara run --dataset digits --scheme fedpara --gamma 0.1 --rounds 20 --out runs/first
     """
     given = {name: value for name, value in locals().items() if value is not None}
-    refuse_own(given)
+    refuse_users(given)
     for name in ("preset", "config", "out", "data_dir", "track", "as_json", "option"):
         given.pop(name, None)
     if option:

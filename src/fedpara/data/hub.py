@@ -6,17 +6,14 @@ import numpy as np
 
 from fedpara.data.examples import Examples
 from fedpara.data.sources import Array, build_images, images
-from fedpara.errors import DataError, MissingExtraError
+from fedpara.errors import DataError, MissingExtraError, install
 
 
 def load(name: str) -> tuple[Examples, Examples]:
     try:
         import datasets
     except ImportError:
-        raise MissingExtraError(
-            f"hub:{name} needs the package datasets: install fedpara's extra 'hub', which in a checkout is "
-            "pip install '.[hub]'."
-        ) from None
+        raise MissingExtraError(f"hub:{name} needs the package datasets: {install('hub')}") from None
     try:
         parts = datasets.load_dataset(name)
     except Exception as error:  # the library's own errors, of a dozen classes, end here

@@ -6,7 +6,6 @@ import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -15,7 +14,7 @@ from fedpara.engines.program import Share
 from fedpara.engines.simulate import ENGINES
 from fedpara.engines.stacked import Precision
 from fedpara.engines.task import Augment
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, among
 
 SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
 SPLITS = ("iid", "dirichlet", "shards", "owner", "largest")
@@ -159,7 +158,7 @@ def with_values(base: Experiment, given: dict[str, Any]) -> Experiment:
     names = [f.name for f in fields(Experiment)]
     for name in given:
         if name not in names:
-            raise ConfigError(f"unknown key {name!r}: {_nearest(name, names)}")
+            raise ConfigError(f"unknown key {name!r}: {among(name, names)}")
     changed = dict(given)
     sizes = {"gamma", "rank", "ratio"}
     if sizes & given.keys():
@@ -204,12 +203,7 @@ def _check_options(algorithm: str, options: dict[str, float]) -> None:
 
 def _known(what: str, value: str, known: tuple[str, ...] | list[str]) -> None:
     if value not in known:
-        raise ConfigError(f"unknown {what} {value!r}: {_nearest(value, known)}")
-
-
-def _nearest(value: str, known: tuple[str, ...] | list[str]) -> str:
-    close = get_close_matches(value, known, n=1, cutoff=0.5)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"Known: {', '.join(known)}."
+        raise ConfigError(f"unknown {what} {value!r}: {among(value, known)}")
 
 
 def _literal(value: bool | int | float | str) -> str:

@@ -1,10 +1,9 @@
 """Experiments by name. Each preset is one or several runs that belong together."""
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, among
 from fedpara.experiments.config import Experiment
 
 
@@ -78,7 +77,5 @@ PRESETS = {
 
 def preset(name: str) -> Preset:
     if name not in PRESETS:
-        close = get_close_matches(name, PRESETS, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(f"unknown preset {name!r}: {hint}Known: {', '.join(PRESETS)}.")
+        raise ConfigError(f"unknown preset {name!r}: {among(name, PRESETS)}")
     return PRESETS[name]

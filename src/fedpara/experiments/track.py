@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpara.engines import Round
-from fedpara.errors import ConfigError, MissingExtraError
+from fedpara.errors import ConfigError, MissingExtraError, install
 from fedpara.files import write_bytes
 
 Log = Callable[[Round, dict[str, float]], None]
@@ -36,10 +36,8 @@ def require(kind: str) -> None:
         raise ConfigError(f"unknown tracker {kind!r}: expected one of {', '.join(TRACKERS)}.")
     package = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}.get(kind)
     if package is not None and find_spec(package) is None:
-        how = "install fedpara's extra 'track', which in a checkout is pip install '.[track]'"
-        raise MissingExtraError(
-            f"--track {kind} needs the package {package}: {how if kind != 'wandb' else 'pip install wandb'}."
-        )
+        how = install("track") if kind != "wandb" else "pip install wandb."
+        raise MissingExtraError(f"--track {kind} needs the package {package}: {how}")
 
 
 @contextmanager

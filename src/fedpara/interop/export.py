@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fedpara.errors import FedParaError, MissingExtraError, UsageError
+from fedpara.errors import FedParaError, MissingExtraError, UsageError, in_a_line, install
 from fedpara.files import replacing
 from fedpara.interop.rebuild import Description, rebuild, refuse_misfit, shape_of
 from fedpara.interop.saved import SavedState, read_state, save_state
@@ -149,10 +149,7 @@ def _write_onnx(network: nn.Module, inputs: Inputs, path: Path) -> Runner:
         import onnxruntime
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise MissingExtraError(
-            f"ONNX export needs the package {error.name}: install fedpara's extra 'onnx', which in a checkout is "
-            "pip install '.[onnx]'."
-        ) from error
+        raise MissingExtraError(f"ONNX export needs the package {error.name}: {install('onnx')}") from error
     if nbytes(network.state_dict()) > ONNX_BYTES:
         raise UsageError(
             f"the model holds {nbytes(network.state_dict()):,} bytes: one ONNX file takes up to {ONNX_BYTES:,}. "
@@ -198,10 +195,9 @@ def _traced(network: nn.Module, format: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
         raise UsageError(
-            f"{type(network).__name__} could not be exported as {format} ({type(error).__name__}: {first_line}): "
-            "expected a network that torch.export can trace with a free batch size. Safetensors needs no tracing."
+            f"{type(network).__name__} could not be exported as {format} ({in_a_line(error)}): expected a network "
+            "that torch.export can trace with a free batch size. Safetensors needs no tracing."
         ) from error
 
 

@@ -3,12 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, among
 from fedpara.models.cnn import cnn
 from fedpara.models.lstm import lstm
 from fedpara.models.mlp import mlp
@@ -158,6 +157,5 @@ def last_layer(model: nn.Module) -> set[str]:
 
 def _entry(name: str) -> Entry:
     if name not in MODELS:
-        nearest = get_close_matches(name, MODELS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"unknown model {name!r}: did you mean {nearest!r}? Known: {', '.join(MODELS)}.")
+        raise ConfigError(f"unknown model {name!r}: {among(name, MODELS)}")
     return MODELS[name]

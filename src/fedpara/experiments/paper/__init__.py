@@ -6,9 +6,8 @@ STUDIES["capacity-cnn"].cells     what they are worth
 
 from collections.abc import Callable
 from dataclasses import replace
-from difflib import get_close_matches
 
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, among
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.paper import arithmetic, personal, text, variants, vision
 from fedpara.experiments.paper.recipe import RECIPE, SETTINGS
@@ -35,9 +34,7 @@ STUDIES: dict[str, Study] = {name: _ALL[name] for name in _ORDER}
 
 def study(name: str) -> Study:
     if name not in STUDIES:
-        close = get_close_matches(name, STUDIES, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(f"the paper has no {name!r}: {hint}Known: {', '.join(STUDIES)}.")
+        raise ConfigError(f"the paper has no {name!r}: {among(name, STUDIES)}")
     return STUDIES[name]
 
 
