@@ -190,3 +190,34 @@ def test_a_state_is_finite_if_every_tensor_is():
     assert state.finite(pieces)
     flat[7] = math.nan
     assert not state.finite(pieces)
+
+
+@settings(deadline=None, max_examples=40)
+@given(states(), st.booleans())
+def test_flat_and_cut_are_inverse(one, scattered):
+    (a,) = one
+    if scattered:
+        a = state.clone(a)
+    names = sorted(a)
+    whole = state.flat(a, names)
+    assert whole.tolist() == [x for name in names for x in a[name].reshape(-1).tolist()]
+    back = state.cut(whole, a, names)
+    assert list(back) == names
+    assert all(torch.equal(back[name], a[name]) for name in a)
+    again = state.flat(back, names)
+    assert again.data_ptr() == whole.data_ptr()  # side by side already: nothing is copied
+    rows = state.cut(torch.stack([whole, whole + 1]), a, names)
+    assert all(torch.equal(rows[name][1], a[name] + 1) for name in a)
+
+
+def test_flat_takes_empty_tensors_and_neighbours_of_another_type_are_no_run():
+    empty = {"a": torch.empty(0, 3), "b": torch.empty(0)}
+    assert state.flat(empty, ["a", "b"]).shape == (0,)
+    base = torch.arange(8, dtype=torch.int32)
+    found = state.runs([base[:4], base[4:].view(torch.float32)])
+    assert [(run.dtype, len(run)) for run in found] == [(torch.int32, 4), (torch.float32, 4)]
+
+
+def test_names_by_type_are_sorted():
+    some = {"c": torch.ones(1), "a": torch.tensor(1), "b": torch.ones(2)}
+    assert sorted(state.by_type(some)) == [["a"], ["b", "c"]]

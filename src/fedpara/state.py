@@ -5,7 +5,7 @@ Functions here return new tensors and keep the order of the names they are given
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ State = dict[str, Tensor]
 
 def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float = 1.0) -> State:
     """a + scale b; integer tensors (BatchNorm's step counter) take a whole scale only, such as 1 or -1."""
-    _same_names(a, b)
+    same_names(a, b)
     whole = int(scale) if scale == int(scale) else scale
     return {
         name: torch.add(a[name], b[name], alpha=scale if a[name].is_floating_point() else whole) for name in a
@@ -54,7 +54,7 @@ def mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> St
     if not total > 0:
         raise StateError(f"mean with weights that sum to {total}: expected a positive sum.")
     for other in states[1:]:
-        _same_names(states[0], other)
+        same_names(states[0], other)
     first = states[0]
     if not first:
         return {}
@@ -68,6 +68,13 @@ def mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> St
         name: sum_ if t.is_floating_point() else sum_.round().to(t.dtype)
         for (name, t), sum_ in zip(first.items(), sums, strict=True)
     }
+
+
+def same_names(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    """StateError where they do not hold the same names."""
+    if a.keys() != b.keys():
+        odd = sorted(a.keys() ^ b.keys())
+        raise StateError(f"two states differ in names: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
 
 
 def norm(a: Mapping[str, Tensor]) -> float:
@@ -92,44 +99,55 @@ def runs(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same numbers in the same order as few flat tensors: neighbours in memory are one, nothing is copied
     but what lies scattered. A state of a hundred small tensors is then read at the cost of one.
     """
-    found: list[Tensor] = []
-    first: Tensor | None = None
-    count = end = 0
+    begun: list[tuple[Tensor, int]] = []  # the first tensor of each run, and how many numbers it holds
+    end, width = 0, 1
+    base: Tensor | None = None
+    dtype: torch.dtype | None = None
     for tensor in tensors:
         size = tensor.numel()
         if not size:
             continue
         tensor = (tensor.detach() if tensor.requires_grad else tensor).contiguous()
-        start = tensor.data_ptr()
+        start, its = tensor.data_ptr(), tensor._base
         if (
-            first is not None
-            and start == end
-            and tensor.dtype == first.dtype
-            and _same_storage(first, tensor)
+            start != end
+            or tensor.dtype != dtype
+            or not (its is base is not None or _same_storage(begun[-1][0], tensor))
         ):
-            count += size
-        else:
-            if first is not None:
-                found.append(first.as_strided((count,), (1,)))
-            first, count = tensor, size
-        end = start + size * tensor.element_size()
-    if first is not None:
-        found.append(first.as_strided((count,), (1,)))
-    return found
+            begun.append((tensor, 0))
+            base, dtype, width = its, tensor.dtype, tensor.element_size()
+        begun[-1] = begun[-1][0], begun[-1][1] + size
+        end = start + size * width
+    return [first.as_strided((count,), (1,)) for first, count in begun]
+
+
+def flat(a: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
+    """The named tensors, all of one type and at least one of them, as one; not copied where they lie so already."""
+    found = runs([a[name] for name in names]) or [a[name].reshape(-1) for name in names][:1]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def cut(whole: Tensor, like: Mapping[str, Tensor], names: Iterable[str]) -> State:
+    """The inverse of `flat`: views of the last dimension, shaped as those tensors; any dimension before stays."""
+    names, before = list(names), whole.shape[:-1]
+    shapes = [like[name].shape for name in names]
+    parts = whole.split([shape.numel() for shape in shapes], dim=-1)
+    return {
+        name: part.view((*before, *shape)) for name, part, shape in zip(names, parts, shapes, strict=True)
+    }
+
+
+def by_type(a: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names of each type, sorted as messages are: what is cut from a `flat` of them lies as it will be sent."""
+    names: dict[torch.dtype, list[str]] = {}
+    for name in sorted(a):
+        names.setdefault(a[name].dtype, []).append(name)
+    return list(names.values())
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:
-    # Cheap to ask, and so for all that was split off one tensor.
-    if a._base is not None and a._base is b._base:
-        return True
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def nbytes(a: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in a.values())
-
-
-def _same_names(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
-    if a.keys() != b.keys():
-        odd = sorted(a.keys() ^ b.keys())
-        raise StateError(f"two states differ in names: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")

@@ -16,10 +16,9 @@ from fedpara.data import Examples
 from fedpara.engines import lanes
 from fedpara.engines.batched import Batched
 from fedpara.engines.client import Protocol
-from fedpara.engines.freight import bring, fetch
+from fedpara.engines.freight import bring, bring_all, fetch
 from fedpara.engines.loop import Schedule, play
 from fedpara.engines.memory import InMemory
-from fedpara.engines.places import stack
 from fedpara.engines.plan import look_ahead
 from fedpara.engines.program import take_apart
 from fedpara.engines.streams import cohort
@@ -323,8 +322,12 @@ def test_padding_is_no_wider_than_the_largest_batch(digits):
 
 def test_states_go_to_the_device_and_back_unchanged():
     state = {"b": torch.randn(2, 3), "a": torch.tensor(4), "c": torch.randn(5).double(), "e": torch.empty(0)}
-    stacked = stack([state, {name: tensor + 1 for name, tensor in state.items()}])
-    back = fetch(bring(stacked, torch.device("cpu")))
+    host = torch.device("cpu")
+    stacked = bring_all([state, {name: tensor + 1 for name, tensor in state.items()}], host)
+    assert {name: tensor.shape for name, tensor in stacked.items()} == {
+        n: (2, *t.shape) for n, t in state.items()
+    }
+    back = fetch(bring(stacked, host))
     assert [list(client) for client in back] == [list(state)] * 2
     for name, tensor in state.items():
         assert torch.equal(back[0][name], tensor)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpara.errors import ConfigError, WireError
-from fedpara.state import State
+from fedpara.state import State, runs
 from fedpara.wire import Header, decode, encode, letter, spec_of
 from fedpara.wire.codec import DIGEST, MAGIC, MAX_HEADER
 
@@ -75,6 +75,17 @@ def test_a_letter_copies_nothing_that_lies_in_one_piece() -> None:
     _, read = decode(letter({"a": flat[:4], "b": flat[4:]}, HEADER))
     assert read["a"].data_ptr() == flat.data_ptr()
     assert torch.equal(read["b"], flat[4:])
+
+
+def test_nor_what_lies_in_a_few_but_many_become_one() -> None:
+    two = {"a": torch.randn(3), "b": torch.randn(2, 2), "c": torch.tensor(7), "e": torch.empty(0)}
+    _, read = decode(letter(two, HEADER))
+    assert same(read, two)
+    assert all(read[name].data_ptr() == two[name].data_ptr() for name in "abc")
+    many = {f"{i:02d}": torch.randn(3) for i in range(20)}
+    _, read = decode(letter(many, HEADER))
+    assert same(read, many)
+    assert len(runs(list(read.values()))) == 1
 
 
 @settings(deadline=None, max_examples=60)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from fedpara.algorithms.core import POSITIVE, Algorithm, Groups, Local, Update, check, group, mean_y
+from fedpara.algorithms.elementwise import elementwise
 from fedpara.algorithms.fedavg import fedavg
 from fedpara.state import State, add, subtract, zeros_like
 
@@ -43,6 +44,7 @@ def _correct(gradient: State, y: State, x: State, down: Groups, client: Groups, 
     return add(subtract(gradient, group(client, H)), subtract(y, x), alpha)
 
 
+@elementwise
 def _finish(
     x: State, y: State, down: Groups, client: Groups, steps: int, eta: float, *, alpha: float
 ) -> tuple[Groups, Groups]:

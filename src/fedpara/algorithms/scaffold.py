@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from fedpara.algorithms.core import POSITIVE, Algorithm, Groups, Local, Update, check, group, local_of, mean_y
+from fedpara.algorithms.elementwise import elementwise
 from fedpara.errors import ConfigError, StateError
 from fedpara.state import State, add, mean, subtract, zeros_like
 
@@ -54,6 +55,7 @@ def _correct(gradient: State, y: State, x: State, down: Groups, client: Groups) 
     return add(subtract(gradient, group(client, CONTROL)), group(down, CONTROL))
 
 
+@elementwise
 def _finish(
     x: State, y: State, down: Groups, client: Groups, steps: int, eta: float
 ) -> tuple[Groups, Groups]:

@@ -13,11 +13,11 @@ from fedpara.algorithms import Groups
 from fedpara.data import Examples, FederatedData
 from fedpara.engines.capture import capture
 from fedpara.engines.client import PRIVATE, Protocol, Reply, own_variables, reply_of
-from fedpara.engines.freight import bring, fetch
+from fedpara.engines.freight import bring, bring_all, fetch
 from fedpara.engines.lanes import Segment
 from fedpara.engines.memory import ClientMemory, Held
 from fedpara.engines.normalization import by_channel
-from fedpara.engines.places import Lanes, places_for, stack
+from fedpara.engines.places import Lanes, places_for
 from fedpara.engines.plan import Outlook, Plan, look_ahead, make_plan
 from fedpara.engines.pooling import by_mean
 from fedpara.engines.scoring import scores
@@ -142,7 +142,7 @@ class Batched:
         able = [place for place, test in enumerate(tests) if len(test)]
         for start in range(0, len(able), self.lanes):
             chosen = able[start : start + self.lanes]
-            stacked = bring(stack([states[place] for place in chosen]), self.device)
+            stacked = bring_all([states[place] for place in chosen], self.device)
             there = [on_device(tests[place], self.device) for place in chosen]
             try:
                 scored = scores(self.plain, self.forms, stacked, there)
@@ -199,8 +199,8 @@ class Batched:
         places = self._prepare(plan, start, private[0], down, own[0])
         places.lr.fill_(self.protocol.algorithm.local.lr_at(round))
         tick = self._tick(plan, places)
-        variables = {group: bring(stack([one[group] for one in own]), self.device) for group in own[0]}
-        theirs = bring(stack(private), self.device)
+        variables = {group: bring_all([one[group] for one in own], self.device) for group in own[0]}
+        theirs = bring_all(private, self.device)
         # After the tick is made: warming it up draws numbers too, and a resumed run makes it in another round.
         with own_layers(self.protocol.seed, round, self.stream, self.device):
             ended, states, losses = self._run(tick, plan, places, start, theirs, variables)

@@ -9,7 +9,6 @@ from torch.func import vmap
 from fedpara.data import FederatedData, normalise
 from fedpara.engines.buffers import BufferPlaces
 from fedpara.engines.client import Protocol
-from fedpara.engines.places import stack
 from fedpara.engines.stacked import LANES_OF_A_STEP, one_step
 from fedpara.errors import in_a_line
 from fedpara.state import State, zeros_like
@@ -74,8 +73,8 @@ def _step(
     parameters = program.start(program.parameters)
     velocity = zeros_like(parameters) if algorithm.local.momentum else {}
     states = [parameters, velocity, program.start(program.buffers)]
-    lanes = [stack([state]) if state else {} for state in states]
-    own = {group: stack([state]) for group, state in algorithm.client_init(x).items()}
+    lanes = [_lane(state) for state in states]
+    own = {group: _lane(state) for group, state in algorithm.client_init(x).items()}
     down = algorithm.broadcast(algorithm.server_init(x))
     given = (images[None], label.repeat(len(images))[None], torch.tensor([1]), torch.tensor([0]))
     with torch.random.fork_rng(devices=[]):
@@ -84,6 +83,10 @@ def _step(
             *lanes, own, *given, x, down, torch.tensor(0.1)
         )
     return {**stepped, **buffers}
+
+
+def _lane(state: State) -> State:
+    return {name: tensor[None] for name, tensor in state.items()}
 
 
 def _same(a: State, b: State) -> bool:

@@ -1,23 +1,29 @@
 """Freight: states between host and device in one copy a type, where a copy a tensor would wait on each."""
 
-from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fedpara.state import State
+from fedpara.state import State, by_type, cut, flat
 
 
 def bring(state: State, device: torch.device) -> State:
     """The state on the device. On the host it is the state itself."""
-    if device.type == "cpu" or not state:
+    if device.type == "cpu":
         return dict(state)
     there: State = {}
-    for names in _by_type(state).values():
-        flat = torch.cat([state[name].reshape(-1) for name in names]).to(device)
-        parts = flat.split([state[name].numel() for name in names])
-        there |= {name: part.view(state[name].shape) for name, part in zip(names, parts, strict=True)}
+    for names in by_type(state):
+        there |= cut(flat(state, names).to(device), state, names)
     return {name: there[name] for name in state}
+
+
+def bring_all(states: Sequence[State], device: torch.device) -> State:
+    """States of one kind, stacked as [client, ...] on the device."""
+    first, there = states[0], State()
+    for names in by_type(first):
+        there |= cut(torch.stack([flat(state, names) for state in states]).to(device), first, names)
+    return {name: there[name] for name in first}
 
 
 def fetch(stacked: State) -> list[State]:
@@ -25,27 +31,16 @@ def fetch(stacked: State) -> list[State]:
     if not stacked:
         return []
     count = len(next(iter(stacked.values())))
+    one = {name: tensor[0] for name, tensor in stacked.items()}
     clients: list[State] = [{} for _ in range(count)]
-    for names in _by_type(stacked).values():
-        flat = torch.cat([stacked[name].reshape(count, -1) for name in names], dim=1)
-        rows = _to_host(flat)
-        sizes = [stacked[name][0].numel() for name in names]
-        shapes = [stacked[name].shape[1:] for name in names]
+    for names in by_type(stacked):
+        rows = _to_host(torch.cat([stacked[name].reshape(count, -1) for name in names], dim=1))
         for client, row in zip(clients, rows, strict=True):
-            for name, part, shape in zip(names, row.split(sizes), shapes, strict=True):
-                client[name] = part.view(shape)
+            client |= cut(row, one, names)
     return [{name: client[name] for name in stacked} for client in clients]
 
 
-def _to_host(flat: Tensor) -> Tensor:
-    if flat.device.type == "cpu":
-        return flat
-    return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat)
-
-
-def _by_type(state: State) -> dict[torch.dtype, list[str]]:
-    """Sorted, as messages are: what is fetched then lies in memory as it will be sent."""
-    names: dict[torch.dtype, list[str]] = defaultdict(list)
-    for name in sorted(state):
-        names[state[name].dtype].append(name)
-    return names
+def _to_host(whole: Tensor) -> Tensor:
+    if whole.device.type == "cpu":
+        return whole
+    return torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True).copy_(whole)

@@ -1,6 +1,5 @@
 """The fixed places of a batched round: what a captured step reads and writes, by address, round after round."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,10 +60,6 @@ class Lanes:
         """What the clients in these lanes have become, stacked."""
         whole = {**self.parameters, **self.buffers}
         return {name: tensor.index_select(0, lanes) for name, tensor in whole.items()}
-
-
-def stack(states: Sequence[State]) -> State:
-    return {name: torch.stack([s[name] for s in states]) for name in states[0]}
 
 
 def places_for(

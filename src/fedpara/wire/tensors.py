@@ -10,8 +10,10 @@ Written out here, not by `safetensors.torch.save`, to copy the data once, straig
 import json
 import math
 import reprlib
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import accumulate, groupby
 
 import numpy as np
 import torch
@@ -24,6 +26,8 @@ MAX_INDEX = 8 << 20
 MAX_DIMENSIONS = 16
 MAX_NUMBERS = 1 << 48
 CACHED_INDEX = 256 << 10
+FEW = 8
+"""Pieces of memory that a state may be read from as it is; of more, one is made: it is read more than once."""
 
 # In the order of the data: widest first.
 _CODES = {
@@ -67,33 +71,34 @@ def split_index(payload: memoryview) -> tuple[bytes, memoryview]:
 
 
 def read(index: bytes, data: Sequence[memoryview]) -> State:
-    """The tensors, side by side in one piece of memory; WireError for anything `write` would not have written."""
+    """The tensors, each of a type side by side in few pieces of memory; WireError for what `write` would not write."""
     entries, ends = (_parsed if len(index) > CACHED_INDEX else _parsed_before)(index)
     size = sum(map(len, data))
     if size != (ends[-1] if ends else 0):
         raise WireError(f"the tensors hold {size} bytes: expected {ends[-1] if ends else 0}.")
-    whole = _one_piece(data)
-    starts = (0, *ends[:-1])
     state: State = {}
-    for dtype in dict.fromkeys(dtype for _, dtype, _ in entries):
-        alike = [i for i, entry in enumerate(entries) if entry[1] == dtype]
-        part = whole[starts[alike[0]] : ends[alike[-1]]]
-        if dtype == torch.bool and len(part) and part.max() > 1:
-            raise WireError("a boolean tensor holds other bytes than 0 and 1.")
-        numbers = torch.from_numpy(part).view(dtype) if len(part) else torch.empty(0, dtype=dtype)
-        sizes = [(ends[i] - starts[i]) // dtype.itemsize for i in alike]
-        for i, flat in zip(alike, numbers.split(sizes), strict=True):
-            state[entries[i][0]] = flat.view(entries[i][2])
+    first = begin = 0
+    for piece in _whole_tensors(data, ends):
+        last = bisect_right(ends, begin + len(piece))
+        for dtype, alike in groupby(range(first, last), key=lambda i: entries[i][1]):
+            these = list(alike)
+            sizes = [ends[i] - (ends[i - 1] if i else 0) for i in these]
+            part = piece[ends[these[0]] - sizes[0] - begin : ends[these[-1]] - begin]
+            if dtype == torch.bool and len(part) and part.max() > 1:
+                raise WireError("a boolean tensor holds other bytes than 0 and 1.")
+            numbers = torch.from_numpy(part).view(dtype) if len(part) else torch.empty(0, dtype=dtype)
+            for i, flat in zip(these, numbers.split([size // dtype.itemsize for size in sizes]), strict=True):
+                state[entries[i][0]] = flat.view(entries[i][2])
+        first, begin = last, begin + len(piece)
     return state
 
 
-def _one_piece(data: Sequence[memoryview]) -> NDArray[np.uint8]:
-    """Not copied where it is one already, unless it is bytes, for torch may write to it. numpy's copy, which other
-    threads need not wait for."""
-    pieces = [np.frombuffer(piece, np.uint8) for piece in data]
-    if len(pieces) == 1 and not data[0].readonly:
-        return pieces[0]
-    return np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
+def _whole_tensors(data: Sequence[memoryview], ends: tuple[int, ...]) -> list[NDArray[np.uint8]]:
+    """A few pieces that end where a tensor does. Not copied where they are so already, unless they are bytes, for torch
+    may write to them. numpy's copy, which other threads need not wait for."""
+    pieces = [np.frombuffer(piece, np.uint8) for piece in data] or [np.empty(0, np.uint8)]
+    ready = len(pieces) <= FEW and not any(piece.readonly for piece in data)
+    return pieces if ready and {*accumulate(map(len, pieces))} <= {0, *ends} else [np.concatenate(pieces)]
 
 
 def shown(value: object) -> str:

@@ -1,0 +1,40 @@
+"""elementwise: a `finish` that treats every number alike is given all of a state as one tensor.
+
+A hundred small tensors then cost what one does, and what comes out lies side by side, as messages and files want it.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+
+from fedpara.algorithms.core import Groups
+from fedpara.state import State, by_type, cut, flat, same_names
+
+Finish = Callable[..., tuple[Groups, Groups]]
+
+
+def elementwise(finish: Finish) -> Finish:
+    """`finish`, called once for each type of tensor with the states of that type as one tensor each."""
+
+    @wraps(finish)
+    def whole(
+        x: State, y: State, down: Groups, client: Groups, steps: int, eta: float, **hyper: float
+    ) -> tuple[Groups, Groups]:
+        if not x:
+            return finish(x, y, down, client, steps, eta, **hyper)
+        for state in (y, *down.values(), *client.values()):
+            same_names(x, state)
+        sent: Groups = {}
+        kept: Groups = {}
+        for names in by_type(x):
+            one = [{"": flat(state, names)} for state in (x, y)]
+            groups = [{group: {"": flat(s, names)} for group, s in some.items()} for some in (down, client)]
+            for found, into in zip(finish(*one, *groups, steps, eta, **hyper), (sent, kept), strict=True):
+                for group, state in found.items():
+                    into.setdefault(group, {}).update(cut(state[""], x, names))
+        return _ordered(sent, x), _ordered(kept, x)
+
+    return whole
+
+
+def _ordered(groups: Groups, x: State) -> Groups:
+    return {group: {name: state[name] for name in x} for group, state in groups.items()}

@@ -1,0 +1,59 @@
+"""Properties of elementwise: the bits of a finish that goes by names, laid side by side."""
+
+import pytest
+import torch
+
+from fedpara.algorithms import feddyn, scaffold
+from fedpara.algorithms.elementwise import elementwise
+from fedpara.errors import StateError
+from fedpara.state import add, runs, subtract
+
+
+def drawn(seed, **types):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"fc.weight": (4, 3), "a.bias": (3,), "scale": (), "none": (0, 2)}
+    return {
+        name: torch.randn(shape, generator=generator).to(types.get(name, torch.float32))
+        for name, shape in shapes.items()
+    }
+
+
+def by_name(x, y, down, client, steps, eta, *, alpha=0.5):
+    change = subtract(y, x)
+    kept = add(add(client["h"], change, alpha), down["c"], -1.0)
+    return {"sent": subtract(kept, client["h"])}, {"h": kept}
+
+
+@pytest.mark.parametrize("types", [{}, {"a.bias": torch.float64, "scale": torch.float64}], ids=["one", "two"])
+def test_it_is_the_same_by_name(types):
+    x, y, c, h = (drawn(seed, **types) for seed in range(4))
+    ours = elementwise(by_name)(x, y, {"c": c}, {"h": h}, 3, 0.1, alpha=0.25)
+    theirs = by_name(x, y, {"c": c}, {"h": h}, 3, 0.1, alpha=0.25)
+    for found, expected in zip(ours, theirs, strict=True):
+        assert found.keys() == expected.keys()
+        for group, members in expected.items():
+            assert found[group].keys() == members.keys()
+            for name, tensor in members.items():
+                assert found[group][name].dtype == tensor.dtype
+                assert found[group][name].shape == tensor.shape
+                torch.testing.assert_close(found[group][name], tensor)
+
+
+@pytest.mark.parametrize("algorithm", [scaffold(), feddyn()], ids=lambda a: a.name)
+def test_what_a_client_keeps_lies_in_one_piece(algorithm):
+    x, y = drawn(0), drawn(1)
+    down = algorithm.broadcast(algorithm.server_init(x))
+    sent, kept = algorithm.finish(x, y, down, algorithm.client_init(x), 3, 0.1)
+    for group in (*sent.values(), *kept.values()):
+        assert len(runs([group[name] for name in sorted(group)])) == 1
+
+
+@pytest.mark.parametrize("algorithm", [scaffold(), feddyn()], ids=lambda a: a.name)
+def test_strange_names_are_refused_and_nothing_is_nothing(algorithm):
+    x, y = drawn(0), drawn(1)
+    down, own = algorithm.broadcast(algorithm.server_init(x)), algorithm.client_init(x)
+    del y["scale"]
+    with pytest.raises(StateError, match="differ in names: scale"):
+        algorithm.finish(x, y, down, own, 3, 0.1)
+    none = algorithm.broadcast(algorithm.server_init({}))
+    assert not any(algorithm.finish({}, {}, none, algorithm.client_init({}), 3, 0.1)[1].values())
