@@ -26,8 +26,20 @@ def refuse_untrainable(program: Program, data: FederatedData, local: Local) -> N
         ) from error
     raise ConfigError(
         f"the model cannot be trained on {_read(data, 1).inputs.dtype} examples of shape {data.train.shape} with "
-        f"labels up to {int(data.train.labels.max())}: {said}."
+        f"labels up to {int(data.train.labels.max())}: {said}.{_cure(program, data)}"
     ) from error
+
+
+def _cure(program: Program, data: FederatedData) -> str:
+    """For the two mistakes of types that torch's own words do not explain."""
+    read = _read(data, 1).inputs.dtype
+    held = {t.dtype for t in program.start(program.parameters).values() if t.is_floating_point()}
+    if data.train.inputs.dtype == torch.uint8 and data.train.mean is None:
+        return " Bytes are taken for indices unless they have a mean and std: if these are images, give Examples both."
+    if read.is_floating_point and held and held != {read}:
+        types = ", ".join(sorted(map(str, held)))
+        return f" The model holds {types}: make both of one type, as .float() does."
+    return ""
 
 
 def smallest_batch(data: FederatedData, local: Local) -> int:
