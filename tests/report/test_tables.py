@@ -14,7 +14,8 @@ from fedpara.experiments.library import Library
 from fedpara.report.document import BEGIN, END, document
 from fedpara.report.figures import study_figure
 from fedpara.report.formats import csv_text, latex, markdown, plain
-from fedpara.report.tables import NOT_REACHED, NOT_RUN, half_width, table_of
+from fedpara.report.others import COLUMNS, other_runs
+from fedpara.report.tables import NO_NUMBER, NOT_REACHED, NOT_RUN, half_width, table_of
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -128,11 +129,35 @@ def test_the_document_has_every_study_and_a_headline(tables):
 def test_the_documents_are_those_of_the_results():
     """`fedpara report results --out docs/reproduction.md`, and its headline between the README's two marks."""
     found = Library.of(ROOT / "results")
-    text = document([table_of(study, found, found.seeds) for study in paper.STUDIES.values()])
+    tables = [table_of(study, found, found.seeds) for study in paper.STUDIES.values()]
+    text = document([*tables, other_runs(found, tables)])
     assert (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8") == text
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     if BEGIN in readme:
         assert readme.split(BEGIN)[1].split(END)[0] == text.split(BEGIN)[1].split(END)[0]
+
+
+def test_runs_of_no_table_have_one_of_their_own(library, tables, tmp_path):
+    assert other_runs(library, tables) is None, "the fixture's runs are all the miniature's"
+    rest = other_runs(library, [])
+    rows = {row: [rest.at(row, column) for column in COLUMNS] for row in rest.study.rows}
+    assert len(rows) == 3
+    assert all(len(entries[0].values) == 2 for entries in rows.values()), "two seeds are one row"
+    names = [name for entries in rows.values() for name in entries[0].runs]
+    assert sorted(names) == sorted(map(library.name_of, library))
+    (row,) = (row for row in rows if "FedPara" in row)
+    scored, rounds, sent = rows[row]
+    twins = [run for run in library if run.experiment.scheme == "fedpara"]
+    assert scored.value == pytest.approx(100 * sum(run.accuracy for run in twins) / 2)
+    assert scored.spread is not None
+    assert (rounds.value, rounds.spread) == (2, None)
+    assert sent.value == (twins[0].bytes_up + twins[0].bytes_down) / 2**30
+
+    for text in (markdown(rest), latex(rest)):
+        assert scored.text in text or scored.text.replace("±", r"$\pm$") in text
+        assert NO_NUMBER not in text, "the paper has no part in it"
+    assert {line.count("&") for line in latex(rest).splitlines() if "&" in line} == {3}
+    assert study_figure(rest, list(library), tmp_path / "runs.svg").exists()
 
 
 def test_the_library_skips_what_is_no_run(tmp_path, runs):

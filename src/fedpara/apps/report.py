@@ -12,6 +12,7 @@ from fedpara.files import make_folder, write_bytes
 from fedpara.report.document import document
 from fedpara.report.figures import study_figure
 from fedpara.report.formats import csv_text, latex
+from fedpara.report.others import other_runs
 from fedpara.report.page import page
 from fedpara.report.tables import Table, table_of
 
@@ -51,12 +52,16 @@ def report(
         raise UsageError(f"no run in {', '.join(map(str, runs))}: expected folders with a config.toml.")
     make_folder(out if kind in ("png", "svg") else out.parent)
     tables = [table_of(study, library, library.seeds, scale=scale) for study in STUDIES.values()]
+    if (
+        kind != "html" and (rest := other_runs(library, tables)) is not None
+    ):  # the page shows every run anyway
+        tables.append(rest)
     if kind in ("png", "svg"):
-        _figures(library, tables, out, kind, scale)
+        _figures(library, tables, out, kind)
         return
     text = {
         "html": lambda: page(library, tables),
-        "markdown": lambda: document(tables),
+        "markdown": lambda: document(tables, " ".join(map(str, runs)), str(out)),
         "csv": lambda: csv_text(tables),
         "latex": lambda: "\n\n".join(f"% {t.study.name}: {t.study.title}\n{latex(t)}" for t in tables) + "\n",
     }[kind]()
@@ -65,7 +70,7 @@ def report(
     typer.echo(f"{out}: {len(text.encode()) / 1e3:.0f} kB, {count} run{'s' * (count != 1)}")
 
 
-def _figures(library: Library, tables: list[Table], out: Path, kind: str, scale: str) -> None:
+def _figures(library: Library, tables: list[Table], out: Path, kind: str) -> None:
     for table in tables:
         names = {name for entry in table.entries for name in entry.runs}
         found = [run for run in library if library.name_of(run) in names]

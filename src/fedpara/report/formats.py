@@ -18,18 +18,19 @@ _LATEX = {
 
 
 def grid(table: Table) -> tuple[list[str], list[list[str]]]:
-    """(headings, rows): two columns, paper and ours, for each of the study's."""
+    """(headings, rows): two columns, paper and ours, for each of the study's; ours alone where the paper has none."""
     study = table.study
-    headings = ["", *(f"{column}, {who}" for column in study.columns for who in ("paper", "ours"))]
+    who = ("paper", "ours") if table.of_paper else ("ours",)
+    headings = ["", *(f"{column}, {one}" for column in study.columns for one in who)]
     rows = []
     for row in study.rows:
         entries = [table.at(row, column) for column in study.columns]
-        rows.append([row, *(text for entry in entries for text in _pair(entry))])
+        rows.append([row, *(text for entry in entries for text in _pair(entry)[-len(who) :])])
     return headings, rows
 
 
 def plain(table: Table) -> str:
-    """Aligned columns, a line a row: one block of paper and ours for each column of the study."""
+    """Aligned columns, a line a row: one block of paper and ours for each column of one of the paper's studies."""
     study = table.study
     head = ["", *(study.columns)]
     lines = [[row, *(_joined(table.at(row, column)) for column in study.columns)] for row in study.rows]
@@ -46,12 +47,13 @@ def plain(table: Table) -> str:
 
 
 def markdown(table: Table) -> str:
-    """Paper / **ours** in every cell."""
+    """Paper / **ours** in every cell; ours alone where the paper has none."""
     study = table.study
+    cell = _slashed if table.of_paper else _ours
     lines = [
         ["", *study.columns],
         ["---", *("---:" for _ in study.columns)],
-        *([row, *(_slashed(table.at(row, column)) for column in study.columns)] for row in study.rows),
+        *([row, *(cell(table.at(row, column)) for column in study.columns)] for row in study.rows),
     ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -83,19 +85,19 @@ def csv_text(tables: Sequence[Table]) -> str:
 
 def latex(table: Table) -> str:
     study = table.study
-    pairs = " & ".join(rf"\multicolumn{{2}}{{c}}{{{_escaped(column)}}}" for column in study.columns)
-    who = " & ".join("paper & ours" for _ in study.columns)
+    many = 2 if table.of_paper else 1
+    spans = [rf"\multicolumn{{{many}}}{{c}}{{{_escaped(column)}}}" for column in study.columns]
+    who = [["paper & ours"] * len(study.columns)] if table.of_paper else []
     _, rows = grid(table)
     body = [" & ".join(map(_escaped, row)) + r" \\" for row in rows]
     return "\n".join(
         [
-            r"\begin{tabular}{l" + " rr" * len(study.columns) + "}",
+            r"\begin{tabular}{l " + "r" * many * len(study.columns) + "}",
             r"\toprule",
-            f" & {pairs}" + r" \\",
-            f" & {who}" + r" \\",
+            *(" & ".join(["", *head]) + r" \\" for head in [spans, *who]),
             r"\midrule",
             *body,
-            *([r"\midrule", _across(table.caveat, 1 + 2 * len(study.columns))] if table.caveat else []),
+            *([r"\midrule", _across(table.caveat, 1 + many * len(study.columns))] if table.caveat else []),
             r"\bottomrule",
             r"\end{tabular}",
         ]
@@ -115,10 +117,13 @@ def _joined(entry: Entry | None) -> str:
 
 
 def _slashed(entry: Entry | None) -> str:
+    return "" if entry is None else f"{entry.paper_text} / {_ours(entry)}"
+
+
+def _ours(entry: Entry | None) -> str:
     if entry is None:
         return ""
-    ours = entry.text if entry.value is None else f"**{entry.text}**"
-    return f"{entry.paper_text} / {ours}"
+    return entry.text if entry.value is None else f"**{entry.text}**"
 
 
 def _empty(value: object) -> object:

@@ -24,6 +24,7 @@ STYLES: dict[str, Callable[[float], str]] = {
     "%0": lambda v: f"{v:.0f}%",
     "1": lambda v: f"{v:.1f}",
     "2": lambda v: f"{v:.2f}",
+    "g": lambda v: f"{v:.3g}",
     "n": lambda v: f"{v:.0f}",
     "K": lambda v: f"{v / 1e3:.0f} K",
     "M": lambda v: f"{v / 1e6:.2f} M",
@@ -83,6 +84,11 @@ class Table:
 
     def at(self, row: str, column: str) -> Entry | None:
         return next((e for e in self.entries if (e.row, e.column) == (row, column)), None)
+
+    @property
+    def of_paper(self) -> bool:
+        """Whether the paper prints a number for any of it."""
+        return any(entry.paper is not None for entry in self.entries)
 
     @property
     def run(self) -> int:

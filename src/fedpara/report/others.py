@@ -1,0 +1,55 @@
+"""The runs that no table of the paper holds, as a table of their own: a row a series, a value a seed."""
+
+from collections.abc import Callable, Sequence
+from statistics import stdev
+
+from fedpara.experiments import Summary
+from fedpara.experiments.library import Library
+from fedpara.experiments.paper import Cell, Study
+from fedpara.experiments.paper.measures import GIGABYTE
+from fedpara.report.series import Series, all_series, points
+from fedpara.report.tables import Entry, Table
+
+
+def _last_accuracy(run: Summary) -> float | None:
+    """As the curves have it."""
+    found = points(run).accuracy
+    return found[-1] if found else None
+
+
+COLUMNS: dict[str, tuple[Callable[[Summary], float | None], str]] = {
+    "accuracy [%]": (_last_accuracy, "%"),
+    "rounds": (lambda run: float(run.rounds), "n"),
+    "GB sent": (lambda run: (run.bytes_up + run.bytes_down) / GIGABYTE, "g"),
+}
+
+
+def other_runs(library: Library, tables: Sequence[Table]) -> Table | None:
+    """None where every run that has begun is in one of these tables."""
+    told = {name for table in tables for entry in table.entries for name in entry.runs}
+    series = all_series(run for run in library if library.name_of(run) not in told)
+    if not series:
+        return None
+    cells = [(one, column) for one in series for column in COLUMNS]
+    study = Study(
+        "runs",
+        "Runs of no table",
+        "Not in the paper",
+        tuple(
+            Cell(_row(one), column, None, (one.runs[0].experiment,), *COLUMNS[column])
+            for one, column in cells
+        ),
+    )
+    return Table(study, tuple(_entry(one, column, library) for one, column in cells))
+
+
+def _row(series: Series) -> str:
+    return f"{series.panel}, {series.label}"
+
+
+def _entry(series: Series, column: str, library: Library) -> Entry:
+    measure, style = COLUMNS[column]
+    values = tuple(value for run in series.runs if (value := measure(run)) is not None)
+    spread = stdev(values) if style == "%" and len(values) > 1 else None
+    names = tuple(library.name_of(run) for run in series.runs)
+    return Entry(_row(series), column, None, values, len(series.runs), spread, style, names, False)
