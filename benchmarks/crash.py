@@ -23,7 +23,7 @@ import torch
 
 from fedpara.experiments import Experiment, resume, run
 from fedpara.experiments.clients import OnDisk
-from fedpara.experiments.files import read_tensors
+from fedpara.experiments.tensor_files import read_tensors
 from fedpara.files import PART
 
 SHORT: dict[str, Any] = {

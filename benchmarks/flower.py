@@ -26,9 +26,9 @@ from fedpara.apps.flower_federation import Federation
 from fedpara.apps.flower_processes import Processes
 from fedpara.experiments import Experiment, Summary, run
 from fedpara.experiments.build import build
-from fedpara.experiments.files import read_tensors
 from fedpara.experiments.run import lay_out
 from fedpara.experiments.store import PREVIOUS, final_state
+from fedpara.experiments.tensor_files import read_tensors
 
 WINDOW = 64
 DIGITS = Experiment(model="mlp", clients=3, cohort=3, rounds=6, lr=0.05, engine="flower")

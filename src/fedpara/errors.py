@@ -23,7 +23,8 @@ from difflib import get_close_matches
 
 def in_a_line(error: Exception) -> str:
     """What another library raised: its kind, and the first line of what it says."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    said = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def among(name: str, known: Collection[str]) -> str:

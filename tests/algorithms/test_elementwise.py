@@ -57,3 +57,15 @@ def test_strange_names_are_refused_and_nothing_is_nothing(algorithm):
         algorithm.finish(x, y, down, own, 3, 0.1)
     none = algorithm.broadcast(algorithm.server_init({}))
     assert not any(algorithm.finish({}, {}, none, algorithm.client_init({}), 3, 0.1)[1].values())
+
+
+@pytest.mark.parametrize("algorithm", [scaffold(), feddyn()], ids=lambda a: a.name)
+def test_groups_that_someone_added_are_passed_on(algorithm):
+    x, y = drawn(0), drawn(1)
+    down, own = algorithm.broadcast(algorithm.server_init(x)), algorithm.client_init(x)
+    more = {"count": {"rounds": torch.zeros(())}}
+    plain = algorithm.finish(x, y, down, own, 3, 0.1)
+    added = algorithm.finish(x, y, {**down, **more}, {**own, **more}, 3, 0.1)
+    for ours, theirs in zip(added, plain, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[g][n], theirs[g][n]) for g in theirs for n in theirs[g])

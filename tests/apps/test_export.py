@@ -14,8 +14,8 @@ from fedpara.data import normalise
 from fedpara.engines.flower import ACCEPTED
 from fedpara.experiments import Experiment, read_run, run
 from fedpara.experiments.build import build, build_model, build_scheme
-from fedpara.experiments.files import write_groups
 from fedpara.experiments.store import final_state
+from fedpara.experiments.tensor_files import write_groups
 
 PERSONAL = {"model": "mlp", "scheme": "pfedpara", "clients": 2, "cohort": 2, "epochs": None, "steps": 1}
 

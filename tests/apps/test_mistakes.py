@@ -14,7 +14,7 @@ TINY = ["--model", "mlp", "--scheme", "original", "--clients", "8", "--cohort", 
 BAD = {
     "dataset": (["run", "--dataset", "digit"], 2, "Did you mean 'digits'"),
     "dataset that is not here": (["run", "--dataset", "mnist"], 1, "mnist"),
-    "model": (["run", "--model", "vgg61"], 2, "did you mean 'vgg16'"),
+    "model": (["run", "--model", "vgg61"], 2, "did you mean 'vgg16'? Known: vgg16, "),
     "model of one's own": (
         ["run", "--model", "os:getcwd"],
         2,
@@ -51,7 +51,7 @@ BAD = {
     "preset and scheme": (["run", "quickstart", "--scheme", "fedpara"], 2, "compares schemes itself"),
     "config": (["run", "--config", "nowhere.toml"], 2, "No such file"),
     "resume": (["resume", "nowhere"], 2, "no config.toml"),
-    "inspect model": (["inspect", "vgg61"], 2, "did you mean 'vgg16'"),
+    "inspect model": (["inspect", "vgg61"], 2, "did you mean 'vgg16'? Known: vgg16, "),
     "inspect scheme": (["inspect", "mlp", "--scheme", "original"], 2, "leaves every weight as it is"),
     "inspect gamma": (["inspect", "mlp", "--gamma", "2"], 2, "gamma"),
     "inspect rank": (["inspect", "mlp", "--rank", "100000"], 2, "100000"),

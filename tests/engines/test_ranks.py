@@ -26,7 +26,7 @@ from fedpara.engines.group import all_gather
 from fedpara.errors import FedParaError, RunError
 from fedpara.experiments import Experiment, read_run, resume, run
 from fedpara.experiments.config import to_toml
-from fedpara.experiments.files import read_tensors
+from fedpara.experiments.tensor_files import read_tensors
 
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}

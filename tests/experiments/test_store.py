@@ -14,7 +14,7 @@ from fedpara.engines.memory import InMemory
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import Experiment, read_run, resume, run
 from fedpara.experiments.clients import OnDisk
-from fedpara.experiments.files import append_line, keep_rounds, read_lines, read_tensors, write_tensors
+from fedpara.experiments.lines import append_line, keep_rounds, read_lines
 from fedpara.experiments.run import lay_out
 from fedpara.experiments.store import RunFolder, create, final_state, metrics_of, open_run, read_config
 
@@ -194,54 +194,6 @@ def test_a_checkpoint_of_another_config_is_refused(tmp_path):
     config.write_text(config.read_text().replace("lr = 0.1", "lr = 0.2"))
     with pytest.raises(RunError, match="belongs to another config"):
         resume(path)
-
-
-def test_a_checkpoint_is_an_ordinary_safetensors_file_with_a_digest(tmp_path):
-    from safetensors import safe_open
-    from safetensors.torch import load_file, save_file
-
-    path = tmp_path / "t.safetensors"
-    write_tensors(path, {"a": torch.arange(6.0).reshape(2, 3).T, "b": torch.tensor(3)}, {"round": "1"})
-    state, metadata = read_tensors(path)
-    assert metadata == {"round": "1"}
-    assert state["a"].tolist() == [[0, 3], [1, 4], [2, 5]]
-    changed = load_file(path)
-    assert all(torch.equal(changed[name], state[name]) for name in state)
-    with safe_open(path, framework="pt") as file:
-        assert file.metadata()["round"] == "1"
-        digest = file.metadata()["digest"]
-    save_file(changed, path, {"round": "2", "digest": digest})
-    with pytest.raises(RunError, match="does not match its digest"):
-        read_tensors(path)
-    changed["a"][0, 0] = 9
-    save_file(changed, path, {"round": "1", "digest": digest})
-    with pytest.raises(RunError, match="does not match its digest"):
-        read_tensors(path)
-    save_file(changed, path)
-    with pytest.raises(RunError, match=r"cannot be read \(it has no metadata"):
-        read_tensors(path)
-
-
-@pytest.mark.parametrize("cut", [0, 7, 8, 40, -1])
-def test_a_file_cut_short_is_named(tmp_path, cut):
-    path = tmp_path / "t.safetensors"
-    write_tensors(path, {"a": torch.arange(6.0)}, {"é": "ü"})
-    assert read_tensors(path)[1] == {"é": "ü"}
-    path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(RunError, match=r"t\.safetensors (cannot be read|does not match)"):
-        read_tensors(path)
-
-
-def test_a_file_may_hold_no_tensor_and_many_types(tmp_path):
-    path = tmp_path / "t.safetensors"
-    for state in ({}, {"e": torch.empty(0, 3), "z": torch.tensor(True), "b": torch.ones(3).half()}):
-        write_tensors(path, state, {})
-        found, metadata = read_tensors(path)
-        assert metadata == {}
-        assert found.keys() == state.keys()
-        assert all(
-            torch.equal(found[name], state[name]) and found[name].dtype == state[name].dtype for name in state
-        )
 
 
 def test_lines_that_a_kill_cut_short_are_dropped(tmp_path):

@@ -13,7 +13,10 @@ Finish = Callable[..., tuple[Groups, Groups]]
 
 
 def elementwise(finish: Finish) -> Finish:
-    """`finish`, called once for each type of tensor with the states of that type as one tensor each."""
+    """`finish`, called once for each type of tensor with the states of that type as one tensor each.
+
+    A group that is not like x, which someone may have added, is passed on as it is.
+    """
 
     @wraps(finish)
     def whole(
@@ -21,13 +24,18 @@ def elementwise(finish: Finish) -> Finish:
     ) -> tuple[Groups, Groups]:
         if not x:
             return finish(x, y, down, client, steps, eta, **hyper)
-        for state in (y, *down.values(), *client.values()):
-            same_names(x, state)
+        same_names(x, y)
         sent: Groups = {}
         kept: Groups = {}
         for names in by_type(x):
             one = [{"": flat(state, names)} for state in (x, y)]
-            groups = [{group: {"": flat(s, names)} for group, s in some.items()} for some in (down, client)]
+            groups = [
+                {
+                    g: {"": flat(state, names)} if state.keys() == x.keys() else state
+                    for g, state in some.items()
+                }
+                for some in (down, client)
+            ]
             for found, into in zip(finish(*one, *groups, steps, eta, **hyper), (sent, kept), strict=True):
                 for group, state in found.items():
                     into.setdefault(group, {}).update(cut(state[""], x, names))

@@ -23,7 +23,7 @@ from fedpara.apps.flower_processes import Processes, environment, free_port, req
 from fedpara.engines import Progress, Round
 from fedpara.errors import RunError
 from fedpara.experiments import Summary, read_run
-from fedpara.experiments.files import read_lines
+from fedpara.experiments.lines import read_lines
 from fedpara.experiments.run import Speaker, Watcher
 from fedpara.experiments.store import is_locked, read_config
 

@@ -21,9 +21,9 @@ from fedpara.errors import FedParaError, RunError, UsageError
 from fedpara.experiments.build import build_model, build_scheme
 from fedpara.experiments.clients import kept_files
 from fedpara.experiments.config import Experiment
-from fedpara.experiments.files import read_groups
 from fedpara.experiments.run import NODES
 from fedpara.experiments.store import final_state, read_config
+from fedpara.experiments.tensor_files import read_groups
 from fedpara.interop import SavedState, read_state
 from fedpara.interop.rebuild import EXPECTED, is_description, rebuild, refuse_misfit
 from fedpara.parameterization import forms

@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from fedpara import models
-from fedpara.errors import UsageError
+from fedpara.errors import UsageError, among
 
 
 def is_users(name: str) -> bool:
     """Whether it names the user's own. Such a module may lie in the folder that the program was called in."""
     if ":" not in name:
+        if name not in models.names():
+            raise UsageError(
+                f"unknown model {name!r}: {among(name, models.names())} Or give package.module:function of your own."
+            )
         return False
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))

@@ -12,7 +12,7 @@ from fedpara.data import Examples
 from fedpara.engines.program import Program
 from fedpara.engines.streams import torch_numbers
 from fedpara.engines.worker import Score, Trained, Worker
-from fedpara.errors import RunError, UpdateRejected
+from fedpara.errors import ConfigError, RunError, UpdateRejected
 from fedpara.state import State, finite
 from fedpara.wire import Header, Letter, Link, Message, Spec, admit, guard, letter, pack, spec_of, unpack
 
@@ -46,14 +46,15 @@ class Protocol:
         x = self.program.start(self.program.shared)
         model = {**x, **self.program.start(self.program.shared_buffers)}
         down = pack({"": model, **self.algorithm.broadcast(self.algorithm.server_init(x))})
-        extra, _ = self.algorithm.finish(
-            x,
-            x,
-            self.algorithm.broadcast(self.algorithm.server_init(x)),
-            self.algorithm.client_init(x),
-            1,
-            1.0,
-        )
+        first = self.algorithm.client_init(x)
+        broadcast = self.algorithm.broadcast(self.algorithm.server_init(x))
+        extra, kept = self.algorithm.finish(x, x, broadcast, first, 1, 1.0)
+        for group, state in kept.items():
+            if state.keys() != first.get(group, {}).keys():
+                raise ConfigError(
+                    f"{self.algorithm.name} keeps {group!r} of a client with other tensors than its client_init gives: "
+                    "expected the same names before a client's first round and after it."
+                )
         object.__setattr__(self, "down", spec_of(down, self.link.down))
         object.__setattr__(self, "up", spec_of(pack({"": model, **extra}), self.link.up))
 
@@ -62,9 +63,12 @@ class Protocol:
         _, state = admit(
             message, spec=self.down, round=round, method=self.algorithm.name, scheme=self.program.scheme
         )
-        groups = unpack(state)
         own = self.program.initial
-        return {name: tensor.to(own[name].dtype) for name, tensor in groups.pop("").items()}, groups
+        groups = {
+            group: {name: t.to(own[name].dtype) if name in own else t for name, t in members.items()}
+            for group, members in unpack(state).items()
+        }
+        return groups.pop(""), groups
 
     def first(self, model: State) -> Groups:
         """What a client holds before its first round."""

@@ -26,7 +26,7 @@ def refuse_untrainable(program: Program, data: FederatedData, local: Local) -> N
         ) from error
     raise ConfigError(
         f"the model cannot be trained on {_read(data, 1).inputs.dtype} examples of shape {data.train.shape} with "
-        f"labels up to {int(data.train.labels.max())}: {said}.{_cure(program, data)}"
+        f"labels up to {int(data.train.labels.max())}: {said}.{_cure(program, data) if 'type' in said else ''}"
     ) from error
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fedpara.algorithms import Groups
 from fedpara.errors import RunError
-from fedpara.experiments.files import read_groups, write_groups
+from fedpara.experiments.tensor_files import read_groups, write_groups
 
 FAN = 1000
 """Clients a folder, so that a million of them do not lie in one."""

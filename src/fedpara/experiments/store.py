@@ -32,7 +32,8 @@ from fedpara.engines.loop import Progress, Round
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments.clients import OnDisk
 from fedpara.experiments.config import Experiment, read_toml, to_toml
-from fedpara.experiments.files import append_line, keep_rounds, read_lines, read_tensors, write_tensors
+from fedpara.experiments.lines import append_line, keep_rounds, read_lines
+from fedpara.experiments.tensor_files import read_tensors, write_tensors
 from fedpara.files import PART, make_folder, sweep, write_bytes
 from fedpara.state import State
 

@@ -29,7 +29,7 @@ from fedpara.state import State
 
 VERSION = "1"
 
-OF_A_RUN = {"a run's checkpoint": {"identity", "round"}, "what a client of a run keeps": {"groups", "digest"}}
+OF_A_RUN = {"a run's checkpoint": {"identity", "round"}, "what a client of a run keeps": {"groups"}}
 """The files of a run folder, by what their metadata holds."""
 
 

@@ -30,7 +30,9 @@ def other_runs(library: Library, tables: Sequence[Table]) -> Table | None:
     series = all_series(run for run in library if library.name_of(run) not in told)
     if not series:
         return None
-    cells = [(one, column) for one in series for column in COLUMNS]
+    cells = [
+        (one, column) for one in series for column in COLUMNS if _entry(one, column, library).values
+    ]  # one that was not scored yet has no accuracy
     study = Study(
         "runs",
         "Runs of no table",

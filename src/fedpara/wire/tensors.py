@@ -65,7 +65,7 @@ def split_index(payload: memoryview) -> tuple[bytes, memoryview]:
     length = int.from_bytes(payload[:8], "little")
     if len(payload) < 8 or length > min(MAX_INDEX, len(payload) - 8):
         raise WireError(
-            f"the tensors' index claims {length} bytes: expected at most {min(MAX_INDEX, len(payload) - 8)}."
+            f"the tensors' index claims {length} bytes: expected at most {max(0, min(MAX_INDEX, len(payload) - 8))}."
         )
     return bytes(payload[8 : 8 + length]), payload[8 + length :]
 

@@ -1,40 +1,36 @@
-"""The two kinds of files in a run folder: tensors with a digest, and lines of JSON that only grow."""
+"""Tensors in a file with a digest: checkpoints, and what clients keep. Any safetensors reader opens them."""
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import torch
 
 from fedpara import files
 from fedpara.algorithms import Groups
-from fedpara.errors import RunError, WireError
+from fedpara.errors import RunError, StateError, WireError
 from fedpara.state import State
 from fedpara.wire import tensors
 
-Line = dict[str, Any]
-_DIGEST, _BEFORE = "digest", b'{"__metadata__":'
-_WHOLE, _NUMBER, _LIST = (int,), (int, float), (list,)
-_MAYBE = (*_NUMBER, type(None))
-FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
-    "metrics.jsonl": {
-        **dict.fromkeys(("round", "clients", "up", "down", "total_up", "total_down"), _WHOLE),
-        **dict.fromkeys(("accuracy", "loss", "before", "after", "train_loss"), _MAYBE),
-        **dict.fromkeys(("refused", "notes"), _LIST),
-    },
-    "timing.jsonl": {"round": _WHOLE, "seconds": _NUMBER},
-}
-"""What every line of a run's files has: whoever reads them relies on it."""
+_DIGEST, _EACH, _BEFORE = "digest", "sha256", b'{"__metadata__":'
 
 
 def write_tensors(path: Path, state: State, metadata: Mapping[str, str], durable: bool = True) -> None:
     """A safetensors file whose metadata carries a digest of all else. Tensors that lie side by side are written as one
     piece, and are side by side when read: a client's hundred small tensors cost what one does."""
-    index, data = tensors.write(state)
-    header = _header({**metadata, _DIGEST: _digest(metadata, index[8:], data)}, index[8:])
+    try:
+        index, data = tensors.write(state)
+        header = _header({**metadata, _DIGEST: _digest(metadata, index[8:], data)}, index[8:])
+        if len(header) > tensors.MAX_INDEX:
+            raise WireError("an index too large")
+    except (
+        WireError
+    ):  # what no message can hold, and a model may: complex numbers, a hundred thousand tensors
+        contiguous = {name: tensor.contiguous() for name, tensor in state.items()}
+        files.write_tensors(path, contiguous, {**metadata, _EACH: _digest_of_each(contiguous)}, durable)
+        return
     with files.replacing(path, durable) as temporary, temporary.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for piece in data:
@@ -46,13 +42,26 @@ def read_tensors(path: Path) -> tuple[State, dict[str, str]]:
     try:
         header, data = tensors.split_index(np.fromfile(path, np.uint8).data)
         metadata, index = _parted(header)
-        if metadata.pop(_DIGEST, None) == _digest(metadata, index, [data]):
-            return tensors.read(index, [data]), metadata
-    except (OSError, WireError) as error:
+        if _DIGEST in metadata:
+            if metadata.pop(_DIGEST) == _digest(metadata, index, [data]):
+                return tensors.read(index, [data]), metadata
+            raise RunError(f"{path} does not match its digest: it was altered or damaged.")
+    except OSError as error:
         raise RunError(f"{path} cannot be read ({error}): expected a whole safetensors file.") from None
-    raise RunError(
-        f"{path} does not match its digest: it was altered, damaged or written by an earlier version."
-    )
+    except WireError:
+        pass
+    return _read_each(path)
+
+
+def _read_each(path: Path) -> tuple[State, dict[str, str]]:
+    """A file with a digest tensor by tensor: of what no message could hold, or of an earlier version."""
+    try:
+        state, metadata = files.read_tensors(path)
+    except StateError as error:
+        raise RunError(str(error)) from None
+    if metadata.pop(_EACH, None) != _digest_of_each(state):
+        raise RunError(f"{path} does not match its digest: it was altered or damaged.")
+    return state, metadata
 
 
 def _header(metadata: Mapping[str, str], index: bytes) -> bytes:
@@ -69,7 +78,7 @@ def _parted(header: bytes) -> tuple[dict[str, str], bytes]:
         metadata, end = json.JSONDecoder().raw_decode(text, text.index(_BEFORE.decode()) + len(_BEFORE))
         index = b"{" + header[end:].rstrip().removeprefix(b",")
         return {str(name): str(value) for name, value in metadata.items()}, index + b" " * (-len(index) % 8)
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise WireError("it has no metadata") from None
 
 
@@ -77,6 +86,15 @@ def _digest(metadata: Mapping[str, str], index: bytes, data: Sequence[memoryview
     digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode() + index)
     for piece in data:
         digest.update(piece)
+    return digest.hexdigest()
+
+
+def _digest_of_each(state: State) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
     return digest.hexdigest()
 
 
@@ -93,44 +111,3 @@ def read_groups(path: Path) -> Groups:
         group, _, rest = name.partition("/")
         groups[group][rest] = tensor
     return groups
-
-
-def read_lines(path: Path) -> list[Line]:
-    """The whole lines of a .jsonl file; a last line cut short by a kill is left out."""
-    return [line for _, line in _whole_lines(path)]
-
-
-def append_line(path: Path, line: Line, durable: bool = True) -> None:
-    """If `durable`, on the disk when this returns: a checkpoint written later must not outlive it."""
-    with path.open("ab") as file:
-        file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def keep_rounds(path: Path, last: int) -> None:
-    """Drop what was cut short and what came after round `last`."""
-    kept = b"".join(raw + b"\n" for raw, line in _whole_lines(path) if line["round"] <= last)
-    if path.exists() and path.read_bytes() != kept:
-        files.write_bytes(path, kept)
-
-
-def _whole_lines(path: Path) -> list[tuple[bytes, Line]]:
-    if not path.exists():
-        return []
-    fields = FIELDS.get(path.name, {"round": _WHOLE})
-    found: list[tuple[bytes, Line]] = []
-    for raw in path.read_bytes().split(b"\n")[:-1]:
-        try:
-            line = json.loads(raw)
-            whole = all(type(line[name]) in types for name, types in fields.items())
-        except (ValueError, TypeError, KeyError):
-            whole = False
-        if not whole:
-            raise RunError(
-                f"{path} is damaged in line {len(found) + 1}: expected a JSON object with {', '.join(fields)} "
-                "in every line."
-            )
-        found.append((raw, line))
-    return found

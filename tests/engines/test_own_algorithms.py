@@ -1,0 +1,84 @@
+"""Algorithms that a user makes of ours: what they keep is kept by every engine, or refused before the run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import fedpara as fp
+from fedpara import algorithms
+from fedpara.data import Examples
+from fedpara.engines.memory import InMemory
+from fedpara.errors import ConfigError
+
+ENGINES = ["sequential", "batched"]
+
+
+def federation(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(60, 4, generator=generator).to(dtype)
+    return fp.FederatedData(
+        Examples(inputs, torch.arange(60) % 3, 3), [range(i, i + 10) for i in range(0, 60, 10)]
+    )
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
+
+
+def simulate(algorithm, engine, dtype=torch.float32):
+    memory = InMemory()
+    run = fp.simulate(
+        fp.Task(network(dtype)),
+        federation(dtype),
+        algorithm,
+        rounds=4,
+        cohort=6,
+        engine=engine,
+        memory=memory,
+    )
+    assert run.engine.startswith(engine)
+    return run, memory
+
+
+def counting(base, begin: bool = True):
+    """`base`, and each client counts its rounds."""
+
+    def first(x):
+        return {**base.client_init(x), **({"count": {"rounds": torch.zeros(())}} if begin else {})}
+
+    def finish(x, y, down, client, steps, eta):
+        sent, kept = base.finish(x, y, down, client, steps, eta)
+        before = client.get("count", {}).get("rounds", torch.zeros(()))
+        return sent, {**kept, "count": {"rounds": before + 1}}
+
+    return replace(base, client_init=first, finish=finish)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["fedavg", "feddyn", "scaffold"])
+def test_a_group_of_ones_own_goes_along(name, engine):
+    base = algorithms.build(name, algorithms.Local(lr=0.1, batch_size=5))
+    plain, _ = simulate(base, engine)
+    counted, memory = simulate(counting(base), engine)
+    assert [float(memory.get(client)["count"]["rounds"]) for client in range(6)] == [4.0] * 6
+    assert all(torch.equal(counted.state[n], t) for n, t in plain.state.items())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_kept_without_a_beginning_is_refused(engine):
+    base = algorithms.fedavg(lr=0.1, batch_size=5)
+    with pytest.raises(ConfigError, match=r"fedavg keeps 'count' .* client_init"):
+        simulate(counting(base, begin=False), engine)
+
+
+@pytest.mark.parametrize("name", ["scaffold", "feddyn"])
+def test_a_narrow_model_keeps_narrow_variables_in_both_engines(name):
+    algorithm = algorithms.build(name, algorithms.Local(lr=0.05, batch_size=5))
+    (a, _), (b, memory) = (simulate(algorithm, engine, torch.bfloat16) for engine in ENGINES)
+    kept = {t.dtype for group in memory.get(0).values() for t in group.values()}
+    assert kept == {torch.bfloat16}
+    for key, tensor in a.state.items():
+        torch.testing.assert_close(b.state[key], tensor, rtol=0.05, atol=0.02)
