@@ -159,6 +159,12 @@ def test_runs_of_no_table_have_one_of_their_own(library, tables, tmp_path):
     assert {line.count("&") for line in latex(rest).splitlines() if "&" in line} == {3}
     assert study_figure(rest, list(library), tmp_path / "runs.svg").exists()
 
+    (early,) = (
+        replace(run, metrics=[{**line, "accuracy": None} for line in run.metrics]) for run in twins[:1]
+    )
+    alone = other_runs(Library({early.experiment.identity: (early,)}), [])
+    assert [e.column for e in alone.entries] == ["rounds", "GB sent"], "not scored yet"
+
 
 def test_the_library_skips_what_is_no_run(tmp_path, runs):
     (tmp_path / "empty").mkdir()

@@ -52,9 +52,8 @@ def report(
         raise UsageError(f"no run in {', '.join(map(str, runs))}: expected folders with a config.toml.")
     make_folder(out if kind in ("png", "svg") else out.parent)
     tables = [table_of(study, library, library.seeds, scale=scale) for study in STUDIES.values()]
-    if (
-        kind != "html" and (rest := other_runs(library, tables)) is not None
-    ):  # the page shows every run anyway
+    rest = other_runs(library, tables) if kind != "html" else None  # the page shows every run anyway
+    if rest is not None:
         tables.append(rest)
     if kind in ("png", "svg"):
         _figures(library, tables, out, kind)

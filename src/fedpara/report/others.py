@@ -30,23 +30,14 @@ def other_runs(library: Library, tables: Sequence[Table]) -> Table | None:
     series = all_series(run for run in library if library.name_of(run) not in told)
     if not series:
         return None
-    cells = [
-        (one, column) for one in series for column in COLUMNS if _entry(one, column, library).values
-    ]  # one that was not scored yet has no accuracy
-    study = Study(
-        "runs",
-        "Runs of no table",
-        "Not in the paper",
-        tuple(
-            Cell(_row(one), column, None, (one.runs[0].experiment,), *COLUMNS[column])
-            for one, column in cells
-        ),
+    found = [(one, _entry(one, column, library)) for one in series for column in COLUMNS]
+    scored = [(one, entry) for one, entry in found if entry.values]  # no accuracy before the first evaluation
+    cells = (
+        Cell(entry.row, entry.column, None, (one.runs[0].experiment,), *COLUMNS[entry.column])
+        for one, entry in scored
     )
-    return Table(study, tuple(_entry(one, column, library) for one, column in cells))
-
-
-def _row(series: Series) -> str:
-    return f"{series.panel}, {series.label}"
+    study = Study("runs", "Runs of no table", "Not in the paper", tuple(cells))
+    return Table(study, tuple(entry for _, entry in scored))
 
 
 def _entry(series: Series, column: str, library: Library) -> Entry:
@@ -54,4 +45,5 @@ def _entry(series: Series, column: str, library: Library) -> Entry:
     values = tuple(value for run in series.runs if (value := measure(run)) is not None)
     spread = stdev(values) if style == "%" and len(values) > 1 else None
     names = tuple(library.name_of(run) for run in series.runs)
-    return Entry(_row(series), column, None, values, len(series.runs), spread, style, names, False)
+    row = f"{series.panel}, {series.label}"
+    return Entry(row, column, None, values, len(series.runs), spread, style, names, False)
