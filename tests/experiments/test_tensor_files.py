@@ -85,6 +85,18 @@ def test_a_file_of_an_earlier_version_is_read(tmp_path):
     assert metadata == {"round": "1"}
 
 
+def test_nothing_stands_before_the_metadata(tmp_path):
+    path = tmp_path / "t.safetensors"
+    write_tensors(path, {"a": torch.arange(2.0)}, {})
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = b'{"b":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},' + content[9 : 8 + size]
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+    assert set(load_file(path)) == {"a", "b"}
+    with pytest.raises(RunError, match="does not match its digest"):
+        read_tensors(path)
+
+
 def test_a_header_nested_without_end_is_refused(tmp_path):
     header = b'{"__metadata__":' + b"[" * 200_000
     path = tmp_path / "t.safetensors"

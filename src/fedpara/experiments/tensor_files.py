@@ -74,8 +74,9 @@ def _header(metadata: Mapping[str, str], index: bytes) -> bytes:
 def _parted(header: bytes) -> tuple[dict[str, str], bytes]:
     """The inverse: the metadata, and the index without it."""
     try:
-        text = header.decode("ascii")
-        metadata, end = json.JSONDecoder().raw_decode(text, text.index(_BEFORE.decode()) + len(_BEFORE))
+        if not header.startswith(_BEFORE):
+            raise ValueError
+        metadata, end = json.JSONDecoder().raw_decode(header.decode("ascii"), len(_BEFORE))
         index = b"{" + header[end:].rstrip().removeprefix(b",")
         return {str(name): str(value) for name, value in metadata.items()}, index + b" " * (-len(index) % 8)
     except (ValueError, AttributeError, RecursionError):
