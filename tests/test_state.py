@@ -173,51 +173,9 @@ def test_all_finite() -> None:
         assert not state.all_finite(torch.tensor([0.0, bad, 1.0]))
 
 
-@given(st.lists(st.integers(0, 4), max_size=6), st.permutations(range(6)))
-def test_runs_hold_the_same_numbers_in_the_same_order(sizes, order):
-    """Neighbours in memory become one, whatever lies between or in another order."""
-    memory = torch.arange(sum(sizes), dtype=torch.float32)
-    parts = list(memory.split(sizes)) if sizes else []
-    chosen = [parts[i] for i in order if i < len(parts)]
-    found = state.runs(chosen)
-    assert torch.equal(torch.cat([torch.empty(0), *found]), torch.cat([torch.empty(0), *chosen]))
-    assert len(state.runs(parts)) == min(1, sum(sizes))
-
-
 def test_a_state_is_finite_if_every_tensor_is():
     flat = torch.zeros(10)
     pieces = dict(zip("abc", flat.split([3, 3, 4]), strict=True)) | {"n": torch.tensor(3)}
     assert state.finite(pieces)
     flat[7] = math.nan
     assert not state.finite(pieces)
-
-
-@settings(deadline=None, max_examples=40)
-@given(states(), st.booleans())
-def test_flat_and_cut_are_inverse(one, scattered):
-    (a,) = one
-    if scattered:
-        a = state.clone(a)
-    names = sorted(a)
-    whole = state.flat(a, names)
-    assert whole.tolist() == [x for name in names for x in a[name].reshape(-1).tolist()]
-    back = state.cut(whole, a, names)
-    assert list(back) == names
-    assert all(torch.equal(back[name], a[name]) for name in a)
-    again = state.flat(back, names)
-    assert again.data_ptr() == whole.data_ptr()  # side by side already: nothing is copied
-    rows = state.cut(torch.stack([whole, whole + 1]), a, names)
-    assert all(torch.equal(rows[name][1], a[name] + 1) for name in a)
-
-
-def test_flat_takes_empty_tensors_and_neighbours_of_another_type_are_no_run():
-    empty = {"a": torch.empty(0, 3), "b": torch.empty(0)}
-    assert state.flat(empty, ["a", "b"]).shape == (0,)
-    base = torch.arange(8, dtype=torch.int32)
-    found = state.runs([base[:4], base[4:].view(torch.float32)])
-    assert [(run.dtype, len(run)) for run in found] == [(torch.int32, 4), (torch.float32, 4)]
-
-
-def test_names_by_type_are_sorted():
-    some = {"c": torch.ones(1), "a": torch.tensor(1), "b": torch.ones(2)}
-    assert sorted(state.by_type(some)) == [["a"], ["b", "c"]]

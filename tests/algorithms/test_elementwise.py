@@ -6,7 +6,8 @@ import torch
 from fedpara.algorithms import feddyn, scaffold
 from fedpara.algorithms.elementwise import elementwise
 from fedpara.errors import StateError
-from fedpara.state import add, runs, subtract
+from fedpara.layout import runs
+from fedpara.state import add, subtract
 
 
 def drawn(seed, **types):

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpara.errors import ConfigError, WireError
-from fedpara.state import State, runs
+from fedpara.layout import runs
+from fedpara.state import State
 from fedpara.wire import Header, decode, encode, letter, spec_of
 from fedpara.wire.codec import DIGEST, MAGIC, MAX_HEADER
 

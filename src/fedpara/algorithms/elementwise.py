@@ -7,7 +7,8 @@ from collections.abc import Callable
 from functools import wraps
 
 from fedpara.algorithms.core import Groups
-from fedpara.state import State, by_type, cut, flat, same_names
+from fedpara.layout import by_type, cut, flat
+from fedpara.state import State, same_names
 
 Finish = Callable[..., tuple[Groups, Groups]]
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedpara.state import State, by_type, cut, flat
+from fedpara.layout import by_type, cut, flat
+from fedpara.state import State
 
 
 def bring(state: State, device: torch.device) -> State:

@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from fedpara.errors import WireError
-from fedpara.state import State, runs
+from fedpara.layout import runs
+from fedpara.state import State
 
 MAX_INDEX = 8 << 20
 MAX_DIMENSIONS = 16
