@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -32,6 +33,12 @@ SCHEMES: dict[str, Callable[[], fp.LowRank | fp.FedPara | None]] = {
     "fedpara": lambda: fp.FedPara(gamma=0.1),
     "pfedpara": lambda: fp.PFedPara(gamma=0.1),
 }
+
+
+@pytest.fixture(scope="session")
+def digits() -> tuple[Examples, Examples]:
+    train, test = data.load("digits")
+    return train.subset(np.arange(160)), test.subset(np.arange(60))
 
 
 class Recorded:

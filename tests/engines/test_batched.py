@@ -54,12 +54,6 @@ def assert_equal(a, b):
         assert torch.allclose(tensor, b.state[name], rtol=1e-5, atol=1e-5), name
 
 
-@pytest.fixture(scope="module")
-def digits():
-    train, test = data.load("digits")
-    return train.subset(np.arange(160)), test.subset(np.arange(60))
-
-
 @pytest.mark.parametrize("algorithm", algorithms.names())
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_algorithm_and_scheme(digits, algorithm, scheme):

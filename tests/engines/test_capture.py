@@ -1,4 +1,4 @@
-"""What a second start finds in the compiler's cache. The rest of `capture.py` needs a GPU: `test_gpu.py`."""
+"""The step traced and compiled, on a CPU: its numbers, and what a second start finds. As CUDA graphs: `test_gpu.py`."""
 
 import shutil
 from collections import Counter
@@ -6,30 +6,162 @@ from collections import Counter
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.func import functional_call, grad, vmap
+from torch._inductor import config as inductor
 
+import fedpara as fp
+from fedpara import algorithms, data, models
+from fedpara.algorithms import Local
 from fedpara.engines import capture
+from fedpara.engines.batched import Batched
+from fedpara.engines.client import Protocol
+from fedpara.engines.convolution import through_lanes
+from fedpara.engines.loop import Schedule, play
+from fedpara.engines.memory import InMemory
+from fedpara.engines.normalization import by_channel
+from fedpara.engines.pooling import by_mean
+from fedpara.engines.program import take_apart
+from fedpara.engines.recurrence import through_recurrence
+from fedpara.engines.stacked import make_tick, one_step
+
+
+class Traced(Batched):
+    """Its step through `traced`, and the operations as they stand."""
+
+    def _tick(self, plan, places):
+        if not self._ticks:
+            program = self.protocol.program
+            step = one_step(
+                self.plain, self.forms, self.protocol.algorithm, self.precision, program.shared, True
+            )
+            self._ticks[True] = self.made(make_tick(step), places)
+        return self._ticks[True]
+
+    def made(self, tick, places):
+        program, tensors = capture.traced(tick, places), places.tensors()
+        return lambda: program(*tensors)
+
+
+class Compiled(Traced):
+    def made(self, tick, places):
+        return capture.compiled(tick, places)
+
+
+def last_round(kind, method, model, digits, rounds=2, precision="float32"):
+    train, test = digits
+    federation = fp.FederatedData(train, data.dirichlet(train.labels, 8, alpha=0.5, seed=0))
+    protocol = Protocol(take_apart(model), method, fp.Link(), 0)
+    engine = kind(protocol, fp.Task(model, test=test), federation, InMemory(), size=4)
+    engine.precision = precision
+    return list(play(protocol, engine, Schedule(rounds, 8, 4), personal=False))[-1].progress
+
+
+def small(scheme, network=lambda: models.mlp(64, 24, 10)):
+    torch.manual_seed(0)
+    return network() if scheme is None else fp.factorize(network(), scheme, init="calibrated", force=True)
+
+
+def assert_same_rounds(a, b):
+    assert (a.bytes_up, a.bytes_down) == (b.bytes_up, b.bytes_down)
+    for old, new in ((a.x, b.x), (a.buffers, b.buffers)):
+        assert all(torch.allclose(tensor, new[name], rtol=1e-5, atol=1e-6) for name, tensor in old.items())
+
+
+@pytest.mark.parametrize("algorithm", algorithms.names())
+@pytest.mark.parametrize("scheme", [None, fp.FedPara(gamma=0.3, nonlinearity="tanh"), fp.PFedPara(gamma=0.3)])
+def test_traced_rounds_are_those_of_the_code(algorithm, scheme, digits):
+    momentum = 0.0 if algorithm == "scaffold" else 0.5
+    method = algorithms.build(algorithm, Local(lr=0.05, batch_size=32, momentum=momentum, clip=1.0))
+    model = small(scheme)
+    assert_same_rounds(*(last_round(kind, method, model, digits) for kind in (Batched, Traced)))
+
+
+def normalized():
+    """Running statistics, dropout, and a tensor that no state dict holds."""
+    network = torch.nn.Sequential(
+        torch.nn.Flatten(),
+        torch.nn.Linear(64, 16),
+        torch.nn.BatchNorm1d(16),
+        torch.nn.Dropout(0.2),
+        Shift(16),
+    )
+    return network.append(torch.nn.Linear(16, 10))
+
+
+class Shift(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.by = torch.linspace(-1, 1, width)
+
+    def forward(self, x):
+        return x + self.by
+
+
+def test_what_a_model_keeps_and_draws_is_traced_too(digits):
+    method = algorithms.fedavg(lr=0.05, batch_size=32)
+    model = small(None, normalized)
+    a, b = (last_round(kind, method, model, digits) for kind in (Batched, Traced))
+    assert_same_rounds(a, b)
+    assert not torch.equal(b.buffers["2.running_mean"], torch.zeros(16))
+
+
+def as_on_a_gpu(kind):
+    class There(kind):
+        """With the layers that a GPU gets, which know other ways on a CPU."""
+
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            for own in (by_mean, through_recurrence, through_lanes, by_channel):
+                own(self.plain)
+
+    return There
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize(
+    ("name", "held", "precision"),
+    [
+        ("cnn", "cifar10", "float32"),
+        ("lstm-tiny", "shakespeare", "float32"),
+        ("lstm-tiny", "shakespeare", "bfloat16"),
+    ],
+)
+def test_the_engines_own_layers_are_traced_to_the_same_bits(name, held, precision):
+    examples = data.load(f"generated:{held}")
+    method = algorithms.fedavg(lr=0.01, batch_size=5, steps=2)
+    shape, classes = examples[0].inputs.shape[1:], examples[0].classes
+    model = small(fp.FedPara(gamma=0.3), lambda: models.build(name, classes=classes, shape=shape))
+    a, b = (
+        last_round(as_on_a_gpu(kind), method, model, examples, 1, precision) for kind in (Batched, Traced)
+    )
+    assert all(torch.equal(tensor, b.x[key]) for key, tensor in a.x.items())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_a_stacked_step_comes_whole_out_of_the_cache(tmp_path, monkeypatch):
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs another, for C++")
+def test_a_compiled_step_comes_whole_out_of_the_cache(digits, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    model = torch.nn.Linear(3, 2)
-    state = {name: torch.randn(2, *p.shape) for name, p in model.named_parameters()}
-    x = torch.randn(2, 4, 3)
+    method, model = algorithms.scaffold(lr=0.05, batch_size=32), small(fp.FedPara(gamma=0.3))
 
-    def loss(state, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return functional_call(model, state, (x,)).square().mean()
-
-    def compiled(context):
-        torch._dynamo.reset()
+    def found(rounds):
         before = Counter(counters["aot_autograd"])
-        with context:
-            torch.compile(lambda: vmap(grad(loss))(state, x), dynamic=False)()
+        with inductor.patch({"cpp.simdlen": 1}):  # a third less C++ to compile
+            assert_same_rounds(last_round(Compiled, method, model, digits, rounds), expected[rounds])
         return Counter(counters["aot_autograd"]) - before
 
-    first, second = (compiled(capture.cached_whole()) for _ in range(2))
-    assert (first["autograd_cache_miss"], second["autograd_cache_hit"]) == (1, 1)
-    assert first["autograd_cache_bypass"] == second["autograd_cache_bypass"] == 0
+    expected = {rounds: last_round(Batched, method, model, digits, rounds) for rounds in (1, 2)}
+    first, second = found(2), found(1)
+    monkeypatch.setattr(capture, "OWN_OPS", (*capture.OWN_OPS, "kernels.py"))
+    third = found(1)
+    assert [each["autograd_cache_miss"] for each in (first, second, third)] == [1, 0, 1]
+    assert [each["autograd_cache_hit"] for each in (first, second, third)] == [0, 1, 0]
+
+
+def test_what_is_compiled_is_kept_where_every_start_looks(tmp_path, monkeypatch):
+    monkeypatch.setattr(capture.os, "environ", {"XDG_CACHE_HOME": str(tmp_path)})
+    capture.keep_what_is_compiled()
+    ours = tmp_path / "fedpara" / "compiled"
+    assert capture.os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(ours)
+    assert capture.os.environ["TRITON_CACHE_DIR"] == str(ours / "triton")
+    monkeypatch.setattr(capture.os, "environ", {"TORCHINDUCTOR_CACHE_DIR": "a", "TRITON_CACHE_DIR": "b"})
+    capture.keep_what_is_compiled()
+    assert capture.os.environ == {"TORCHINDUCTOR_CACHE_DIR": "a", "TRITON_CACHE_DIR": "b"}

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,12 +13,6 @@ from fedpara.engines.client import Protocol
 from fedpara.engines.memory import InMemory
 from fedpara.engines.program import take_apart
 from fedpara.engines.simulate import build_engine
-
-
-@pytest.fixture(scope="module")
-def digits():
-    train, test = data.load("digits")
-    return train.subset(np.arange(160)), test.subset(np.arange(60))
 
 
 def test_a_model_vmap_cannot_take_runs_sequentially_and_says_why(digits):

@@ -38,7 +38,9 @@ def both(name, model, method, rounds=3, even=False, **options):
         Sequential(protocol, task, federation, InMemory()),
         Batched(protocol, task, federation, InMemory(), size=4, device="cuda", **options),
     )
-    return [list(play(protocol, engine, schedule, personal=False))[-1].progress for engine in engines]
+    played = [list(play(protocol, engine, schedule, personal=False))[-1].progress for engine in engines]
+    assert "not compiled" not in engines[1].why, engines[1].why
+    return played
 
 
 def assert_near(a, b, tolerance):

@@ -6,6 +6,7 @@ another in a lane (`lanes.py`, `plan.py`). What each client sends is encoded for
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -296,7 +297,7 @@ class Batched:
             there = {group: bring(state, self.device) for group, state in own.items()}
             self._ticks = {}
             self._places = places = places_for(
-                self.protocol, whole, down, there, shape, self.task.augment == "crop-flip", self.device
+                self.protocol, whole, down, there, shape, self.task.augment == "crop-flip", self.train_set
             )
         x = {name: start[name] for name in self.protocol.program.shared}
         places.fill(plan, x, {g: bring(s, self.device) for g, s in down.items()})
@@ -309,14 +310,14 @@ class Batched:
             step = one_step(
                 self.plain, self.forms, self.protocol.algorithm, self.precision, program.shared, masked
             )
-            tick = make_tick(step, self.train_set, places)
-            if self.on_gpu:
-                if self.compile:
-                    self.say(
-                        f"engine: compiling the step of {self.lanes} lanes, once; minutes at first, then cached"
-                    )
-                tick = capture(tick, places, self.compile, self.notes)
-            self._ticks[masked] = tick
+            tick = make_tick(step)
+            if self.compile and self.on_gpu:
+                self.say(
+                    f"engine: compiling the step of {self.lanes} lanes, once; minutes at first, then cached"
+                )
+            self._ticks[masked] = (
+                capture(tick, places, self.compile, self.notes) if self.on_gpu else partial(tick, places)
+            )
         return self._ticks[masked]
 
     def _collect(

@@ -1,78 +1,96 @@
-"""A step of all lanes as one CUDA graph: compiled, warmed up, captured, replayed."""
+"""A step of all lanes as one CUDA graph: traced, compiled, warmed up, captured, replayed."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from fedpara.engines.places import Lanes
 from fedpara.errors import in_a_line
 
-OF_VMAP_AND_GRAD = tuple(
-    f"{module}.{name}"
-    for module in ("torch._functorch.predispatch", "torch._functorch.eager_transforms", "torch._C._functorch")
-    for name in (
-        *("_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim", "_remove_batch_dim"),
-        *("_grad_increment_nesting", "_grad_decrement_nesting", "_wrap_for_grad", "_unwrap_for_grad"),
-        *("_autograd_grad", "_set_tensor_requires_grad", "set_inplace_requires_grad_allowed"),
-        "lazy_load_decompositions",
-    )
-)
-AUTOCAST = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast")
-"""What `vmap`, `grad` and autocast leave in a traced program. torch holds such a program back from its cache of derived
-programs, and derives it anew at every start, which takes as long as tracing it."""
+OWN_OPS = ("ops.py", "convolution.py", "recurrence.py")
 
 
-def capture(tick: Callable[[], None], lanes: Lanes, compile: bool, notes: list[str]) -> Callable[[], None]:
-    """The tick compiled and captured as a CUDA graph; `notes` says what could not be done and why.
+def capture(
+    tick: Callable[[Lanes], None], lanes: Lanes, compile: bool, notes: list[str]
+) -> Callable[[], None]:
+    """The tick on these lanes, compiled and captured as a CUDA graph; `notes` says what could not be done and why.
 
     Warming up steps the lanes for real: their contents are put back afterwards.
     """
+    keep_what_is_compiled()
+    step: Callable[[], None] = partial(tick, lanes)
     if compile:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder()))
-        torch._dynamo.reset()  # another experiment's program in this process is not to count as a recompilation
-        compiled = torch.compile(tick, dynamic=False)
         try:
-            with cached_whole():
-                _warm_up(compiled, lanes, 1)
-            tick = compiled
+            fast = compiled(tick, lanes)
+            _warm_up(fast, lanes, 1)
+            step = fast
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             notes.append(f"not compiled: {in_a_line(error)}")
-    _warm_up(tick, lanes, 3)
+    _warm_up(step, lanes, 3)
     graph = torch.cuda.CUDAGraph()
     saved = _contents(lanes)
     with torch.cuda.graph(graph):
-        tick()
+        step()
     _put_back(lanes, saved)
 
-    def replay(held: Callable[[], None] = tick) -> None:
-        """The graph knows its inputs by address only: what the tick closes over must stay alive with it."""
+    def replay(held: Callable[[], None] = step) -> None:
+        """The graph knows its inputs by address only: what the step reads must stay alive with it."""
         graph.replay()
 
     return replay
 
 
-@contextmanager
-def cached_whole() -> Iterator[None]:
-    """Programs compiled in here are cached with their derivatives; our own ops count by their source."""
-    import torch._inductor.config as settings
+def compiled(tick: Callable[[Lanes], None], lanes: Lanes) -> Callable[[], None]:
+    """The tick on these lanes, traced and compiled: a program that torch caches whole."""
+    from torch._inductor import config, standalone_compile
 
-    own = ("ops.py", "convolution.py", "recurrence.py")
-    source = sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in own)).hexdigest()
-    with settings.patch(unsafe_marked_cacheable_functions=dict.fromkeys(OF_VMAP_AND_GRAD + AUTOCAST, source)):
-        yield
+    tensors = lanes.tensors()
+    with config.patch(unsafe_marked_cacheable_functions={"fedpara": _own_ops()}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # float32 was asked for
+        program = standalone_compile(traced(tick, lanes), [*tensors], dynamic_shapes="from_example_inputs")
+    return lambda: program(*tensors)
 
 
-def cache_folder() -> Path:
-    """Where compiled code waits for the next start; torch's own choice is a folder that a reboot empties."""
+def traced(tick: Callable[[Lanes], None], lanes: Lanes) -> GraphModule:
+    """The tick as operations on `lanes.tensors()`: of `vmap`, `grad` and autocast only what they come to is left.
+
+    To read the tick's Python code, as torch.compile does, takes two or three times as long, and at every start.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    trace = make_fx(
+        lambda *given: tick(lanes.holding(given)), tracing_mode="fake", _allow_non_fake_inputs=True
+    )
+    return trace(*lanes.tensors())
+
+
+def _own_ops() -> str:
+    """The cache knows an op of ours by its name alone. Its source is to count too, and a setting is a part of the key.
+
+    Not torch's own tag for keys: the processes that compile kernels do not hear of it, and a kernel whose best shape
+    one of them wrote down would be tuned again at the next start, perhaps to other bits.
+    """
+    folder = Path(__file__).parent
+    return sha256(b"".join((folder / name).read_bytes() for name in OWN_OPS)).hexdigest()
+
+
+def keep_what_is_compiled() -> None:
+    """Between starts, in a folder of ours; torch's own choice is one that a reboot empties.
+
+    Triton's too: torch sets it in some starts only, and our kernels would be looked for where they are not.
+    """
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "fedpara" / "compiled"
+    folder = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(home) / "fedpara" / "compiled"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(folder) / "triton"))
 
 
 def _warm_up(tick: Callable[[], None], lanes: Lanes, times: int) -> None:

@@ -1,11 +1,14 @@
 """The fixed places of a batched round: what a captured step reads and writes, by address, round after round."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedpara.algorithms import Groups
+from fedpara.data import Examples
 from fedpara.engines.client import Protocol
 from fedpara.engines.plan import Plan
 from fedpara.state import State
@@ -13,7 +16,7 @@ from fedpara.state import State
 
 @dataclass
 class Lanes:
-    """`own` and `velocity` are stacked like the parameters; `x` and `down` are one for all."""
+    """`own` and `velocity` are stacked like the parameters; `x`, `down` and the examples are one for all."""
 
     parameters: State
     velocity: State
@@ -28,6 +31,19 @@ class Lanes:
     lr: Tensor
     losses: Tensor  # [lane], summed since it was last cleared
     crops: Tensor | None  # uint8 [lane, step, 3, batch], where images are cropped and mirrored
+    inputs: Tensor
+    labels: Tensor
+    scale: Tensor | None  # [2, channel, 1, 1]: mean and deviation, where the inputs are bytes
+
+    def tensors(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        _each(found.append, vars(self))
+        return found
+
+    def holding(self, tensors: Sequence[Tensor]) -> "Lanes":
+        """The same places with others in place of `tensors()`."""
+        given = iter(tensors)
+        return Lanes(**_each(lambda _: next(given), vars(self)))
 
     def fill(self, plan: Plan, x: State, down: Groups) -> None:
         """A round's plan, and what all its clients receive."""
@@ -69,10 +85,10 @@ def places_for(
     own: Groups,
     shape: tuple[int, int, int],
     crops: bool,
-    device: torch.device,
+    examples: Examples,
 ) -> Lanes:
-    """Places for `shape` = (lanes, steps, batch) clients like the one given."""
-    program, lanes = protocol.program, shape[0]
+    """Places for `shape` = (lanes, steps, batch) clients like the one given, where the examples lie."""
+    program, lanes, device = protocol.program, shape[0], examples.inputs.device
 
     def room(state: State) -> State:
         return {name: tensor.expand(lanes, *tensor.shape).clone() for name, tensor in state.items()}
@@ -93,4 +109,22 @@ def places_for(
         lr=torch.zeros((), device=device),
         losses=torch.zeros(lanes, device=device),
         crops=torch.zeros((*shape[:2], 3, shape[2]), dtype=torch.uint8, device=device) if crops else None,
+        inputs=examples.inputs,
+        labels=examples.labels,
+        scale=_per_channel(examples),
     )
+
+
+def _per_channel(examples: Examples) -> Tensor | None:
+    """Mean and deviation as a tensor on the device: a captured graph cannot fetch them from the host."""
+    if examples.mean is None or examples.std is None:
+        return None
+    both = torch.tensor([examples.mean, examples.std], device=examples.inputs.device)
+    return both[:, :, None, None]
+
+
+def _each(f: Callable[[Tensor], Any], nested: Any) -> Any:
+    """`f` of every tensor in nested dicts, in their order."""
+    if isinstance(nested, dict):
+        return {name: _each(f, inner) for name, inner in nested.items()}
+    return None if nested is None else f(nested)

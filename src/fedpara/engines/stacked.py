@@ -16,7 +16,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.functional import cross_entropy
 
 from fedpara.algorithms import Algorithm, Groups, clip_by_norm, sgd_step
-from fedpara.data import Examples, normalise
+from fedpara.data import normalise
 from fedpara.engines.augment import crop_flip
 from fedpara.engines.dropout import layer_seed, own_dropouts
 from fedpara.engines.places import Lanes
@@ -106,26 +106,21 @@ def one_step(
     return step
 
 
-def make_tick(
-    step: Callable[..., tuple[State, State, State, Tensor]],
-    examples: Examples,
-    lanes: Lanes,
-) -> Callable[[], None]:
+def make_tick(step: Callable[..., tuple[State, State, State, Tensor]]) -> Callable[[Lanes], None]:
     """One step of all lanes: read the plan at the counter, step, write back, count."""
     stepped = vmap(step, in_dims=LANES_OF_A_STEP, randomness="different")
-    count, width = lanes.plan.shape[0], lanes.plan.shape[2]
-    scale = per_channel(examples)
 
-    def tick() -> None:
+    def tick(lanes: Lanes) -> None:
+        count, width = lanes.plan.shape[0], lanes.plan.shape[2]
         index = lanes.plan.index_select(1, lanes.counter).reshape(-1)
         size = lanes.sizes.index_select(1, lanes.counter)[:, 0]
         seed = lanes.seeds.index_select(1, lanes.counter)[:, 0]
-        images = gather(examples, scale, index)
+        images = gather(lanes, index)
         if lanes.crops is not None:
             draws = lanes.crops.index_select(1, lanes.counter)[:, 0]
             images = crop_flip(images, draws.transpose(0, 1).reshape(3, -1))
         images = images.reshape(count, width, *images.shape[1:])
-        labels = examples.labels.index_select(0, index).reshape(count, width)
+        labels = lanes.labels.index_select(0, index).reshape(count, width)
         parameters, velocity, buffers, value = stepped(
             lanes.parameters,
             lanes.velocity,
@@ -152,15 +147,7 @@ def make_tick(
     return tick
 
 
-def per_channel(examples: Examples) -> tuple[Tensor, Tensor] | None:
-    """Mean and deviation as tensors on the device: a captured graph cannot fetch them from the host."""
-    if examples.mean is None or examples.std is None:
-        return None
-    both = torch.tensor([examples.mean, examples.std], device=examples.inputs.device)
-    return both[0].view(-1, 1, 1), both[1].view(-1, 1, 1)
-
-
-def gather(examples: Examples, scale: tuple[Tensor, Tensor] | None, index: Tensor) -> Tensor:
+def gather(lanes: Lanes, index: Tensor) -> Tensor:
     """The normalised inputs at `index`."""
-    raw = examples.inputs.index_select(0, index)
+    raw, scale = lanes.inputs.index_select(0, index), lanes.scale
     return normalise(raw, None, None) if scale is None else (raw.float() / 255 - scale[0]) / scale[1]
