@@ -75,6 +75,12 @@ def test_traced_rounds_are_those_of_the_code(algorithm, scheme, digits):
     assert_same_rounds(*(last_round(kind, method, model, digits) for kind in (Batched, Traced)))
 
 
+def test_the_jacobian_correction_is_traced_too(digits):
+    method = algorithms.fedavg(lr=0.05, batch_size=32, jacobian=1.0)
+    model = small(fp.FedPara(gamma=0.3))
+    assert_same_rounds(*(last_round(kind, method, model, digits) for kind in (Batched, Traced)))
+
+
 def normalized():
     """Running statistics, dropout, and a tensor that no state dict holds."""
     network = torch.nn.Sequential(
