@@ -280,6 +280,24 @@ def test_more_gamma_is_never_less_rank(scheme, gamma):
     assert forced["1.weight"].form is not None
 
 
+@pytest.mark.parametrize("groups", [1, 32])
+def test_a_kernel_of_one_channel_stays_dense_where_its_rank_would_be_one(groups):
+    """Depthwise layers, and the first on grey images: two pieces of rank 1 make one filter in many sizes."""
+
+    def model():
+        return nn.Sequential(nn.Conv2d(groups, 32, 3, groups=groups), nn.Conv2d(32, 32, 3))
+
+    chosen = fp.factorize(model(), fp.FedPara(gamma=0.1))
+    assert chosen.state_dict()["0.weight"].shape == (32, 1, 3, 3)
+    forced = fp.factorize(model(), fp.FedPara(gamma=0.1), force=True)
+    assert torch.linalg.matrix_rank(forced[0].weight.flatten(1)) == 1
+    for more, rank in ((fp.FedPara(gamma=0.5), 4), (fp.PFedPara(gamma=0.1), 2)):
+        taken = fp.factorize(model(), more)
+        assert torch.linalg.matrix_rank(taken[0].weight.flatten(1)) == rank
+    with pytest.raises(fp.errors.SchemeError, match="filters a multiple of one and the same"):
+        fp.factorize(nn.Conv2d(1, 32, 3), fp.FedPara(gamma=0.1))
+
+
 def test_a_padding_row_stays():
     model = nn.Sequential(nn.Embedding(50, 30, padding_idx=0), nn.Linear(30, 30))
     fp.factorize(model, FEDPARA)

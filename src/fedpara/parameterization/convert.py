@@ -64,8 +64,9 @@ def factorize(
 
     `where(name, module, parameter_name)` answers True, False, or a scheme of that weight's own; by default
     every parameter of two or more dimensions is taken. Where one has fewer, True leaves it as it is. A weight that the
-    rank gamma chooses would not make smaller, or only without full rank, stays dense unless `force`, and so does an
-    embedding with a padding row; a `rank` of one's own is an error where it is too high for a weight. `init` is
+    rank gamma chooses would not make smaller, or only without full rank, stays dense unless `force`. So does a kernel
+    with one channel on a side where that rank is 1, which makes its filters multiples of one another, and an
+    embedding with a padding row. A `rank` of one's own is an error where it is too high for a weight. `init` is
     "fan_out", "calibrated", "he", "fit" (factors of the weight that is there) or a function of (form, generator) that
     gives the factors in the order of `form.factors`; left out, it is the scheme's own.
     After an error nothing has changed.

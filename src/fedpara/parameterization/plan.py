@@ -98,6 +98,8 @@ def _choose(
         return choice(
             None, f"rank {form.rank} would make it smaller, but not of full rank, and no rank does both"
         )
+    if _of_one_filter(form) and not force:
+        return choice(None, "rank 1 would make each of its filters a multiple of one and the same")
     if any(getattr(module, "padding_idx", None) is not None for module, _ in owners) and not force:
         return choice(None, "its padding row must stay as it is, which factors cannot promise")
     return choice(form, "")
@@ -109,6 +111,11 @@ def _too_thin(form: Form) -> bool:
         return False
     m, n = form.shape[0], form.shape[1] if form.is_kernel else prod(form.shape[1:])
     return form.rank < r_min(m, n)
+
+
+def _of_one_filter(form: Form) -> bool:
+    """With one channel on a side, as in depthwise layers or on grey images, r_min is 1: enough by the rule only."""
+    return getattr(form.scheme, "gamma", None) is not None and form.is_kernel and form.max_rank == 1
 
 
 def _parameters(model: nn.Module) -> list[tuple[list[str], list[tuple[nn.Module, str]], nn.Parameter]]:
