@@ -114,6 +114,8 @@ def simulations(folder, rank):
         except Exception as error:
             found[name] = [type(error).__name__, str(error)]
     found["and on"] = facts(simulated())
+    held = sys.modules["torch.distributed.nn.functional"].broadcast.__defaults__
+    found["held"] = [type(default).__name__ for default in held]
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
@@ -216,6 +218,12 @@ def test_ranks_with_other_settings_are_told_apart(two):
         assert found["seeds"][0] == found["rounds"][0] == "RunError"
         assert "rank 1 has another model, cohort or seed than rank 0 in round 1" in found["seeds"][1]
         assert "not at the same place: the end of the run, round 2" in found["rounds"][1]
+
+
+def test_nothing_keeps_the_group_alive_when_the_ranks_part(two):
+    """Its threads would live as long, and now and then abort the process as Python ends."""
+    _, found, _ = two
+    assert [rank["held"] for rank in found] == [["NoneType"]] * 2
 
 
 def test_after_an_error_the_ranks_go_on_together(two):

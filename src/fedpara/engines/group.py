@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -140,6 +141,9 @@ def join() -> Group:
             "torch.distributed was started before fedpara, which joins the ranks itself: leave "
             "init_process_group out of the script."
         )
+    # Imported later, as `grad` does, it would hold the group to the process's end as its functions' default, and gloo's
+    # threads with it: one that lets go of a tensor when Python is gone aborts the process.
+    import_module("torch.distributed.nn.functional")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=PATIENCE)
