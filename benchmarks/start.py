@@ -5,7 +5,7 @@
 
 Each start is a program of its own. Seconds from its first line to the end of its first round, and what of them went by
 before the engine was asked for that round: torch, the data, the model. torch must lie there as bytecode, as pip
-leaves them: where they do not, set PYTHONPYCACHEPREFIX to a folder; the first start fills it.
+leaves it: where it does not, set PYTHONPYCACHEPREFIX to a folder; the first start fills it.
 """
 
 from __future__ import annotations

@@ -21,28 +21,18 @@ from fedpara.engines.normalization import by_channel
 from fedpara.engines.pooling import by_mean
 from fedpara.engines.program import take_apart
 from fedpara.engines.recurrence import through_recurrence
-from fedpara.engines.stacked import make_tick, one_step
 
 
 class Traced(Batched):
     """Its step through `traced`, and the operations as they stand."""
 
-    def _tick(self, plan, places):
-        if not self._ticks:
-            program = self.protocol.program
-            step = one_step(
-                self.plain, self.forms, self.protocol.algorithm, self.precision, program.shared, True
-            )
-            self._ticks[True] = self.made(make_tick(step), places)
-        return self._ticks[True]
-
-    def made(self, tick, places):
+    def _ready(self, tick, places):
         program, tensors = capture.traced(tick, places), places.tensors()
         return lambda: program(*tensors)
 
 
-class Compiled(Traced):
-    def made(self, tick, places):
+class Compiled(Batched):
+    def _ready(self, tick, places):
         return capture.compiled(tick, places)
 
 

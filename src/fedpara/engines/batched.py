@@ -310,15 +310,16 @@ class Batched:
             step = one_step(
                 self.plain, self.forms, self.protocol.algorithm, self.precision, program.shared, masked
             )
-            tick = make_tick(step)
-            if self.compile and self.on_gpu:
-                self.say(
-                    f"engine: compiling the step of {self.lanes} lanes, once; minutes at first, then cached"
-                )
-            self._ticks[masked] = (
-                capture(tick, places, self.compile, self.notes) if self.on_gpu else partial(tick, places)
-            )
+            self._ticks[masked] = self._ready(make_tick(step), places)
         return self._ticks[masked]
+
+    def _ready(self, tick: Callable[[Lanes], None], places: Lanes) -> Callable[[], None]:
+        """The tick on these places, by the fastest way that the device has."""
+        if not self.on_gpu:
+            return partial(tick, places)
+        if self.compile:
+            self.say(f"engine: compiling the step of {self.lanes} lanes, once; minutes at first, then cached")
+        return capture(tick, places, self.compile, self.notes)
 
     def _collect(
         self, ended: list[Segment], states: list[State], losses: list[torch.Tensor]
