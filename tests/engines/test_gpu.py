@@ -1,5 +1,9 @@
 """On a GPU: the batched engine's rounds are those of the sequential engine on the CPU."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -94,3 +98,34 @@ def test_the_same_seed_gives_the_same_bits():
     method = algorithms.fedavg(lr=0.05, batch_size=8)
     first, second = (both("cifar10", network, method, rounds=2)[1] for _ in range(2))
     assert all(torch.equal(tensor, second.x[name]) for name, tensor in first.x.items())
+
+
+START = """
+import torch
+import fedpara as fp
+from fedpara import algorithms, data, models
+
+train, test = data.load("generated:cifar10")
+federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
+model = fp.factorize(models.build("cnn", classes=10, shape=(3, 32, 32)), fp.FedPara(gamma=0.3))
+method = algorithms.fedavg(lr=0.02, batch_size=8, steps=2)
+run = fp.simulate(fp.Task(model, test=test), federation, method, rounds=1, cohort=4, engine="batched")
+print(run.engine)
+"""
+
+
+def test_a_second_start_compiles_nothing(tmp_path):
+    """Neither torch's kernels nor our own: what the first start left is all that the second needs."""
+
+    def start():
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+        environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        environment.pop("TRITON_CACHE_DIR", None)
+        command = [sys.executable, "-c", START]
+        said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        assert "not compiled" not in said, said
+        return {path for path in tmp_path.rglob("*") if path.is_file()}
+
+    left = start()
+    assert any("_convolve" in path.name for path in left)
+    assert start() == left
