@@ -1,7 +1,11 @@
 """The step traced and compiled, on a CPU: its numbers, and what a second start finds. As CUDA graphs: `test_gpu.py`."""
 
+import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,12 +145,26 @@ def test_a_compiled_step_comes_whole_out_of_the_cache(digits, tmp_path, monkeypa
     assert [each["autograd_cache_hit"] for each in (first, second, third)] == [0, 1, 0]
 
 
-def test_what_is_compiled_is_kept_where_every_start_looks(tmp_path, monkeypatch):
-    monkeypatch.setattr(capture.os, "environ", {"XDG_CACHE_HOME": str(tmp_path)})
-    capture.keep_what_is_compiled()
+FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+def folders(**named):
+    """Where a start keeps what it compiles. A process of its own: torch names a folder as it is imported."""
+    code = f"""
+import os, torch._dynamo
+from fedpara.engines.capture import keep_what_is_compiled
+keep_what_is_compiled()
+print(*(os.environ[name] for name in {FOLDERS}), sep="\\n")
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in FOLDERS} | named
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    return [Path(line) for line in ran.stdout.splitlines()]
+
+
+def test_what_is_compiled_is_kept_where_every_start_looks(tmp_path):
     ours = tmp_path / "fedpara" / "compiled"
-    assert capture.os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(ours)
-    assert capture.os.environ["TRITON_CACHE_DIR"] == str(ours / "triton")
-    monkeypatch.setattr(capture.os, "environ", {"TORCHINDUCTOR_CACHE_DIR": "a", "TRITON_CACHE_DIR": "b"})
-    capture.keep_what_is_compiled()
-    assert capture.os.environ == {"TORCHINDUCTOR_CACHE_DIR": "a", "TRITON_CACHE_DIR": "b"}
+    assert folders(XDG_CACHE_HOME=str(tmp_path)) == [ours, ours / "triton"]
+    theirs = {name: str(tmp_path / name) for name in FOLDERS}
+    assert folders(**theirs) == [tmp_path / name for name in FOLDERS]

@@ -84,15 +84,18 @@ def _own_ops() -> str:
 
 
 def keep_what_is_compiled() -> None:
-    """Between starts, in a folder of ours; torch's own choice is one that a reboot empties.
+    """Between starts, in a folder of ours unless the user named one; torch names its own, which a reboot empties.
 
     Two things torch settles in some starts only, and our own kernels would be compiled again in the others: Triton's
     folder, and its assembler, which torch brings along and whose version is a part of what Triton knows a kernel by.
     """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
     from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(home) / "fedpara" / "compiled"))
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if folder in (None, default_cache_dir()):  # as soon as torch's compiler is imported, which vmap does
+        folder = os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(home) / "fedpara" / "compiled")
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path(folder) / "triton"))
     _set_triton_ptxas_path()
 
