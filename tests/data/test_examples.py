@@ -76,6 +76,14 @@ def test_normalise_is_the_formula():
     np.testing.assert_allclose(result.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_floats_are_on_the_scale_of_a_mean_already():
+    images = torch.rand(4, 3, 8, 8)
+    mean, std = (0.5, 0.4, 0.3), (0.25, 0.2, 0.1)
+    shape = (3, 1, 1)
+    expected = (images - torch.tensor(mean).view(shape)) / torch.tensor(std).view(shape)
+    assert torch.equal(normalise(images, mean, std), expected)
+
+
 def test_normalise_passes_ids_as_int64_and_leaves_features_alone():
     ids = torch.tensor([[3, 79]], dtype=torch.uint8)
     assert torch.equal(normalise(ids, None, None), torch.tensor([[3, 79]]))

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, vmap
+from torch.utils.checkpoint import checkpoint
 
 import fedpara as fp
 from fedpara import algorithms, data
@@ -98,3 +99,61 @@ def test_engines_drop_alike(jacobian):
         states.append(run.state)
     for name, tensor in states[0].items():
         assert torch.allclose(tensor, states[1][name], rtol=1e-5, atol=1e-5), name
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(x), self.drop(x)
+
+
+def test_a_layer_that_is_called_again_draws_anew_and_the_next_step_begins_afresh():
+    model = Twice()
+    (dropout,) = own_dropouts(model).values()
+    steps = []
+    for _ in range(2):
+        dropout.seed.fill_(77)
+        dropout.calls = 0
+        steps.append(model(torch.ones(40, 50)))
+    (one, two), (three, four) = steps
+    assert 0.45 < float((one == two).double().mean()) < 0.55
+    assert torch.equal(one, three)
+    assert torch.equal(two, four)
+    assert torch.equal(one, dropped(0.5, 77, (40, 50)))
+
+
+def test_engines_agree_where_a_layer_is_called_again(world):
+    def network():
+        shared = nn.Dropout(0.5)
+        layers = (
+            nn.Flatten(),
+            nn.Linear(64, 32),
+            shared,
+            nn.ReLU(),
+            nn.Linear(32, 32),
+            shared,
+            nn.Linear(32, 10),
+        )
+        return nn.Sequential(*layers)
+
+    runs = [world.simulate(world.model(network=network), engine=name) for name in ("sequential", "batched")]
+    assert runs[1].engine.startswith("batched")
+    for name, tensor in runs[0].state.items():
+        torch.testing.assert_close(tensor, runs[1].state[name], rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_checkpoint_makes_again_is_what_it_made():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    (dropout,) = own_dropouts(model).values()
+    x, gradients = torch.ones(5, 8), []
+    for run in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
+        dropout.calls = 0
+        gradients.append(torch.autograd.grad(run(x).square().sum(), model[0].weight)[0])
+    assert torch.equal(*gradients)
+    dropout.calls = 0
+    twice = checkpoint(lambda x: model[1](model(x)), x, use_reentrant=False)
+    with pytest.raises(RuntimeError, match="called several times"):
+        twice.sum().backward()

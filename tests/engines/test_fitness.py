@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import dropout
+from torch.nn.utils import parametrize
 
 import fedpara as fp
 from fedpara import algorithms, data, models
@@ -13,6 +14,7 @@ from fedpara.engines.client import Protocol
 from fedpara.engines.memory import InMemory
 from fedpara.engines.program import take_apart
 from fedpara.engines.simulate import build_engine
+from fedpara.errors import ConfigError
 
 
 def test_a_model_vmap_cannot_take_runs_sequentially_and_says_why(digits):
@@ -111,3 +113,19 @@ def test_neither_a_blank_example_nor_the_batchs_size_hides_it(digits, model, fir
     federation = fp.FederatedData(replace(train, inputs=inputs), [[0, 1, 2], [3, 4]])
     protocol = Protocol(take_apart(model), algorithms.fedavg(lr=0.1, batch_size=2), fp.Link(), 0)
     assert build_engine("batched", protocol, fp.Task(model), federation, InMemory(), 2).name == "sequential"
+
+
+class Tenth(nn.Module):
+    def forward(self, weight):
+        return weight * 0.1
+
+
+def test_a_parametrization_on_top_of_the_factors_is_not_left_out(world):
+    """The batched engine knows a weight by its form alone: such a model runs one client at a time."""
+    model = world.model("fedpara")
+    parametrize.register_parametrization(model.fc1, "weight", Tenth())
+    runs = [world.simulate(model, engine=name) for name in ("sequential", "batched")]
+    assert "fc1.weight has another parametrization on top of its factors" in runs[1].engine
+    assert all(torch.equal(tensor, runs[1].state[name]) for name, tensor in runs[0].state.items())
+    with pytest.raises(ConfigError, match="another parametrization on top"):
+        world.simulate(model, world.algorithm(jacobian=1.0))

@@ -1,10 +1,12 @@
 """Golden: what Algorithms 1 and 2 put on the wire, read from the bytes that crossed it."""
 
+import math
 from collections.abc import Sequence
 from itertools import product
 
 import pytest
 import torch
+from torch import nn
 
 import fedpara as fp
 from fedpara import algorithms, models
@@ -130,7 +132,7 @@ def test_a_client_that_tries_to_send_a_private_factor_is_stopped(world):
 
 @pytest.mark.parametrize("link", [fp.Link(up="float16"), fp.Link(up="int8"), fp.Link("float32", "float16")])
 def test_a_narrow_uplink_carries_the_change(world, link):
-    """FedPAQ: what few bits resolve is y - x. The server adds it to the x the client saw."""
+    """FedPAQ: what few bits resolve is y - x. The server adds what the client moved to its own x."""
     protocol = world.protocol(world.model(), link=link)
     seen = world.engine("sequential", protocol, InMemory())
     (result,) = play(protocol, seen, Schedule(1, 6, 1), personal=False)
@@ -141,11 +143,42 @@ def test_a_narrow_uplink_carries_the_change(world, link):
     list(play(exact, wide, Schedule(1, 6, 1), personal=False))
     _, y = decode(wide.up[0][0].message)
     for name, tensor in result.progress.x.items():
-        arrived = up[name] if link.up == "float32" else sent[name] + up[name]
-        torch.testing.assert_close(tensor, arrived, rtol=0, atol=1e-7)
-        step = float((y[name] - sent[name]).abs().max())
+        moved, x = tensor - protocol.program.initial[name], sent[name]
+        arrived = up[name] - x if link.up == "float32" else up[name]
+        torch.testing.assert_close(moved, arrived, rtol=0, atol=1e-7)
+        step = float((y[name] - x).abs().max())
         worst = {"float32": 1e-7, "float16": 1e-3 * step, "int8": step / 127}[link.up]
-        assert float((tensor - y[name]).abs().max()) <= worst + 1e-7
+        assert float((moved - (y[name] - x)).abs().max()) <= worst + 1e-7
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "feddyn", "fedadam", "fedyogi", "fedadagrad"])
+@pytest.mark.parametrize("down", ["int8", "bfloat16"])
+def test_what_a_narrow_downlink_rounds_off_is_no_one_s_progress(world, algorithm, down):
+    """Clients that stand still leave the server's model where it is, whatever they were sent."""
+    still = world.algorithm(algorithm, lr=1e-12)
+    run = world.simulate(world.model(), still, rounds=4, link=fp.Link(down=down))
+    for name, x in run.protocol.program.initial.items():
+        assert float((run.progress.x[name] - x).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8"])
+def test_running_statistics_travel_exactly_on_every_link(world, precision, engine):
+    """Rounded to 8 bits, a small variance falls below 0, and the model it belongs to is NaN from then on."""
+
+    def network():
+        layers = (nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 10))
+        return nn.Sequential(*layers)
+
+    link = fp.Link(up=precision, down=precision)
+    protocol = world.protocol(world.model(network=network), world.algorithm(batch_size=6), link=link)
+    seen = world.engine(engine, protocol, InMemory())
+    *_, last = play(protocol, seen, Schedule(3, 6, 3), personal=False)
+    _, sent = decode(seen.down[-1], protocol.exact)
+    *_, before = play(protocol, world.engine(engine, protocol, InMemory()), Schedule(2, 6, 3), personal=False)
+    for name in ("3.running_mean", "3.running_var"):
+        assert torch.equal(sent[name], before.progress.buffers[name])
+    assert float(last.progress.buffers["3.running_var"].min()) >= 0
+    assert math.isfinite(last.loss)
 
 
 class Idle:

@@ -4,7 +4,7 @@ train, test = data.load("cifar10")
 clients = data.dirichlet(train.labels, clients=100, alpha=0.5, seed=0)
 """
 
-from fedpara.data.examples import Examples, normalise
+from fedpara.data.examples import Examples, normalise, unit_scale
 from fedpara.data.federated import FederatedData
 from fedpara.data.partition import Partition, by_owner, dirichlet, iid, personal_test, shards, split
 from fedpara.data.registry import Report, Status, data_folder, load, names, prepare, status, verify
@@ -27,5 +27,6 @@ __all__ = [
     "shards",
     "split",
     "status",
+    "unit_scale",
     "verify",
 ]

@@ -91,10 +91,15 @@ class Examples:
 
 
 def normalise(inputs: Tensor, mean: tuple[float, ...] | None, std: tuple[float, ...] | None) -> Tensor:
-    """(x / 255 - mean) / std in float32. Without a mean: ids become int64, floating features stay."""
+    """(x - mean) / std in float32, bytes as x / 255. Without a mean: ids become int64, floating features stay."""
     if mean is None or std is None:
         return inputs if inputs.is_floating_point() else inputs.long()
-    return (inputs.float() / 255 - _per_channel(mean, inputs.device)) / _per_channel(std, inputs.device)
+    return (unit_scale(inputs) - _per_channel(mean, inputs.device)) / _per_channel(std, inputs.device)
+
+
+def unit_scale(inputs: Tensor) -> Tensor:
+    """In float32, on the 0..1 scale of a mean and std: where bytes go, and where floats are already."""
+    return inputs.float() if inputs.is_floating_point() else inputs.float() / 255
 
 
 @lru_cache(maxsize=16)

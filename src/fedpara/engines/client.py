@@ -55,13 +55,23 @@ class Protocol:
                     f"{self.algorithm.name} keeps {group!r} of a client with other tensors than its client_init gives: "
                     "expected the same names before a client's first round and after it."
                 )
-        object.__setattr__(self, "down", spec_of(down, self.link.down))
-        object.__setattr__(self, "up", spec_of(pack({"": model, **extra}), self.link.up))
+        object.__setattr__(self, "down", spec_of(down, self.link.down, self.exact))
+        object.__setattr__(self, "up", spec_of(pack({"": model, **extra}), self.link.up, self.exact))
+
+    @property
+    def exact(self) -> frozenset[str]:
+        """Buffers: on every link they travel as they are."""
+        return frozenset(self.program.shared_buffers)
 
     def read_down(self, message: Message, round: int) -> tuple[State, Groups]:
         """(the model as every client sees it, in its own types whatever the link's; the algorithm's groups)"""
         _, state = admit(
-            message, spec=self.down, round=round, method=self.algorithm.name, scheme=self.program.scheme
+            message,
+            spec=self.down,
+            round=round,
+            method=self.algorithm.name,
+            scheme=self.program.scheme,
+            exact=self.exact,
         )
         own = self.program.initial
         groups = {
@@ -165,23 +175,23 @@ def change_coded(link: Link) -> bool:
     return link.up != "float32"
 
 
-def as_change(y: State, x: State) -> State:
-    """y - x. Integers (BatchNorm's step counter) travel as they are on every link."""
-    return {name: tensor - x[name] if tensor.is_floating_point() else tensor for name, tensor in y.items()}
+def as_change(y: State, x: State, exact: frozenset[str]) -> State:
+    """y - x, but for what travels as it is."""
+    return {name: tensor if name in exact else tensor - x[name] for name, tensor in y.items()}
 
 
-def from_change(d: State, x: State) -> State:
+def from_change(d: State, x: State, exact: frozenset[str]) -> State:
     """The inverse: x + d"""
-    return {name: x[name] + tensor if tensor.is_floating_point() else tensor for name, tensor in d.items()}
+    return {name: tensor if name in exact else x[name] + tensor for name, tensor in d.items()}
 
 
 def _write_up(
     protocol: Protocol, sent: State, model: State, extra: Groups, round: int, client: int, examples: int
 ) -> Letter:
     if change_coded(protocol.link):
-        sent = as_change(sent, model)
+        sent = as_change(sent, model, protocol.exact)
     state = pack({"": sent, **extra})
     guard(state, protocol.program.private)
     generator = torch_numbers(protocol.seed, "link-up", round, client) if protocol.link.up == "int8" else None
     header = protocol.header(round, f"client:{client}", examples)
-    return letter(state, header, protocol.link.up, generator)
+    return letter(state, header, protocol.link.up, generator, protocol.exact)

@@ -11,6 +11,7 @@ from fedpara.engines.buffers import BufferPlaces
 from fedpara.engines.client import Protocol
 from fedpara.engines.stacked import LANES_OF_A_STEP, one_step
 from fedpara.errors import in_a_line
+from fedpara.parameterization import covered
 from fedpara.state import State, zeros_like
 
 LANES_THAT_PAY = 5
@@ -22,6 +23,8 @@ def unfit(protocol: Protocol, data: FederatedData) -> str:
     program, local = protocol.program, protocol.algorithm.local
     if local.jacobian and program.buffers:
         return "the Jacobian correction has no batched form for a model with buffers"
+    if over := covered(program.model):
+        return f"{over} has another parametrization on top of its factors"
     if program.half_frozen:
         return f"some factors of {program.half_frozen} are frozen and others are not"
     someone = next((i for i in range(len(data)) if data.size(i)), None)

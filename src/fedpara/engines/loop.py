@@ -121,6 +121,8 @@ def _round(
     replies = engine.train(t, chosen, message, personal and schedule.evaluates(t))
     got = _collect(protocol, schedule, t, chosen, sent, replies, meter)
     x, server, averages = progress.x, progress.server, progress.buffers
+    if protocol.link.down != "float32":
+        got.updates = [_as_moved(update, x, sent) for update in got.updates]
     if len(got.updates) >= schedule.minimum:
         x, server = protocol.algorithm.aggregate(x, server, got.updates, schedule.clients)
         if averages:
@@ -222,7 +224,7 @@ def _broadcast(protocol: Protocol, progress: Progress, round: int) -> tuple[Lett
     try:
         if not finite(state):
             raise UpdateRejected("it holds NaN or infinity.")
-        message = letter(state, protocol.header(round), protocol.link.down, generator)
+        message = letter(state, protocol.header(round), protocol.link.down, generator, protocol.exact)
         exact = protocol.link.down == "float32"
         return message, model if exact else protocol.read_down(message, round)[0]
     except UpdateRejected as error:
@@ -243,18 +245,24 @@ def _admit(
         method=protocol.algorithm.name,
         scheme=protocol.program.scheme,
         max_norm=schedule.max_norm,
-        reference=None if changes else sent,
+        reference={name: sent[name] for name in protocol.exact} if changes else sent,
+        exact=protocol.exact,
     )
     if header.sender != f"client:{reply.client}":
         raise UpdateRejected(f"a message of {header.sender} in the name of client {reply.client}.")
     groups = unpack(state)
     model = groups.pop("")
     if changes:
-        model = from_change(model, sent)
+        model = from_change(model, sent, protocol.exact)
     program = protocol.program
     y = {name: model[name] for name in program.shared}
     averaged = {name: model[name] for name in program.shared_buffers}
     return Update(y, groups, header.examples), averaged
+
+
+def _as_moved(update: Update, x: State, sent: State) -> Update:
+    """x + (y - x^) in the place of y: what the client moved, without what a narrow downlink rounded off x."""
+    return replace(update, y={name: x[name] + (y - sent[name]) for name, y in update.y.items()})
 
 
 def _evaluated(

@@ -23,6 +23,7 @@ from fedpara.engines.stacked import Precision
 from fedpara.engines.task import Task
 from fedpara.engines.trial import refuse_untrainable
 from fedpara.errors import ConfigError, RunError
+from fedpara.parameterization import covered
 from fedpara.state import State
 from fedpara.wire import Link
 
@@ -100,9 +101,10 @@ def simulate(
     """Run `algorithm` on the federation for `rounds` rounds with `cohort` clients each.
 
     share       "all", "fedper" (all but the last layer) or "none" travels; pFedPara's second factors never do
-    accuracy    of the global model on `task.test`; where parts are private, or with `personal`, the mean over the
-                cohort of each client's model on its own test data, after its training and before the averaging
-    max_norm    an update further than this from the model it began with is refused
+    accuracy    of the global model on `task.test`; where parts are private, or there is no such test, the mean over
+                the cohort of each client's model on its own test data, after its training and before the averaging
+    max_norm    an update further than this from the model it began with is refused; the change of a control variate and
+                of BatchNorm's statistics counts too
     target      ends the run at this accuracy, a fraction such as 0.8
     memory      where clients' private parts and variables are kept: `get(client)`, `put(client, round, groups)`
     """
@@ -183,6 +185,11 @@ def prepare(
         raise ConfigError(
             f"the Jacobian correction steps all factors of a weight, and of {program.half_frozen} only some train: "
             "set requires_grad of all of them alike, or leave it out."
+        )
+    if algorithm.local.jacobian and (over := covered(task.model)):
+        raise ConfigError(
+            f"the Jacobian correction steps the factors of a weight, and {over} has another parametrization on top "
+            "of them: remove it, or leave the correction out."
         )
     refuse_untrainable(program, data, algorithm.local)
     if personal is None:

@@ -16,7 +16,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.functional import cross_entropy
 
 from fedpara.algorithms import Algorithm, Groups, clip_by_norm, sgd_step
-from fedpara.data import normalise
+from fedpara.data import normalise, unit_scale
 from fedpara.engines.augment import crop_flip
 from fedpara.engines.dropout import layer_seed, own_dropouts
 from fedpara.engines.places import Lanes
@@ -38,7 +38,7 @@ def one_step(
     masked: bool,
 ) -> Callable[..., tuple[State, State, State, Tensor]]:
     """A pure function of one lane; `vmap` makes it one of all. Unless `masked`, every batch is full."""
-    local, dropouts = algorithm.local, list(own_dropouts(plain))
+    local, dropouts = algorithm.local, own_dropouts(plain)
 
     def loss(
         weights: State, buffers: State, images: Tensor, labels: Tensor, size: Tensor, seed: Tensor
@@ -46,6 +46,8 @@ def one_step(
         fresh = {name: tensor.clone() for name, tensor in buffers.items()}
         seeds = {f"{name}.seed": layer_seed(seed, i) for i, name in enumerate(dropouts)}
         given = {**weights, **fresh, **seeds}
+        for dropout in dropouts.values():
+            dropout.calls = 0
         with torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
             logits = functional_call(plain, given, (images,))
         fresh = {name: given[name].detach() for name in fresh}  # written to, or another in its place
@@ -150,4 +152,4 @@ def make_tick(step: Callable[..., tuple[State, State, State, Tensor]]) -> Callab
 def gather(lanes: Lanes, index: Tensor) -> Tensor:
     """The normalised inputs at `index`."""
     raw, scale = lanes.inputs.index_select(0, index), lanes.scale
-    return normalise(raw, None, None) if scale is None else (raw.float() / 255 - scale[0]) / scale[1]
+    return normalise(raw, None, None) if scale is None else (unit_scale(raw) - scale[0]) / scale[1]

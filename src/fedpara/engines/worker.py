@@ -137,6 +137,7 @@ class Worker:
     def _seed(self, step: int) -> None:
         for layer, dropout in enumerate(self.dropouts):
             dropout.seed.fill_(layer_seed(step, layer))
+            dropout.calls = 0
 
     def gradient(self, images: Tensor, labels: Tensor, local: Local, eta: float) -> tuple[State, Tensor]:
         """(of the loss on one batch at the model as it stands, the loss)"""
@@ -157,6 +158,7 @@ class Worker:
         plain, forms = self._plain, self.program.forms
         for mine, its in zip(self.dropouts, own_dropouts(plain).values(), strict=True):
             its.seed.copy_(mine.seed)
+            its.calls = 0
 
         def loss(state: State) -> Tensor:
             # Copies: a transform may not write to what lies outside it.

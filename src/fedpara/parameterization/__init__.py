@@ -2,6 +2,7 @@
 
 from fedpara.parameterization.convert import (
     compose_state,
+    covered,
     factorize,
     fit_errors,
     forms,
@@ -27,6 +28,7 @@ __all__ = [
     "calibrated",
     "compose_state",
     "corrected_grad",
+    "covered",
     "factorize",
     "fan_out",
     "fit",

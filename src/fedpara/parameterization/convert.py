@@ -146,6 +146,17 @@ def forms(model: nn.Module) -> dict[str, Form]:
     }
 
 
+def covered(model: nn.Module) -> str:
+    """A factorized weight with another parametrization on top of it, or "": its form is then not all it is made by."""
+    named = {module: name for name, module in model.named_modules()}
+    over = (
+        f"{named[owner]}.{parameter}".lstrip(".")
+        for owner, parameter, _ in _owners(model)
+        if len(_chain(owner, parameter)) > 1
+    )
+    return next(over, "")
+
+
 def private(model: nn.Module) -> frozenset[str]:
     """The names of the factors that never leave the device."""
     return frozenset(f"{weight}.{factor}" for weight, form in forms(model).items() for factor in form.private)

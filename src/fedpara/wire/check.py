@@ -17,12 +17,13 @@ from fedpara.wire.tensors import shown
 Spec = dict[str, tuple[torch.dtype, torch.Size]]
 
 
-def spec_of(state: State, dtype: str = "float32") -> Spec:
-    """What `decode` gives for this state sent with this dtype: float64 outlasts only "float32"."""
+def spec_of(state: State, dtype: str = "float32", exact: frozenset[str] = frozenset()) -> Spec:
+    """What `decode` gives for this state sent with this dtype: float64 outlasts only "float32", and where exact."""
     spec: Spec = {}
     for name, tensor in state.items():
-        exact = not tensor.is_floating_point() or (tensor.dtype == torch.float64 and dtype == "float32")
-        spec[name] = (tensor.dtype if exact else torch.float32, tensor.shape)
+        wide = tensor.dtype == torch.float64 and (dtype == "float32" or name in exact)
+        kept = not tensor.is_floating_point() or wide
+        spec[name] = (tensor.dtype if kept else torch.float32, tensor.shape)
     return spec
 
 
@@ -35,6 +36,7 @@ def admit(
     scheme: str,
     max_norm: float | None = None,
     reference: State | None = None,
+    exact: frozenset[str] = frozenset(),
 ) -> tuple[Header, State]:
     """The header, and the state in the order of the spec. WireError if unreadable, UpdateRejected if refused.
 
@@ -43,7 +45,7 @@ def admit(
     """
     if max_norm is not None and not max_norm > 0:
         raise UsageError(f"max_norm is {max_norm}: expected a positive bound, or None for no bound.")
-    header, state = decode(message)
+    header, state = decode(message, exact)
     wanted = {"round": round, "method": method, "scheme": scheme}
     for field, expected in wanted.items():
         if getattr(header, field) != expected:

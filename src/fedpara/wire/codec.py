@@ -28,8 +28,9 @@ DIGEST = 16
 # Travels beside int8 tensors: one scale for each tensor of that type by name, 0 for one that was int8 before.
 _SCALES = "__scales__"
 _SENDER = re.compile(r"server|client:(0|[1-9][0-9]{0,17})")
+_EXACT = (torch.float32, torch.float64)
 _FLOATS = {
-    "float32": (torch.float32, torch.float64),
+    "float32": _EXACT,
     "float16": (torch.float16,),
     "bfloat16": (torch.bfloat16,),
     "int8": (),
@@ -93,11 +94,15 @@ def encode(
 
 
 def letter(
-    state: State, header: Header, dtype: str = "float32", generator: torch.Generator | None = None
+    state: State,
+    header: Header,
+    dtype: str = "float32",
+    generator: torch.Generator | None = None,
+    exact: frozenset[str] = frozenset(),
 ) -> Letter:
-    """dtype is the link's precision (`link.py`); "float32" carries float32 and float64 exactly.
+    """dtype is the link's precision (`link.py`), but of the names in `exact`, which travel as on "float32".
 
-    int8 draws from `generator`, in the order of the names.
+    That carries float32 and float64 exactly. int8 draws from `generator`, in the order of the names.
     """
     check_precision("dtype", dtype)
     if _SCALES in state:
@@ -108,7 +113,8 @@ def letter(
     payload: State = {}
     scales: list[float] = []
     for name in sorted(state):
-        payload[name], scale = quantize(name, state[name].detach(), dtype, generator)
+        precision = "float32" if name in exact else dtype
+        payload[name], scale = quantize(name, state[name].detach(), precision, generator)
         if payload[name].dtype == torch.int8:
             scales.append(scale)
     if dtype == "int8":
@@ -117,13 +123,17 @@ def letter(
     return Letter(b"".join([MAGIC, len(described).to_bytes(4, "little"), described, index]), data)
 
 
-def decode(message: Message) -> tuple[Header, State]:
-    """Floating tensors come back as float32, or float64 where float64 was carried; by name within a type."""
+def decode(message: Message, exact: frozenset[str] = frozenset()) -> tuple[Header, State]:
+    """Floating tensors come back as float32, or float64 where float64 was carried; by name within a type.
+
+    `exact` are the names that both ends agreed on for `letter`: WireError for another tensor that is not of the link.
+    """
     view = memoryview(message.head) if isinstance(message, Letter) else _unsealed(message)
     length = int.from_bytes(view[4:8], "little")
     header, dtype = _parse(bytes(view[8 : 8 + length]))
     index, rest = split_index(view[8 + length :])
-    return header, _restore(read(index, message.data if isinstance(message, Letter) else [rest]), dtype)
+    payload = read(index, message.data if isinstance(message, Letter) else [rest])
+    return header, _restore(payload, dtype, exact)
 
 
 def _unsealed(message: bytes) -> memoryview:
@@ -161,11 +171,12 @@ def _parse(raw: bytes) -> tuple[Header, str]:
     return header, dtype
 
 
-def _restore(payload: State, dtype: str) -> State:
+def _restore(payload: State, dtype: str, exact: frozenset[str]) -> State:
     scales = _scales(payload) if dtype == "int8" else {}
     state: State = {}
     for name, tensor in payload.items():
-        if name == _SCALES or (tensor.is_floating_point() and tensor.dtype not in _FLOATS[dtype]):
+        floats = _EXACT if name in exact else _FLOATS[dtype]
+        if name == _SCALES or (tensor.is_floating_point() and tensor.dtype not in floats):
             raise WireError(f"tensor {shown(name)} of {tensor.dtype} in a message of {dtype}.")
         state[name] = dequantize(tensor, scales.get(name, 0.0))
     return state

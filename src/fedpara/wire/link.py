@@ -5,7 +5,8 @@
     bfloat16   the nearest bfloat16
     int8       q = floor(x / s + u), u ~ U[0, 1), s = max|x| / 127 a tensor: E[s q] = x, |s q - x| <= s
 
-Integer tensors (BatchNorm's step counter) travel as they are on every link.
+Integer tensors (BatchNorm's step counter) travel as they are on every link, and so do buffers (its running statistics:
+a variance that is rounded may fall below 0).
 """
 
 import math
