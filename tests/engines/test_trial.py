@@ -55,3 +55,55 @@ def test_a_misfit_is_refused_with_its_cure(model, inputs, cure):
 def test_the_cures_work():
     assert simulate(small(), torch.randn(40, 4)).rounds
     assert simulate(small(), torch.zeros(40, 1, 2, 2, dtype=torch.uint8), mean=(0.5,), std=(0.5,)).rounds
+
+
+@pytest.mark.parametrize(
+    ("test", "said"),
+    [
+        (Examples(torch.randn(6, 4), torch.arange(6) % 5, 5), r"labels up to 4: .*Target 4 is out of bounds"),
+        (Examples(torch.randn(6, 5), torch.zeros(6, dtype=torch.int64), 3), r"of shape \(5,\)"),
+        (
+            Examples(torch.randn(6, 4).double(), torch.zeros(6, dtype=torch.int64), 3),
+            "torch.float64 of shape",
+        ),
+    ],
+    ids=["a label too many", "another shape", "double examples"],
+)
+def test_test_data_that_does_not_fit_is_refused_before_the_first_round(test, said):
+    train = Examples(torch.randn(40, 4), LABELS, 3)
+    shared = fp.FederatedData(train, [range(20), range(20, 40)])
+    own = fp.FederatedData(train, [range(20), range(20, 40)], personal=(test, [range(3), range(3, 6)]))
+    tasks = (
+        (fp.Task(small(), test=test), shared, "the test data"),
+        (fp.Task(small()), own, "the clients' test data"),
+    )
+    for task, federation, which in tasks:
+        with pytest.raises(ConfigError, match=f"cannot be scored on {which}, .*{said}"):
+            fp.simulate(task, federation, algorithms.fedavg(lr=0.1), rounds=1, cohort=2)
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_extra_state_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"1\._extra_state is extra state.*as a buffer"):
+        simulate(nn.Sequential(nn.Flatten(), Extra(4, 3)), torch.randn(40, 4))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"link": "float16"}, r"link is 'float16': expected a Link, such as Link\(up='float16'\)"),
+        ({"max_norm": "a"}, "max_norm is 'a': expected a positive bound"),
+        ({"target": "x"}, "target is 'x': expected an accuracy"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_name(given, said):
+    data = fp.FederatedData(Examples(torch.randn(40, 4), LABELS, 3), [range(20), range(20, 40)])
+    with pytest.raises(ConfigError, match=said):
+        fp.simulate(fp.Task(small()), data, algorithms.fedavg(lr=0.1), rounds=1, cohort=2, **given)

@@ -94,7 +94,13 @@ def take_apart(model: nn.Module, share: Share = "all") -> Program:
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The model's own tensors by readable name; one that several modules share is named once."""
     twins = shared_names(model)
-    return {name: t for name, t in model.state_dict(keep_vars=True).items() if name not in twins}
+    named = {name: t for name, t in model.state_dict(keep_vars=True).items() if name not in twins}
+    if extra := next((name for name in named if name.rpartition(".")[2] == "_extra_state"), ""):
+        raise ConfigError(
+            f"{extra} is extra state (get_extra_state), which is in no message and no average: expected parameters "
+            "and buffers alone. Register what it holds as a buffer."
+        )
+    return named
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:

@@ -21,7 +21,7 @@ from fedpara.engines.ranks import Elsewhere, Ranks
 from fedpara.engines.sequential import Sequential
 from fedpara.engines.stacked import Precision
 from fedpara.engines.task import Task
-from fedpara.engines.trial import refuse_untrainable
+from fedpara.engines.trial import refuse_unscorable, refuse_untrainable
 from fedpara.errors import ConfigError, RunError
 from fedpara.parameterization import covered
 from fedpara.state import State
@@ -167,10 +167,12 @@ def prepare(
     if cohort > len(data):
         raise ConfigError(f"a cohort of {cohort} from {len(data)} clients: expected no more than there are.")
     check(SEED, seed=seed)
-    if max_norm is not None and not max_norm > 0:
-        raise ConfigError(f"max_norm is {max_norm}: expected a positive bound.")
-    if target is not None and not 0 < target <= 1:
-        raise ConfigError(f"target is {target}: expected an accuracy above 0 and at most 1, such as 0.8.")
+    if not isinstance(link, Link):
+        raise ConfigError(f"link is {link!r}: expected a Link, such as Link(up='float16').")
+    if max_norm is not None:
+        check(("a positive bound", lambda bound: bound > 0), max_norm=max_norm)
+    if target is not None:
+        check(("an accuracy above 0 and at most 1, such as 0.8", lambda share: 0 < share <= 1), target=target)
     if engine not in ENGINES:
         raise ConfigError(f"unknown engine {engine!r}: expected one of {', '.join(ENGINES)}.")
     _check_precision(precision, engine)
@@ -196,6 +198,10 @@ def prepare(
         personal = data.has_personal
     if personal and not data.has_personal:
         raise ConfigError("personal evaluation was asked for, and no client has test data of its own.")
+    if task.test is not None and not program.private:
+        refuse_unscorable(program, "the test data", task.test)
+    if personal and data.personal is not None:
+        refuse_unscorable(program, "the clients' test data", data.personal[0])
     if target is not None and not personal and (program.private or task.test is None):
         raise ConfigError(
             f"a target of {target} and no accuracy to hold it against: expected test data, and where parts of the "

@@ -1,4 +1,7 @@
-"""Trial: one gradient of one example, or of two where one is too few, before anything is run or written."""
+"""Trial: one gradient of one example, or of two where one is too few, before anything is run or written.
+
+And one score of one example of each set that the model will be scored on.
+"""
 
 from dataclasses import replace
 
@@ -28,6 +31,20 @@ def refuse_untrainable(program: Program, data: FederatedData, local: Local) -> N
         f"the model cannot be trained on {_read(data, 1).inputs.dtype} examples of shape {data.train.shape} with "
         f"labels up to {int(data.train.labels.max())}: {said}.{_cure(program, data) if 'type' in said else ''}"
     ) from error
+
+
+def refuse_unscorable(program: Program, what: str, test: Examples) -> None:
+    """ConfigError for a set that the model cannot be scored on: a round of training would be lost."""
+    if not len(test):
+        return
+    some = test.subset([int(test.labels.argmax())])
+    try:
+        Worker(program).evaluate(program.initial, some)
+    except Exception as error:
+        raise ConfigError(
+            f"the model cannot be scored on {what}, {test.inputs.dtype} of shape {test.shape} with labels up to "
+            f"{int(test.labels.max())}: {in_a_line(error).rstrip('.')}."
+        ) from error
 
 
 def _cure(program: Program, data: FederatedData) -> str:
