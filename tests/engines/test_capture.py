@@ -139,7 +139,7 @@ def test_a_compiled_step_comes_whole_out_of_the_cache(digits, tmp_path, monkeypa
 
     expected = {rounds: last_round(Batched, method, model, digits, rounds) for rounds in (1, 2)}
     first, second = found(2), found(1)
-    monkeypatch.setattr(capture, "OWN_OPS", (*capture.OWN_OPS, "kernels.py"))
+    monkeypatch.setattr(capture, "OWN_OPS", (*capture.OWN_OPS, "convolution_kernels.py"))
     third = found(1)
     assert [each["autograd_cache_miss"] for each in (first, second, third)] == [1, 0, 1]
     assert [each["autograd_cache_hit"] for each in (first, second, third)] == [0, 1, 0]

@@ -6,8 +6,16 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 
 import fedpara as fp
 from fedpara import models
+from fedpara.engines.convolution import pays_on
 from fedpara.engines.ops import OPS
-from fedpara.engines.recurrence import _fused_cell, _fused_cell_backward, recur, through_recurrence
+from fedpara.engines.recurrence import (
+    KERNEL_SIZES,
+    _fused_cell,
+    _fused_cell_backward,
+    recur,
+    recur_in_kernels,
+    through_recurrence,
+)
 from fedpara.models.lstm import unrolled
 
 T, LANES, B, H = 5, 3, 4, 6
@@ -84,6 +92,35 @@ def test_autocast_leaves_the_recurrence_in_float32():
     torch.testing.assert_close(ours, vmap(grad(lambda w: unrolled(p[:, 0], w).sum()))(w))
 
 
+def test_in_16_bits_h_and_the_products_are_rounded_and_nothing_else():
+    p, w = drawn()
+    with torch.autocast(
+        "cpu", torch.bfloat16
+    ):  # whatever p comes in: a bias added to it may have made it float32
+        assert recur_in_kernels(p[:, 0], w[0]).dtype == torch.bfloat16
+    p = p.bfloat16()
+    _, c, gates = OPS.lanes_lstm(p, w.bfloat16())
+    assert c.dtype == gates.dtype == torch.float32
+    ours, exact = (
+        vmap(grad(lambda p, w, f=f: some_loss(f(p, w).float()), argnums=(0, 1)), (1, 0))(p, w)
+        for f in (recur_in_kernels, recur)
+    )
+    assert [tensor.dtype for tensor in ours] == [torch.bfloat16, torch.float32]
+    for rounded, value in zip(ours, exact, strict=True):
+        torch.testing.assert_close(rounded.float(), value.float(), rtol=0.05, atol=0.05)
+
+
+def test_without_autocast_the_kernels_are_not_used():
+    p, w = drawn()
+    assert torch.equal(recur_in_kernels(p[:, 0], w[0]), recur(p[:, 0], w[0]))
+
+
+@pytest.mark.parametrize(("hidden", "expected"), [(KERNEL_SIZES[0], recur_in_kernels), (33, recur)])
+def test_a_layer_goes_to_the_kernels_if_its_size_fits(hidden, expected):
+    model = fp.factorize(models.lstm(9, 9, 4, hidden, 2, True), fp.FedPara(gamma=0.5))
+    assert {layer.recurrence for layer in through_recurrence(model, kernels=True).layers} == {expected}
+
+
 def test_the_fused_cells_are_of_this_torch_and_for_a_gpu():
     gates, c = torch.zeros(LANES, B, 4 * H), torch.zeros(LANES, B, H)
     for cell, given in ((_fused_cell, (gates, gates, c)), (_fused_cell_backward, (c, c, c, c, gates))):
@@ -97,3 +134,31 @@ def test_the_fused_cell_is_the_same():
     here, there = ([t.cpu() for t in both(some_loss, *drawn(device))[0]] for device in ("cpu", "cuda"))
     for ours, theirs in zip(there, here, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and pays_on(torch.device("cuda"))), reason="needs a Hopper GPU and Triton"
+)
+@pytest.mark.parametrize("hidden", KERNEL_SIZES)
+@pytest.mark.parametrize(("length", "lanes", "batch"), [(80, 3, 64), (5, 2, 21), (1, 1, 1)])
+def test_the_kernels_are_the_loop(length, lanes, batch, hidden):
+    """In half precision, whose rounding is the smaller; of another rounding than the loop's only h is."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    p, w, dh = (
+        scale * torch.randn(shape, generator=generator, device="cuda")
+        for scale, shape in (
+            (1.0, (length, lanes, batch, 4 * hidden)),
+            (hidden**-0.5, (lanes, 4 * hidden, hidden)),
+            (1.0, (length, lanes, batch, hidden)),
+        )
+    )
+    p, w, dh = p.half(), w.half(), dh.half()
+    h, c, gates = OPS.lanes_lstm(p, w)
+    exact = OPS.lanes_lstm(p.float(), w.float())
+    for ours, loop in zip((h, c, gates), exact, strict=True):
+        torch.testing.assert_close(ours.float(), loop, rtol=0, atol=5e-3)
+    ours = OPS.lanes_lstm_backward(dh, h, c, gates, w)
+    loops = OPS.lanes_lstm_backward(dh.float(), *exact, w.float())
+    for gradient, loop in zip(ours, loops, strict=True):
+        assert (gradient.float() - loop).norm() < 5e-3 * loop.norm() + 1e-6

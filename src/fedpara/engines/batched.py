@@ -62,17 +62,19 @@ class Batched:
         # On a CPU GroupNorm under vmap refuses channels-last.
         self.forms = {name: replace(form, channels_last=self.on_gpu) for name, form in program.forms.items()}
         self.plain = program.plain().to(self.device).train()
+        self.judge = Worker(program, device=self.device)
         if self.on_gpu:  # here, for they register ops with torch, which a CPU has no use for
             from fedpara.engines.convolution import pays_on, through_lanes
             from fedpara.engines.recurrence import through_recurrence
 
+            kernels = pays_on(self.device)
             by_mean(self.plain)
-            through_recurrence(self.plain)
-            if pays_on(self.device):
+            through_recurrence(self.plain, kernels)
+            through_recurrence(self.judge.model)
+            if kernels:
                 through_lanes(self.plain)
             if self.compile:
                 by_channel(self.plain)
-        self.judge = Worker(program, device=self.device)
         self.train_set = on_device(data.train, self.device)
         self.test_set = on_device(task.test, self.device) if task.test is not None else None
         self.outlook = outlook or look_ahead(protocol, data, size)

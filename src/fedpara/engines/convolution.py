@@ -7,7 +7,7 @@ large as x. Everything lies channels-last and contiguous, [lane, image, h, w, ch
 tensor in another order is copied outside the ops, where a compiled step writes it in the order asked for at once.
 
 `vmap` of `conv2d` alone is a grouped convolution, which cuDNN slices by group. On a GPU these ops are the kernels
-of `kernels.py`; elsewhere they are torch's own convolution, lane by lane. They can be differentiated once.
+of `convolution_kernels.py`; elsewhere they are torch's own convolution, lane by lane. They can be differentiated once.
 
 A layer of few input channels, as the first, is too thin for them: its taps and channels, side by side in columns,
 are one matrix product an image.
@@ -24,7 +24,7 @@ from torch.nn.functional import conv2d, pad
 from torch.nn.functional import unfold as columns_of
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from fedpara.engines.ops import OPS, Dims, differentiate, fold, register, unfold
+from fedpara.engines.ops import OPS, Dims, computed_in, differentiate, fold, register, unfold
 
 CHANNELS = 64
 """A kernel's tile takes this many at a time: a layer with others stays with cuDNN, unless it is thin."""
@@ -33,9 +33,13 @@ THIN = 32
 """Taps times input channels of a thin layer, at most; its columns are filled up to as many."""
 
 
+SHARED_MEMORY = 220_000
+"""Bytes a block can ask for: H100, H200 and B200 have 227 kB, desktop cards of the same generations 99."""
+
+
 class LanesConv2d(nn.Conv2d):
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        dtype = _computed_in(input)
+        dtype = computed_in(input)
         if input.is_cuda and dtype.itemsize != 2:
             return super()._conv_forward(input, weight, bias)  # type: ignore[no-any-return]
         x, w = (t.to(dtype).movedim(1, -1).contiguous()[None] for t in (input, weight))
@@ -50,7 +54,7 @@ class ThinConv2d(nn.Conv2d):
     """
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        dtype = _computed_in(input)
+        dtype = computed_in(input)
         if input.is_cuda and dtype.itemsize != 2:
             return super()._conv_forward(input, weight, bias)  # type: ignore[no-any-return]
         x, w = input.to(dtype), weight.to(dtype).flatten(1)
@@ -75,18 +79,13 @@ class ThinConv2d(nn.Conv2d):
         return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sizes)
 
 
-def _computed_in(input: Tensor) -> torch.dtype:
-    kind = input.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
-
-
 def pays_on(device: torch.device) -> bool:
-    """The kernels are made for Hopper's copy engine and need Triton, which torch brings along on Linux."""
-    return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device) >= (9, 0)
-        and find_spec("triton") is not None
-    )
+    """The kernels need Hopper's copy engine and shared memory, and Triton, which torch brings along on Linux."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    has = torch.cuda.get_device_properties(device)
+    room = has.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return bool(has.major >= 9 and room >= SHARED_MEMORY)
 
 
 def through_lanes(model: nn.Module) -> nn.Module:
@@ -126,7 +125,7 @@ def fits(conv: nn.Conv2d) -> bool:
 def _forward(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """x [l, b, h, w, c], w [l, o, i, j, c], bias [l, o] to y [l, b, h, w, o]"""
     if x.is_cuda:
-        from fedpara.engines import kernels
+        from fedpara.engines import convolution_kernels as kernels
 
         return kernels.forward(x, w, bias)
     pad = _padding(w.shape[2:4])
@@ -139,7 +138,7 @@ def _forward(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 def _input_gradient(dy: Tensor, w: Tensor) -> Tensor:
     """dx[l, b, p, c] = sum over t, o of  dy[l, b, p - t, o] w[l, o, t, c]"""
     if dy.is_cuda:
-        from fedpara.engines import kernels
+        from fedpara.engines import convolution_kernels as kernels
 
         return kernels.input_gradient(dy, w)
     pad, shape = _padding(w.shape[2:4]), (dy.shape[1], w.shape[4], *dy.shape[2:4])
@@ -151,7 +150,7 @@ def _input_gradient(dy: Tensor, w: Tensor) -> Tensor:
 def _weight_gradient(x: Tensor, dy: Tensor, kernel: Sequence[int]) -> Tensor:
     """dw[l, o, t, c] = sum over b, p of  dy[l, b, p, o] x[l, b, p + t, c]"""
     if x.is_cuda:
-        from fedpara.engines import kernels
+        from fedpara.engines import convolution_kernels as kernels
 
         return kernels.weight_gradient(x, dy, kernel)
     pad, shape = _padding(kernel), (dy.shape[4], x.shape[4], *kernel)

@@ -50,6 +50,12 @@ def differentiate(name: str, derivative: type[_SingleLevelFunction]) -> None:
     LIBRARY.impl(name, run, "Autograd", with_keyset=True)
 
 
+def computed_in(input: Tensor) -> torch.dtype:
+    """What a layer's products are to be in: autocast's type, whatever type its input comes in."""
+    kind = input.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+
+
 def fold(tensor: Tensor, dim: int | None, size: int, at: int = 0) -> Tensor:
     """The mapped dimension joins the lanes, which are dimension `at`; what is one for all is repeated."""
     tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

@@ -9,7 +9,8 @@ for p [T, lane, B, 4H] and W [lane, 4H, H], from h_0 = c_0 = 0. Backwards, from 
 
 Left to `vmap` and autograd, a step of two layers over 80 characters is thousands of small kernels, or as many nodes for
 a compiler. Here a character is a matrix product and a cell each way, and W's gradient one product for all of them. On a
-GPU the cell is the fused one of `nn.LSTMCell`. In float32 throughout: c adds up over the whole text.
+GPU the cell is the fused one of `nn.LSTMCell`. In float32: c adds up over the whole text. Where p has 16 bits, so do h
+and the sides of the products, c and the gates stay in float32, and the text is one kernel (`recurrence_kernels.py`).
 """
 
 from collections.abc import Sequence
@@ -19,10 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import _SingleLevelFunction
 
-from fedpara.engines.ops import OPS, Dims, differentiate, fold, register, unfold
+from fedpara.engines.ops import OPS, Dims, computed_in, differentiate, fold, register, unfold
 from fedpara.models.lstm import LSTMLayer
 
 Three = tuple[Tensor, Tensor, Tensor]
+
+KERNEL_SIZES = (32, 64, 128, 256)
+"""Sizes of h that the kernels take: all of it is one side of a product."""
 
 
 def recur(p: Tensor, w: Tensor) -> Tensor:
@@ -31,20 +35,28 @@ def recur(p: Tensor, w: Tensor) -> Tensor:
     return h[:, 0]  # type: ignore[no-any-return]
 
 
-class LanesLSTMLayer(LSTMLayer):
-    recurrence = staticmethod(recur)
+def recur_in_kernels(p: Tensor, w: Tensor) -> Tensor:
+    """The same in autocast's 16 bits; without autocast `recur`."""
+    dtype = computed_in(p)
+    if dtype.itemsize != 2:
+        return recur(p, w)
+    h, _, _ = OPS.lanes_lstm(p.to(dtype)[:, None], w.to(dtype)[None])
+    return h[:, 0]  # type: ignore[no-any-return]
 
 
-def through_recurrence(model: nn.Module) -> nn.Module:
-    """Turns, in place, every `LSTMLayer` into this one; parameters and their names stay."""
+def through_recurrence(model: nn.Module, kernels: bool = False) -> nn.Module:
+    """Gives, in place, every `LSTMLayer` one of these; parameters and their names stay."""
     for module in model.modules():
-        if type(module) is LSTMLayer:
-            module.__class__ = LanesLSTMLayer
+        if isinstance(module, LSTMLayer):
+            fits = kernels and module.weight_hh.shape[1] in KERNEL_SIZES
+            module.recurrence = recur_in_kernels if fits else recur
     return model
 
 
 def _forward(p: Tensor, w: Tensor) -> Three:
     """h and c [T, l, B, H], and the gates after their sigma and tanh [T, l, B, 4H]"""
+    if p.dtype.itemsize == 2:
+        return _forward_in_16_bits(p, w)
     zero = p.new_zeros(*p.shape[1:3], w.shape[2])
     h, c, gates, turned = [zero], [zero], [], w.mT
     with torch.autocast(p.device.type, enabled=False):
@@ -59,18 +71,40 @@ def _forward(p: Tensor, w: Tensor) -> Three:
 
 def _backward(dh: Tensor, h: Tensor, c: Tensor, gates: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """dp [T, l, B, 4H] and dw [l, 4H, H]"""
-    zero = torch.zeros_like(h[0])
-    dc, da = zero, torch.zeros_like(gates[0])
-    dp: list[Tensor] = []
     with torch.autocast(h.device.type, enabled=False):
-        cell = _fused_cell_backward if h.is_cuda else _cell_backward
-        for t in reversed(range(len(h))):
-            da, dc = cell(torch.baddbmm(dh[t], da, w), dc, c[t - 1] if t else zero, c[t], gates[t])
-            dp.append(da)
-        every = torch.stack(dp[::-1])
-        before = torch.cat([zero[None], h[:-1]])
-        by_lane = [tensor.transpose(0, 1).flatten(1, 2) for tensor in (every, before)]  # [l, T B, ...]
-        return every, torch.bmm(by_lane[0].mT, by_lane[1])
+        da = _back_in_16_bits(dh, c, gates, w) if h.dtype.itemsize == 2 else _back(dh, c, gates, w)
+        before = torch.cat([torch.zeros_like(h[:1]), h[:-1]])
+        by_lane = [tensor.transpose(0, 1).flatten(1, 2) for tensor in (da, before)]  # [l, T B, ...]
+        return da, torch.bmm(by_lane[0].mT, by_lane[1])
+
+
+def _back(dh: Tensor, c: Tensor, gates: Tensor, w: Tensor) -> Tensor:
+    """da [T, l, B, 4H]"""
+    zero = torch.zeros_like(c[0])
+    dc, da = zero, torch.zeros_like(gates[0])
+    every: list[Tensor] = []
+    cell = _fused_cell_backward if dh.is_cuda else _cell_backward
+    for t in reversed(range(len(dh))):
+        da, dc = cell(torch.baddbmm(dh[t], da, w), dc, c[t - 1] if t else zero, c[t], gates[t])
+        every.append(da)
+    return torch.stack(every[::-1])
+
+
+def _forward_in_16_bits(p: Tensor, w: Tensor) -> Three:
+    if p.is_cuda:
+        from fedpara.engines import recurrence_kernels as kernels
+
+        return kernels.forward(p, w)
+    h, c, gates = _forward(p.float(), w.float())
+    return h.to(p.dtype), c, gates
+
+
+def _back_in_16_bits(dh: Tensor, c: Tensor, gates: Tensor, w: Tensor) -> Tensor:
+    if dh.is_cuda:
+        from fedpara.engines import recurrence_kernels as kernels
+
+        return kernels.backward(dh, c, gates, w)
+    return _back(dh.float(), c, gates, w.float()).to(dh.dtype)
 
 
 def _cell(p: Tensor, hidden: Tensor, c: Tensor) -> Three:
@@ -130,18 +164,24 @@ def _lanes_backward(
     return (unfold(dp, size, 1), unfold(dw, size)), (1, 0)
 
 
+def _empty(p: Tensor, w: Tensor) -> Three:
+    h = p.new_empty(*p.shape[:3], w.shape[2])
+    exact = torch.promote_types(p.dtype, torch.float32)
+    return h, torch.empty_like(h, dtype=exact), torch.empty_like(p, dtype=exact)
+
+
 register(
     "lanes_lstm",
     "(Tensor p, Tensor w) -> (Tensor h, Tensor c, Tensor gates)",
     _forward,
-    lambda p, w: (*(p.new_empty(*p.shape[:3], w.shape[2]) for _ in range(2)), torch.empty_like(p)),
+    _empty,
     _lanes_forward,
 )
 register(
     "lanes_lstm_backward",
     "(Tensor dh, Tensor h, Tensor c, Tensor gates, Tensor w) -> (Tensor dp, Tensor dw)",
     _backward,
-    lambda dh, h, c, gates, w: (torch.empty_like(gates), torch.empty_like(w)),
+    lambda dh, h, c, gates, w: (torch.empty_like(gates, dtype=h.dtype), torch.empty_like(w)),
     _lanes_backward,
 )
 differentiate("lanes_lstm", _Derivative)
