@@ -14,7 +14,7 @@
 
 Each text says what happened, what was expected, what was given and what to do.
 The command line turns `UsageError` into exit code 2 and any other into exit code 1.
-Three pieces of such texts are functions here.
+Three pieces of such texts are functions here, and the check of an argument's kind.
 """
 
 from collections.abc import Collection
@@ -35,6 +35,14 @@ def among(name: str, known: Collection[str]) -> str:
 
 def install(extra: str) -> str:
     return f"install fedpara's extra {extra!r}, which in a checkout is pip install '.[{extra}]'."
+
+
+def expect_kind(what: str, value: object, kind: type, error: "type[FedParaError]") -> None:
+    """`error` for an argument of another kind."""
+    if not isinstance(value, kind):
+        got = f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
+        whose = "" if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}'s "
+        raise error(f"{what} is {got}: expected {whose}{kind.__name__}.")
 
 
 class FedParaError(Exception):

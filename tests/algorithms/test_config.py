@@ -168,3 +168,10 @@ def test_scaffold_without_a_step_has_no_control(steps: int, eta: float) -> None:
     algorithm = algorithms.scaffold()
     with pytest.raises(StateError, match=f"after {steps} steps at learning rate {eta}"):
         algorithm.finish({}, {}, {}, {}, steps, eta)
+
+
+def test_an_argument_of_another_kind_is_refused_by_name():
+    with pytest.raises(ConfigError, match="local is of type dict: expected fedpara's Local"):
+        algorithms.fedavg(local={"lr": 0.1})
+    with pytest.raises(ConfigError, match="algorithm is of type NoneType: expected str"):
+        algorithms.build(None, Local())

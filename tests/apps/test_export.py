@@ -14,7 +14,8 @@ from fedpara.data import normalise
 from fedpara.engines.flower import ACCEPTED
 from fedpara.experiments import Experiment, read_run, run
 from fedpara.experiments.build import build, build_model, build_scheme
-from fedpara.experiments.store import final_state
+from fedpara.experiments.clients import kept_file
+from fedpara.experiments.store import Final, final_state
 from fedpara.experiments.tensor_files import write_groups
 
 PERSONAL = {"model": "mlp", "scheme": "pfedpara", "clients": 2, "cohort": 2, "epochs": None, "steps": 1}
@@ -110,9 +111,9 @@ def test_a_run_that_goes_on_is_exported_at_one_checkpoint(cli, tmp_path, monkeyp
     seen = []
 
     def moving(path):
-        state, round = final_state(path)
-        seen.append(round)
-        return (state, round) if len(seen) > 1 else ({}, 0)
+        newest = final_state(path)
+        seen.append(newest.round)
+        return newest if len(seen) > 1 else Final({}, 0, {})
 
     monkeypatch.setattr(merged, "final_state", moving)
     assert cli("export", "run", "--client", 0)[0] == 0
@@ -155,7 +156,7 @@ def test_what_clients_keep_may_be_elsewhere(cli, tmp_path):
     shutil.move(tmp_path / "run" / "clients", tmp_path / "clients")
     code, _, err = cli("export", "run", "--client", 0)
     assert code == 1
-    assert "its clients folder holds none" in err
+    assert "0-1.safetensors is missing: client 0 kept it in round 1" in err
 
     write_groups_of_flower(tmp_path / "run", round=1)
     code, _, err = cli("export", "run", "--client", 0)
@@ -293,3 +294,27 @@ def test_what_cannot_be_exported_is_said(cli, tmp_path):
     code, _, err = cli("export", "run")
     assert code == 1
     assert "no readable checkpoint" in err
+
+
+def test_an_older_model_is_not_exported_in_the_place_of_the_newest(cli, tmp_path):
+    run(Experiment(**PERSONAL, rounds=3), tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoint.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-3] ^= 1
+    newest.write_bytes(content)
+    code, _, err = cli("export", "run", "--client", 0)
+    assert code == 1
+    assert "The one before it is of round 2: `fedpara resume run` goes back to it" in " ".join(err.split())
+    assert cli("resume", "run")[0] == 0
+    assert cli("export", "run", "--client", 0)[0] == 0
+
+
+def test_a_clients_older_part_is_not_exported_in_the_place_of_its_newest(cli, tmp_path):
+    run(Experiment(**PERSONAL, rounds=3), tmp_path / "run")
+    _, _, kept = final_state(tmp_path / "run")
+    client, round = next((c, r) for c, r in kept.items() if r == 3)
+    path = kept_file(tmp_path / "run" / "clients", client, round)
+    path.rename(path.with_name(f"{client}-{round - 1}.safetensors"))
+    code, _, err = cli("export", "run", "--client", client)
+    assert code == 1
+    assert f"{client}-3.safetensors is missing" in "".join(err.split("\n"))

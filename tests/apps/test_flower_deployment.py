@@ -93,8 +93,8 @@ def test_the_model_is_the_sequential_engines(deployed, tmp_path):
     finally:
         torch.set_num_threads(threads)
     assert (folder / "metrics.jsonl").read_bytes() == (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    ours, _ = final_state(tmp_path / "run")
-    theirs, _ = final_state(folder)
+    ours = final_state(tmp_path / "run").state
+    theirs = final_state(folder).state
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     for i in range(3):
         memory = federation.folder / f"node-{i}" / "memory"

@@ -12,7 +12,7 @@ from fedpara.apps import flower_node
 from fedpara.apps.flower_node import answer
 from fedpara.engines.flower import Terms
 from fedpara.engines.parcels import Answer, Hello, Order, Parcel, packed, unpacked
-from fedpara.errors import ConfigError, RunError
+from fedpara.errors import ConfigError, RunError, WireError
 from fedpara.experiments import read_run, run
 from fedpara.experiments.config import to_toml
 from fedpara.experiments.run import lay_out, resume
@@ -76,7 +76,7 @@ def test_a_bad_answer_is_refused_by_name_and_the_round_goes_on(tmp_path, fault):
     assert says in refused["reason"]
     assert f"round 2: client 1 refused: {refused['reason']}" in log(tmp_path / "a")
     assert read_run(tmp_path / "a").metrics[2]["clients"] == 5
-    state, _ = final_state(tmp_path / "a")
+    state = final_state(tmp_path / "a").state
     assert all(tensor.isfinite().all() for tensor in state.values())
 
 
@@ -269,3 +269,8 @@ def test_flower_cannot_be_called_from_here(tmp_path):
     with pytest.raises(ConfigError, match="fedpara run --engine flower"):
         resume(tmp_path / "b", engine="flower")
     assert read_run(tmp_path / "b").experiment.engine == "auto"
+
+
+def test_a_number_too_large_for_a_float_is_no_loss():
+    with pytest.raises(WireError, match=r"loss is .*: expected float"):
+        unpacked(Parcel({"client": 1, "round": 1, "reason": "", "loss": 10**400}), Answer, 10)

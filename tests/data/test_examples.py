@@ -90,3 +90,11 @@ def test_normalise_passes_ids_as_int64_and_leaves_features_alone():
     assert normalise(ids, None, None).dtype == torch.int64
     features = torch.randn(2, 3)
     assert torch.equal(normalise(features, None, None), features)
+
+
+def test_a_mean_is_a_number_a_channel():
+    images = torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), 2
+    assert Examples(*images, mean=[0.5], std=np.array([0.25])).std == (0.25,)
+    for mean, std, said in ((0.5, 0.5, "mean is 0.5"), ([0.5], [float("nan")], "std is .*finite")):
+        with pytest.raises(DataError, match=said):
+            Examples(*images, mean=mean, std=std)

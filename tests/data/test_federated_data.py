@@ -76,3 +76,9 @@ def test_parts_that_do_not_fit_are_refused(change, words):
 def test_an_index_past_the_examples_is_named():
     with pytest.raises(DataError, match="0 to 6: expected 0 to 5"):
         FederatedData(TRAIN, [[0, 6]]).client(0)
+
+
+@pytest.mark.parametrize("clients", [5, {"a": [0]}, "ab", None])
+def test_clients_are_a_sequence(clients):
+    with pytest.raises(ConfigError, match=r"clients are of type .*: expected a sequence"):
+        FederatedData(Examples(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), 2), clients)

@@ -191,3 +191,9 @@ def test_a_million_clients_are_two_arrays():
     assert len(partition) == 1_000_000
     assert partition.indices.nbytes + partition.offsets.nbytes == 8 * (2_000_000 + 1_000_001)
     assert len(partition[999_999]) == 2
+
+
+@pytest.mark.parametrize(("clients", "seed"), [(4, None), (4, "a"), (4, -1), (3.0, 0)])
+def test_clients_and_seed_are_whole_numbers(clients, seed):
+    with pytest.raises(ConfigError, match=r"(clients|seed) is"):
+        iid(40, clients, seed)

@@ -233,3 +233,8 @@ def test_hub_sets_become_examples(tmp_path, monkeypatch):
     uneven = datasets.Dataset.from_dict(rows | {"img": [*pictures[:2], pictures[2][:4]]}, features=kinds)
     with pytest.raises(DataError, match="image 2 is uint8"):
         hub.examples(uneven, part)
+
+
+def test_a_user_that_is_not_there_has_no_folder(monkeypatch):
+    with pytest.raises(DataError, match="the data folder ~nosuchuser/x cannot be found"):
+        data_folder("~nosuchuser/x")

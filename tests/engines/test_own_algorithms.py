@@ -82,3 +82,13 @@ def test_a_narrow_model_keeps_narrow_variables_in_both_engines(name):
     assert kept == {torch.bfloat16}
     for key, tensor in a.state.items():
         torch.testing.assert_close(b.state[key], tensor, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["private", ""])
+def test_a_group_cannot_be_called_as_the_models_own(name):
+    mine = replace(
+        algorithms.fedavg(lr=0.1),
+        client_init=lambda x: {name: {n: torch.zeros_like(t) for n, t in x.items()}},
+    )
+    with pytest.raises(ConfigError, match=f"a group called '{name}'"):
+        simulate(mine, "sequential")

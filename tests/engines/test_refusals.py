@@ -86,6 +86,10 @@ def no_examples(header, state):
     return replace(header, examples=0), state
 
 
+def all_the_weight(header, state):
+    return replace(header, examples=2**63 - 1), state
+
+
 def someone_else(header, state):
     return replace(header, sender="client:999"), state
 
@@ -105,6 +109,7 @@ EDITS = {
     last_round: "of round 0: expected 1",
     other_method: "of method 'fedprox': expected 'fedavg'",
     no_examples: "0 examples",
+    all_the_weight: r"rests on 9223372036854775807 examples: expected the \d+ that client",
     someone_else: "client:999 in the name of client",
     the_server: "server in the name of client",
 }
@@ -140,7 +145,8 @@ def test_a_bad_update_is_refused_with_its_reason_and_the_round_goes_on(world, ho
     change, reason = HANDS[how]
     protocol = world.protocol(world.model())
     seen, engine = tampered(world, protocol, change)
-    (result,) = play(protocol, engine, Schedule(1, 6, 4, max_norm=100.0), personal=False)
+    schedule = Schedule(1, 6, 4, max_norm=100.0, examples=world.federation.size)
+    (result,) = play(protocol, engine, schedule, personal=False)
 
     assert [client for client, _ in result.refused] == [BAD]
     assert re.search(reason, result.refused[0][1]), result.refused

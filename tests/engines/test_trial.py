@@ -107,3 +107,46 @@ def test_a_value_of_another_kind_is_refused_by_name(given, said):
     data = fp.FederatedData(Examples(torch.randn(40, 4), LABELS, 3), [range(20), range(20, 40)])
     with pytest.raises(ConfigError, match=said):
         fp.simulate(fp.Task(small()), data, algorithms.fedavg(lr=0.1), rounds=1, cohort=2, **given)
+
+
+def test_an_empty_test_set_is_refused():
+    train = Examples(torch.randn(40, 4), LABELS, 3)
+    with pytest.raises(ConfigError, match="the test data hold no example"):
+        fp.simulate(
+            fp.Task(small(), test=train.subset([])),
+            fp.FederatedData(train, [range(20), range(20, 40)]),
+            algorithms.fedavg(lr=0.1),
+            rounds=1,
+            cohort=2,
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"task": small()}, "task is of type Sequential: expected fedpara's Task"),
+        ({"data": Examples(torch.randn(40, 4), LABELS, 3)}, "data is of type Examples"),
+        ({"algorithm": "fedavg"}, "algorithm is of type str: expected fedpara's Algorithm"),
+        ({"memory": {}}, "memory is of type dict: expected something with `get` and `put`"),
+    ],
+    ids=["model", "examples", "word", "dict"],
+)
+def test_an_argument_of_another_kind_is_refused_by_name(change, said):
+    data = fp.FederatedData(Examples(torch.randn(40, 4), LABELS, 3), [range(20), range(20, 40)])
+    given = {"task": fp.Task(small()), "data": data, "algorithm": algorithms.fedavg(lr=0.1), **change}
+    with pytest.raises(ConfigError, match=said):
+        fp.simulate(**given, rounds=1, cohort=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": "mlp"}, "model is of type str: expected torch's Module"),
+        ({"model": nn.Linear}, "model is the class Linear"),
+        ({"test": (1, 2)}, "test is of type tuple: expected fedpara's Examples"),
+    ],
+    ids=["word", "class", "pair"],
+)
+def test_a_task_is_a_model_and_examples(given, said):
+    with pytest.raises(ConfigError, match=said):
+        fp.Task(**{"model": small(), **given})

@@ -263,3 +263,45 @@ def test_toml_is_what_it_says():
     assert written["gamma"] == 0.25
     assert written["options"] == {"mu": 0.5}
     assert "rank" not in written
+
+
+def test_a_whole_number_and_the_same_float_are_one_experiment():
+    whole = Experiment(lr=1, alpha=1, algorithm="fedprox", options={"mu": 1})
+    assert whole.identity == Experiment(lr=1.0, alpha=1.0, algorithm="fedprox", options={"mu": 1.0}).identity
+    assert type(whole.lr) is type(whole.options["mu"]) is float
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("lr = 1" + "0" * 400, "lr is a number of 401 digits"),
+        ("algorithm = 'fedprox'\n[options]\nmu = 1" + "0" * 400, "mu is a number of 401 digits"),
+        ("seed = 1" + "0" * 5000, "is not TOML"),
+        ("lr = " + "[" * 20_000, "is not TOML"),
+        ("epochs = 2\nsteps = 3", "epochs is 2 and steps is 3: expected one of the two"),
+    ],
+    ids=["digits", "option", "more digits", "brackets", "both"],
+)
+def test_what_python_chokes_on_is_refused(tmp_path, text, says):
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_toml(tmp_path / "config.toml")
+
+
+def test_an_editors_mark_at_the_beginning_is_no_mistake(tmp_path):
+    (tmp_path / "config.toml").write_text("\ufefflr = 0.5\n", encoding="utf-8")
+    assert read_toml(tmp_path / "config.toml").lr == 0.5
+
+
+@pytest.mark.parametrize("words", [{"nonlinearity": "tanh"}, {"init": "he"}])
+def test_the_original_has_no_factors_to_set(words):
+    with pytest.raises(ConfigError, match="scheme 'original' has no factors and so no"):
+        build_scheme(Experiment(scheme="original", **words))
+    changed = with_values(Experiment(scheme="fedpara", **words), {"scheme": "original"})
+    assert build_scheme(changed) is None
+
+
+@pytest.mark.parametrize("words", [{"lr": 1e308}, {"weight_decay": 1e300}, {"batch_size": 10**23}])
+def test_numbers_beyond_their_type_are_refused(words):
+    with pytest.raises(ConfigError, match=f"{next(iter(words))} is .*: expected"):
+        build_algorithm(Experiment(**words))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedpara import data
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import Experiment, read_run, resume, run
 from fedpara.experiments.run import lay_out
@@ -284,3 +285,35 @@ def test_a_diverging_run_leaves_its_last_good_round(tmp_path):
     with pytest.raises(RunError, match=f"diverged in round {failed}"):
         resume(path)
     assert read_run(path).rounds == failed - 1
+
+
+def test_other_examples_than_it_was_begun_with_are_refused(stopped, alone, monkeypatch):
+    load = data.load
+
+    def changed(name, data_dir=None):
+        train, test = load(name, data_dir)
+        inputs = train.inputs.clone()
+        inputs[7, 0, 0, 0] += 1
+        return replace(train, inputs=inputs), test
+
+    with monkeypatch.context() as other:
+        other.setattr(data, "load", changed)
+        with pytest.raises(RunError, match="begun with other examples than those that are read now"):
+            resume(stopped)
+    resume(stopped)
+    ends_like(stopped, alone)
+
+
+def test_a_folder_from_before_the_digest_goes_on(stopped, alone):
+    (stopped / "data.json").unlink()
+    resume(stopped)
+    ends_like(stopped, alone)
+
+
+def test_a_copy_among_the_clients_files_is_not_one_of_them(stopped, alone):
+    path = next((stopped / "clients").glob("*/*.safetensors"))
+    copy = path.with_name(f"{path.stem} (copy).safetensors")
+    shutil.copy(path, copy)
+    resume(stopped)
+    copy.unlink()
+    ends_like(stopped, alone)

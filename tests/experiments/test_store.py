@@ -13,6 +13,7 @@ from fedpara.engines.loop import Progress, Round
 from fedpara.engines.memory import InMemory
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import Experiment, read_run, resume, run
+from fedpara.experiments.build import build
 from fedpara.experiments.clients import OnDisk
 from fedpara.experiments.lines import append_line, keep_rounds, read_lines
 from fedpara.experiments.run import lay_out
@@ -22,11 +23,13 @@ TINY = Experiment(
     model="mlp", scheme="original", clients=8, cohort=2, rounds=3, batch_size=32, epochs=None, steps=1
 )
 MODEL = {"name": "mlp", "classes": 10, "shape": [1, 8, 8]}
+DATA = build(TINY).digest
 FILES = {
     ".lock",
     "checkpoint.previous.safetensors",
     "checkpoint.safetensors",
     "config.toml",
+    "data.json",
     "environment.json",
     "log.txt",
     "metrics.jsonl",
@@ -75,7 +78,7 @@ def test_a_summary_reads_them(finished):
 
 
 def test_the_final_state_is_the_newest_checkpoint(finished):
-    state, round = final_state(finished)
+    state, round, _ = final_state(finished)
     assert round == 3
     assert set(state) == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
     assert all(tensor.isfinite().all() for tensor in state.values())
@@ -139,7 +142,7 @@ def test_a_mistake_leaves_no_folder_behind(tmp_path, words):
 def test_what_a_kill_left_before_the_config_is_as_good_as_empty(tmp_path):
     for name in ("environment.json", "model.json", ".0123abcd.part.toml", ".lock"):
         (tmp_path / name).write_text("torn")
-    create(tmp_path, TINY, MODEL).close()
+    create(tmp_path, TINY, MODEL, DATA).close()
     assert json.loads((tmp_path / "model.json").read_text()) == MODEL
     assert not list(tmp_path.glob(".*.part*"))
 
@@ -168,7 +171,7 @@ def test_two_processes_cannot_hold_one_folder(tmp_path):
         with pytest.raises(RunError, match="in use by another process"):
             resume(path)
         holder.stdin.close()
-    folder = open_run(path, TINY)
+    folder = open_run(path, TINY, DATA)
     with pytest.raises(RunError, match="in use by another process"):
         resume(path)
     folder.close()
@@ -308,7 +311,7 @@ def test_only_those_who_keep_something_have_a_file(tmp_path, finished):
     assert not (finished / "clients").exists()
     scaffold = Experiment(**{**vars(TINY), "algorithm": "scaffold", "rounds": 4})
     run(scaffold, tmp_path / "run")
-    folder = open_run(tmp_path / "run", scaffold)
+    folder = open_run(tmp_path / "run", scaffold, DATA)
     versions: dict[int, int] = {}
     for name in files(tmp_path / "run" / "clients"):
         client = int(name.split("-")[0])
@@ -321,7 +324,7 @@ def test_only_those_who_keep_something_have_a_file(tmp_path, finished):
 
 def test_a_server_with_an_empty_group_comes_back(tmp_path):
     """Local with SCAFFOLD: the server's control is there and holds nothing."""
-    folder = create(tmp_path / "run", TINY, MODEL)
+    folder = create(tmp_path / "run", TINY, MODEL, DATA)
     progress = Progress(
         1, {}, {"bn.count": torch.tensor(4)}, {"control": {}, "m": {"w": torch.ones(1)}}, 5, 6
     )

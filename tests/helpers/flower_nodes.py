@@ -111,8 +111,8 @@ def sequentially(experiment, folder, change=None):
 
 
 def same(a, b):
-    state, _ = final_state(a)
-    other, _ = final_state(b)
+    state = final_state(a).state
+    other = final_state(b).state
     equal = state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
     return equal and (a / "metrics.jsonl").read_bytes() == (b / "metrics.jsonl").read_bytes()
 

@@ -325,3 +325,44 @@ def test_torchs_old_weight_norm_is_not_merged():
     fp.factorize(new, FEDPARA, lambda name, module, parameter: name == "1")
     x = torch.randn(2, 30)
     torch.testing.assert_close(fp.merge(new)(x), new(x))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": None}, "model is of type NoneType: expected torch's Module"),
+        ({"model": nn.Linear}, "model is the class Linear"),
+        ({"scheme": fp.FedPara}, r"the scheme is <class .*FedPara.*>.* such as FedPara\(gamma=0.1\)"),
+        ({"where": "linear"}, "`where` is 'linear': expected a function"),
+        ({"where": lambda *_: fp.FedPara}, "`where` answered <class .*FedPara"),
+        ({"generator": 0}, "generator is of type int: expected torch's Generator"),
+        ({"init": lambda form, generator: None}, r"factors of shapes \['NoneType'\]"),
+        (
+            {"init": lambda form, generator: [torch.full(s, float("nan")) for s in form.factors.values()]},
+            "returned NaN or infinity",
+        ),
+    ],
+)
+def test_an_argument_of_another_kind(given, said):
+    layer = nn.Linear(64, 64)
+    before = Snapshot(layer)
+    with pytest.raises(SchemeError, match=said):
+        fp.factorize(**{"model": layer, "scheme": FEDPARA, **given})
+    before.assert_unchanged()
+
+
+def test_an_initialiser_may_return_one_tensor_twice():
+    def alike(form, generator):
+        x, y = (torch.randn(shape) for shape in list(form.factors.values())[:2])
+        return [x, y, x, y]
+
+    layer = fp.factorize(nn.Linear(64, 64, bias=False), FEDPARA, init=alike)
+    x1, _, x2, _ = layer.parameters()
+    with torch.no_grad():
+        x1 += 1
+    assert not torch.equal(x1, x2)
+
+
+def test_merge_is_for_a_model():
+    with pytest.raises(SchemeError, match="model is of type NoneType"):
+        fp.merge(None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fedpara.errors import ConfigError, WireError
 from fedpara.layout import runs
 from fedpara.state import State
-from fedpara.wire import Header, decode, encode, letter, spec_of
+from fedpara.wire import Header, decode, encode, letter, spec_of, tensors
 from fedpara.wire.codec import DIGEST, MAGIC, MAX_HEADER
 
 HEADER = Header(round=3, method="fedavg", scheme="fedpara(0.1)", sender="client:17", examples=500)
@@ -212,3 +212,11 @@ def test_what_could_not_be_read_back_is_not_written() -> None:
 def test_damage_is_named(damage: Callable[[bytes], bytes], complaint: str) -> None:
     with pytest.raises(WireError, match=complaint):
         decode(damage(encode({"w": torch.ones(8)}, HEADER)))
+
+
+def test_a_strangers_large_index_is_not_kept(monkeypatch):
+    monkeypatch.setattr(tensors, "CACHED_INDEX", 64)
+    message = bytes(encode({f"w{i}": torch.zeros(0) for i in range(50)}, HEADER))
+    tensors._index.cache_clear()
+    assert len(decode(message)[1]) == 50
+    assert tensors._index.cache_info().currsize == 0

@@ -21,17 +21,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedpara.errors import ConfigError, StateError, among
+from fedpara.errors import ConfigError, StateError, among, expect_kind
 from fedpara.state import State, add, mean, zeros_like
 
 Groups = dict[str, State]
 
 Rule = tuple[str, Callable[[Any], bool]]
+LARGEST = torch.finfo(torch.float32).max
 POSITIVE: Rule = ("a number above 0", lambda value: value > 0)
 NOT_NEGATIVE: Rule = ("a number of 0 or more", lambda value: value >= 0)
 BELOW_ONE: Rule = ("a number of 0 or more and below 1", lambda value: 0 <= value < 1)
 AT_MOST_ONE: Rule = ("a number above 0 and at most 1", lambda value: 0 < value <= 1)
-COUNT: Rule = ("a whole number of 1 or more", lambda value: value >= 1 and isinstance(value, Integral))
+COUNT: Rule = (
+    "a whole number of 1 or more, below 2^31",
+    lambda value: 1 <= value < 1 << 31 and isinstance(value, Integral),
+)
 SEED: Rule = (
     "a whole number, 0 to 2^63 - 1",
     lambda value: 0 <= value < 1 << 63 and isinstance(value, Integral),
@@ -45,6 +49,10 @@ def check(rule: Rule, **values: Any) -> None:
         number = isinstance(value, Real) and not isinstance(value, bool)
         if not number or not -math.inf < value < math.inf or not holds(value):
             raise ConfigError(f"{name} is {value!r}: expected {expected}.")
+        if abs(value) > LARGEST:
+            raise ConfigError(
+                f"{name} is {value!r}: expected a number that float32 holds, up to {LARGEST:.3g}."
+            )
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,8 @@ class Algorithm:
 
 def local_of(local: Local | None, given: Mapping[str, Any]) -> Local:
     """`local` (or the defaults) with the given fields replaced."""
+    if local is not None:
+        expect_kind("local", local, Local, ConfigError)
     known = [field.name for field in fields(Local)]
     for name in given:
         if name not in known:

@@ -9,7 +9,7 @@ from fedpara.algorithms.core import Algorithm, Local
 from fedpara.algorithms.fedavg import fedavg, fedprox
 from fedpara.algorithms.feddyn import feddyn
 from fedpara.algorithms.scaffold import scaffold
-from fedpara.errors import ConfigError, among
+from fedpara.errors import ConfigError, among, expect_kind
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedavg": fedavg,
@@ -28,6 +28,7 @@ def names() -> list[str]:
 
 def build(name: str, local: Local, **hyper: Any) -> Algorithm:
     """The named algorithm with its own hyper-parameters (mu, alpha, server_lr, beta1, beta2, tau)."""
+    expect_kind("algorithm", name, str, ConfigError)
     if name not in ALGORITHMS:
         raise ConfigError(f"unknown algorithm {name!r}: {among(name.lower(), ALGORITHMS)}")
     factory = ALGORITHMS[name]

@@ -19,10 +19,10 @@ from fedpara.engines.flower import ACCEPTED
 from fedpara.engines.program import shared_names, take_apart
 from fedpara.errors import FedParaError, RunError, UsageError
 from fedpara.experiments.build import build_model, build_scheme
-from fedpara.experiments.clients import kept_files
+from fedpara.experiments.clients import kept_file
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.run import NODES
-from fedpara.experiments.store import final_state, read_config
+from fedpara.experiments.store import Final, final_state, read_config
 from fedpara.experiments.tensor_files import read_groups
 from fedpara.interop import SavedState, read_state
 from fedpara.interop.rebuild import EXPECTED, is_description, rebuild, refuse_misfit
@@ -94,11 +94,12 @@ def _sides(shape: str) -> list[int]:
 def _of_run(path: Path, client: int | None) -> SavedState:
     """The global model; where parts of it are private, the client's own."""
     experiment = read_config(path)
-    found, round = final_state(path)
+    newest = final_state(path)
+    found = newest.state
     network, description = _start(path, experiment)
     program = take_apart(network, experiment.share)  # type: ignore[arg-type]
     if program.private:
-        found = _own(path, client, found, round)
+        found = _own(path, client, newest)
     elif client is not None:
         raise UsageError(
             f"{path} has one model, and no client keeps a part of it: --client expects a run with private parts. "
@@ -128,20 +129,20 @@ def _start(path: Path, experiment: Experiment) -> tuple[nn.Module, dict[str, Any
     return build_model(experiment, classes, shape, build_scheme(experiment)), description
 
 
-def _own(path: Path, client: int | None, shared: State, round: int) -> State:
+def _own(path: Path, client: int | None, newest: Final) -> State:
     """The shared state of the newest checkpoint and what the client kept then."""
     try:
-        return {**shared, **_kept(path, client, round)}
+        return {**newest.state, **_kept(path, client, newest.kept)}
     except FedParaError:
-        newer, now = final_state(path)
-        if now == round:
+        newer = final_state(path)
+        if newer.round == newest.round:
             raise
     # A run goes on there: it has removed what belonged to the older checkpoint.
-    return _own(path, client, newer, now)
+    return _own(path, client, newer)
 
 
-def _kept(path: Path, client: int | None, round: int) -> State:
-    files = _newest(path / "clients", round)
+def _kept(path: Path, client: int | None, files: dict[int, int]) -> State:
+    """`files` is the round of each client's newest file, as the checkpoint has it."""
     if not files:
         raise RunError(
             f"parts of the model of {path} are private, and its clients folder holds none: expected what clients keep."
@@ -158,7 +159,10 @@ def _kept(path: Path, client: int | None, round: int) -> State:
             f"client {client} has taken part in no round of {path}, so it has no model of its own: expected --client "
             f"with {choice}."
         )
-    groups = read_groups(files[client])
+    file = kept_file(path / "clients", client, files[client])
+    if not file.exists():
+        raise RunError(f"{file} is missing: client {client} kept it in round {files[client]}. Bring it back.")
+    groups = read_groups(file)
     if ACCEPTED in groups:
         groups = _at_its_node(path, client, int(groups[ACCEPTED]["round"]))
     return groups[PRIVATE]
@@ -173,12 +177,3 @@ def _at_its_node(path: Path, client: int, round: int) -> Groups:
             "from the node."
         )
     return NodeMemory(path, run, client).get(round) or {}
-
-
-def _newest(folder: Path, last: int) -> dict[int, Path]:
-    """The file of every client that has taken part until round `last`. OnDisk would remove those of later rounds."""
-    found: dict[int, tuple[int, Path]] = {}
-    for client, round, path in kept_files(folder):
-        if round <= last:
-            found[client] = max(found.get(client, (0, path)), (round, path))
-    return {client: path for client, (_, path) in found.items()}

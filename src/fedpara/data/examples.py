@@ -3,10 +3,12 @@
 normalise: (x / 255 - mean) / std, per channel; character ids pass through.
 """
 
+import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,6 +57,8 @@ class Examples:
         if (self.mean is None) != (self.std is None):
             raise DataError("mean and std come together: one of them is missing.")
         if self.mean is not None and self.std is not None:
+            for name in ("mean", "std"):
+                object.__setattr__(self, name, _by_channel(name, getattr(self, name)))
             channels = self.inputs.shape[1] if self.inputs.dim() == 4 else 0
             if len(self.mean) != channels or len(self.std) != channels or min(self.std, default=0) <= 0:
                 raise DataError(
@@ -113,6 +117,18 @@ def _index(indices: Indices) -> Tensor:
     if index.dim() != 1 or (len(index) and (index.is_floating_point() or index.dtype == torch.bool)):
         raise DataError(f"indices are {_kind(index)}: expected a row of integers.")
     return index.long()
+
+
+def _by_channel(name: str, values: Any) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(value) for value in values)
+    except (TypeError, ValueError):
+        raise DataError(
+            f"{name} is {values!r}: expected a number a channel, such as (0.5, 0.5, 0.5)."
+        ) from None
+    if not all(map(math.isfinite, numbers)):
+        raise DataError(f"{name} is {values!r}: expected finite numbers.")
+    return numbers
 
 
 def _kind(tensor: Tensor) -> str:

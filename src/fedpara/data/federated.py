@@ -1,6 +1,6 @@
 """FederatedData: which client holds which examples."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from fedpara.data.examples import Examples, Indices
 from fedpara.data.partition import Partition
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, expect_kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +27,12 @@ class FederatedData:
     personal: tuple[Examples, Sequence[Indices]] | None = None
 
     def __post_init__(self) -> None:
+        expect_kind("train", self.train, Examples, ConfigError)
+        listed = hasattr(self.clients, "__len__") and hasattr(self.clients, "__getitem__")
+        if not listed or isinstance(self.clients, Mapping | str):
+            raise ConfigError(
+                f"clients are of type {type(self.clients).__name__}: expected a sequence of each client's indices."
+            )
         if not len(self.clients):
             raise ConfigError("a federation has no clients: expected at least one.")
         if self.test_clients is not None and self.personal is not None:

@@ -12,7 +12,7 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +87,7 @@ class Partition(Sequence[Ints]):
 def iid(n_or_labels: int | Vector, clients: int, seed: int) -> Partition:
     """A shuffle cut into parts whose sizes differ by at most one."""
     n = n_or_labels if isinstance(n_or_labels, int) else len(_vector(n_or_labels))
-    _check(clients, n)
+    _check(clients, n, seed)
     sizes = np.full(clients, n // clients)
     sizes[: n % clients] += 1
     return Partition(np.random.default_rng(seed).permutation(n), _offsets(sizes))
@@ -100,7 +100,7 @@ def dirichlet(labels: Vector, clients: int, alpha: float, seed: int) -> Partitio
     holds most, so the draw is made once, whatever alpha is.
     """
     y = _vector(labels)
-    _check(clients, len(y))
+    _check(clients, len(y), seed)
     if not (alpha > 0 and math.isfinite(alpha)):
         raise ConfigError(
             f"alpha = {alpha}: a Dirichlet split needs a finite alpha above 0, for example 0.5."
@@ -126,7 +126,7 @@ def shards(labels: Vector, clients: int, seed: int, classes_per_client: int = 2)
     `classes_per_client` classes, always.
     """
     y = _vector(labels)
-    _check(clients, len(y))
+    _check(clients, len(y), seed)
     groups = list(_classes(y).values())
     total = clients * classes_per_client
     if classes_per_client < 1 or not len(groups) <= total <= len(y):
@@ -217,7 +217,13 @@ def _vector(values: Vector) -> Ints:
     return array.astype(np.int64, copy=False)
 
 
-def _check(clients: int, examples: int) -> None:
+def _check(clients: int, examples: int, seed: int) -> None:
+    given: dict[str, Any] = {"clients": clients, "seed": seed}
+    for name, value in given.items():
+        if not isinstance(value, int | np.integer):
+            raise ConfigError(f"{name} is {value!r}: expected a whole number.")
+    if seed < 0:
+        raise ConfigError(f"seed is {seed}: expected 0 or more.")
     if not 1 <= clients <= examples:
         raise ConfigError(
             f"{clients} clients for {examples} examples: expected at least 1 and at most one an example."

@@ -23,7 +23,7 @@ from fedpara.data.idx import FASHION_MNIST, MNIST
 from fedpara.data.leaf import FEMNIST
 from fedpara.data.shakespeare import SHAKESPEARE
 from fedpara.data.sources import Arrays, Layout, Source, locate
-from fedpara.errors import ConfigError, DataError
+from fedpara.errors import ConfigError, DataError, expect_kind
 
 SOURCES = {
     source.name: source for source in (CIFAR10, CIFAR100, CINIC10, MNIST, FASHION_MNIST, FEMNIST, SHAKESPEARE)
@@ -67,14 +67,18 @@ def names() -> list[str]:
 def data_folder(data_dir: str | os.PathLike[str] | None = None) -> Path:
     """data_dir, else FEDPARA_DATA, else $XDG_CACHE_HOME/fedpara, else ~/.cache/fedpara."""
     chosen = data_dir or os.environ.get("FEDPARA_DATA")
-    if chosen:
-        return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fedpara"
+    try:
+        if chosen:
+            return Path(chosen).expanduser()
+        return (Path(base) if base else Path.home() / ".cache") / "fedpara"
+    except RuntimeError as error:  # no such user, or one without a home
+        raise DataError(f"the data folder {chosen or '~/.cache/fedpara'} cannot be found: {error}") from None
 
 
 def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> tuple[Examples, Examples]:
     """(train, test) of the set; the second time from the cache beside its files."""
+    expect_kind("name", name, str, ConfigError)
     if name.startswith(HUB):
         return hub.load(name.removeprefix(HUB))
     if name.startswith(GENERATED):

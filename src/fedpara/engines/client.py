@@ -45,16 +45,21 @@ class Protocol:
     def __post_init__(self) -> None:
         x = self.program.start(self.program.shared)
         model = {**x, **self.program.start(self.program.shared_buffers)}
-        down = pack({"": model, **self.algorithm.broadcast(self.algorithm.server_init(x))})
         first = self.algorithm.client_init(x)
         broadcast = self.algorithm.broadcast(self.algorithm.server_init(x))
         extra, kept = self.algorithm.finish(x, x, broadcast, first, 1, 1.0)
+        if taken := {PRIVATE, ""} & {*first, *kept, *broadcast, *extra}:
+            raise ConfigError(
+                f"{self.algorithm.name} has a group called {taken.pop()!r}, which holds the model's own: expected "
+                "another name."
+            )
         for group, state in kept.items():
             if state.keys() != first.get(group, {}).keys():
                 raise ConfigError(
                     f"{self.algorithm.name} keeps {group!r} of a client with other tensors than its client_init gives: "
                     "expected the same names before a client's first round and after it."
                 )
+        down = pack({"": model, **broadcast})
         object.__setattr__(self, "down", spec_of(down, self.link.down, self.exact))
         object.__setattr__(self, "up", spec_of(pack({"": model, **extra}), self.link.up, self.exact))
 

@@ -123,8 +123,18 @@ class Group:
 
 def place() -> tuple[int, int]:
     """(this process's rank, how many there are), as torchrun's environment says."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    return (int(os.environ["RANK"]), size) if size > 1 and "RANK" in os.environ else (0, 1)
+    size = _whole("WORLD_SIZE", "1")
+    return (_whole("RANK"), size) if size > 1 and "RANK" in os.environ else (0, 1)
+
+
+def _whole(variable: str, usual: str = "") -> int:
+    value = os.environ.get(variable, usual)
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(
+            f"{variable} is {value!r} in the environment: expected a whole number, as torchrun sets it. Unset it."
+        ) from None
 
 
 @cache

@@ -85,6 +85,7 @@ class Schedule:
     max_norm: float | None = None
     target: float | None = None
     minimum: int = 1  # usable updates, else the round keeps the model
+    examples: Callable[[int], int] | None = None  # how many a client has, where the server knows
 
     def evaluates(self, round: int) -> bool:
         return round % self.evaluate_every == 0 or round == self.rounds
@@ -250,6 +251,11 @@ def _admit(
     )
     if header.sender != f"client:{reply.client}":
         raise UpdateRejected(f"a message of {header.sender} in the name of client {reply.client}.")
+    if schedule.examples is not None and header.examples != (has := schedule.examples(reply.client)):
+        raise UpdateRejected(
+            f"message of {header.sender}, round {round}, refused: it rests on {header.examples} examples: expected the "
+            f"{has} that client {reply.client} has."
+        )
     groups = unpack(state)
     model = groups.pop("")
     if changes:

@@ -131,7 +131,7 @@ def _score(facts: Mapping[str, Fact], name: str) -> Score | None:
 
 def _fact(facts: Mapping[str, Fact], name: str, kind: type) -> Any:
     value = facts.get(name)
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 1 << 64:
         value = float(value)
     if type(value) is not kind:
         raise WireError(f"{name} is {shown(value)}: expected {kind.__name__}.")

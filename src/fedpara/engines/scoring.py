@@ -22,18 +22,20 @@ def scores(
     sizes = torch.tensor([len(test) for test in tests], device=tests[0].labels.device)
     correct, loss = torch.zeros_like(sizes), torch.zeros(len(tests), device=sizes.device)
     plain.eval()
-    for start in range(0, int(sizes.max()), EVALUATION_BATCH):
-        place = torch.arange(start, min(start + EVALUATION_BATCH, int(sizes.max())), device=sizes.device)
-        index = [place.clamp(max=len(test) - 1) for test in tests]
-        taken = [(test.inputs[i], test.labels[i]) for test, i in zip(tests, index, strict=True)]
-        images, labels = (torch.stack(part) for part in zip(*taken, strict=True))
-        images = normalise(images.flatten(0, 1), tests[0].mean, tests[0].std).view(images.shape)
-        logits = vmap(lambda w, x: functional_call(plain, w, (x,)))(weights, images).float()
-        each = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
-        counts = place < sizes[:, None]
-        correct += ((logits.argmax(-1) == labels) & counts).sum(1)
-        loss += torch.where(counts, each, 0.0).sum(1)
-    plain.train()
+    try:
+        for start in range(0, int(sizes.max()), EVALUATION_BATCH):
+            place = torch.arange(start, min(start + EVALUATION_BATCH, int(sizes.max())), device=sizes.device)
+            index = [place.clamp(max=len(test) - 1) for test in tests]
+            taken = [(test.inputs[i], test.labels[i]) for test, i in zip(tests, index, strict=True)]
+            images, labels = (torch.stack(part) for part in zip(*taken, strict=True))
+            images = normalise(images.flatten(0, 1), tests[0].mean, tests[0].std).view(images.shape)
+            logits = vmap(lambda w, x: functional_call(plain, w, (x,)))(weights, images).float()
+            each = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+            counts = place < sizes[:, None]
+            correct += ((logits.argmax(-1) == labels) & counts).sum(1)
+            loss += torch.where(counts, each, 0.0).sum(1)
+    finally:
+        plain.train()
     return [
         Score(right, len(test), total / len(test))
         for test, right, total in zip(tests, correct.tolist(), loss.tolist(), strict=True)

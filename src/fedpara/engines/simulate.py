@@ -22,7 +22,7 @@ from fedpara.engines.sequential import Sequential
 from fedpara.engines.stacked import Precision
 from fedpara.engines.task import Task
 from fedpara.engines.trial import refuse_unscorable, refuse_untrainable
-from fedpara.errors import ConfigError, RunError
+from fedpara.errors import ConfigError, RunError, expect_kind
 from fedpara.parameterization import covered
 from fedpara.state import State
 from fedpara.wire import Link
@@ -126,6 +126,10 @@ def simulate(
         target=target,
     )
     memory = InMemory() if memory is None else memory
+    if not all(callable(getattr(memory, name, None)) for name in ("get", "put")):
+        raise ConfigError(
+            f"memory is of type {type(memory).__name__}: expected something with `get` and `put`."
+        )
     results: list[Round] = []
     with join().in_step("the end of the run"):
         chosen = build_engine(engine, protocol, task, data, memory, cohort, precision)
@@ -163,6 +167,12 @@ def prepare(
     target: float | None,
 ) -> tuple[Protocol, Schedule, bool]:
     """Everything checked, nothing run yet: what both ends know, the rounds, and whether clients are scored."""
+    for what, value, kind in (
+        ("task", task, Task),
+        ("data", data, FederatedData),
+        ("algorithm", algorithm, Algorithm),
+    ):
+        expect_kind(what, value, kind, ConfigError)
     check(COUNT, rounds=rounds, cohort=cohort, evaluate_every=evaluate_every)
     if cohort > len(data):
         raise ConfigError(f"a cohort of {cohort} from {len(data)} clients: expected no more than there are.")
@@ -198,6 +208,8 @@ def prepare(
         personal = data.has_personal
     if personal and not data.has_personal:
         raise ConfigError("personal evaluation was asked for, and no client has test data of its own.")
+    if task.test is not None and not len(task.test):
+        raise ConfigError("the test data hold no example: expected some, or None for no test.")
     if task.test is not None and not program.private:
         refuse_unscorable(program, "the test data", task.test)
     if personal and data.personal is not None:
@@ -208,7 +220,8 @@ def prepare(
             "model are private, each client's own."
         )
     protocol = Protocol(program, algorithm, link, seed)
-    schedule = Schedule(rounds, len(data), cohort, evaluate_every, max_norm, target)
+    known = data.size if len(data.train) else None  # where nodes have data of their own, only they know
+    schedule = Schedule(rounds, len(data), cohort, evaluate_every, max_norm, target, examples=known)
     return protocol, schedule, personal
 
 

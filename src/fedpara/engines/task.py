@@ -9,7 +9,7 @@ from typing import Literal
 from torch import nn
 
 from fedpara.data import Examples
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, expect_kind
 
 Augment = Literal["none", "crop-flip"]
 
@@ -23,5 +23,8 @@ class Task:
     augment: Augment = "none"
 
     def __post_init__(self) -> None:
+        expect_kind("model", self.model, nn.Module, ConfigError)
+        if self.test is not None:
+            expect_kind("test", self.test, Examples, ConfigError)
         if self.augment not in ("none", "crop-flip"):
             raise ConfigError(f"augment is {self.augment!r}: expected 'none' or 'crop-flip'.")

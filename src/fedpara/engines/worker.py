@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import parametrize
 
 from fedpara import parameterization
 from fedpara.algorithms import Algorithm, Groups, Local, clip_by_norm, sgd_step
@@ -115,17 +114,19 @@ class Worker:
     @torch.no_grad()
     def evaluate(self, state: Mapping[str, Tensor], examples: Examples) -> Score:
         self._load(state)
-        self.model.eval()  # and back to training at the end: clients train far more often than they are scored
         correct, loss = 0, 0.0
         size = EVALUATION_BATCH * (ON_A_GPU if examples.labels.is_cuda else 1)
-        with parametrize.cached():  # composed once, not once a batch
-            for start in range(0, len(examples), size):
-                part = slice(start, start + size)
-                labels = examples.labels[part]
-                logits = self.model(normalise(examples.inputs[part], examples.mean, examples.std))
-                correct += int((logits.argmax(1) == labels).sum())
-                loss += float(cross_entropy(logits, labels, reduction="sum"))
-        self.model.train()
+        self.model.eval()  # and back to training at the end: clients train far more often than they are scored
+        try:
+            with parameterization.composed_once(self.model):
+                for start in range(0, len(examples), size):
+                    part = slice(start, start + size)
+                    labels = examples.labels[part]
+                    logits = self.model(normalise(examples.inputs[part], examples.mean, examples.std))
+                    correct += int((logits.argmax(1) == labels).sum())
+                    loss += float(cross_entropy(logits, labels, reduction="sum"))
+        finally:
+            self.model.train()
         return Score(correct, len(examples), loss / max(1, len(examples)))
 
     def _load(self, state: Mapping[str, Tensor]) -> None:

@@ -5,6 +5,7 @@ the newest file of a client that is no later than the checkpoint's round is its 
 dropped. Files are removed only once two checkpoints have passed them, since the newest may be unreadable.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -18,9 +19,13 @@ FAN = 1000
 
 def kept_files(folder: Path) -> Iterator[tuple[int, int, Path]]:
     """(client, round, path) of every whole file."""
-    for path in folder.glob("*/[0-9]*-[0-9]*.safetensors"):
-        client, round = map(int, path.stem.split("-"))
-        yield client, round, path
+    for path in folder.glob("*/*.safetensors"):
+        if found := re.fullmatch(r"(\d+)-(\d+)", path.stem, re.ASCII):
+            yield int(found[1]), int(found[2]), path
+
+
+def kept_file(folder: Path, client: int, round: int) -> Path:
+    return folder / str(client // FAN) / f"{client}-{round}.safetensors"
 
 
 class OnDisk:
@@ -66,7 +71,7 @@ class OnDisk:
                 self._touched.discard(client)
 
     def _path(self, client: int, round: int) -> Path:
-        return self.folder / str(client // FAN) / f"{client}-{round}.safetensors"
+        return kept_file(self.folder, client, round)
 
     def _refuse_lost(self, expected: Mapping[int, int]) -> None:
         """RunError where a client's newest file is gone: it would begin again, and nobody would know."""

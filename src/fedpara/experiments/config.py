@@ -74,7 +74,13 @@ class Experiment:
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for f in fields(self):
-            _check_type(f.name, getattr(self, f.name), hints[f.name])
+            value = getattr(self, f.name)
+            _check_type(f.name, value, hints[f.name])
+            if float in (hints[f.name], *get_args(hints[f.name])) and value is not None:
+                object.__setattr__(self, f.name, _as_float(f.name, value))
+        object.__setattr__(
+            self, "options", {name: _as_float(name, value) for name, value in self.options.items()}
+        )
         _known("scheme", self.scheme, SCHEMES)
         _known("split", self.split, SPLITS)
         _known("model", self.model, models.names())
@@ -138,14 +144,14 @@ def to_toml(experiment: Experiment) -> str:
 def read_toml(path: Path, base: Experiment | None = None) -> Experiment:
     """The experiment a file describes, on top of `base`. An unknown key is named with its line."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"cannot read the config {path}: it is not text. Expected TOML in UTF-8.") from None
     try:
         given = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # tomllib's own is a ValueError
         raise ConfigError(f"{path} is not TOML: {error}.") from None
     try:
         return with_values(base or Experiment(), given)
@@ -164,7 +170,11 @@ def with_values(base: Experiment, given: dict[str, Any]) -> Experiment:
     if sizes & given.keys():
         changed = {**dict.fromkeys(sizes), **changed}
     if given.get("scheme") == "original":
-        changed = {**dict.fromkeys(sizes), **changed}
+        changed = {**dict.fromkeys((*sizes, "nonlinearity", "init")), **changed}
+    if given.get("steps") is not None and given.get("epochs") is not None:
+        raise ConfigError(
+            f"epochs is {given['epochs']} and steps is {given['steps']}: expected one of the two."
+        )
     if given.get("steps") is not None:
         changed.setdefault("epochs", None)
     if "epochs" in given and given["epochs"] is not None:
@@ -193,6 +203,18 @@ def _check_type(name: str, value: Any, expected: Any) -> None:
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in plain):
         kinds = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in plain)
         raise ConfigError(f"{name} is {value!r}: expected {kinds}.")
+
+
+def _as_float(name: str, value: Any) -> Any:
+    """1 and 1.0 are one experiment."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(
+            f"{name} is a number of {len(str(value))} digits: expected one that float32 holds."
+        ) from None
 
 
 def _check_options(algorithm: str, options: dict[str, float]) -> None:

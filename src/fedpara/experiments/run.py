@@ -12,7 +12,7 @@ from fedpara.engines.client import Protocol
 from fedpara.engines.group import Group, Part, join
 from fedpara.engines.loop import Engine, Round, Schedule, play
 from fedpara.engines.simulate import build_engine, prepare, refuse_hostless
-from fedpara.errors import RunError
+from fedpara.errors import ConfigError, RunError, expect_kind
 from fedpara.experiments.build import Parts, build
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.follow import Follower, opened
@@ -38,13 +38,14 @@ def run(
 
     Under torchrun every rank calls this; rank 0 holds the folder, and `watch` and `say` are called there alone.
     """
+    expect_kind("experiment", experiment, Experiment, ConfigError)
     refuse_hostless(experiment.engine)
     path, group = Path(path), join()
     with group.in_step(f"the end of {path}"):
         parts = build(experiment, data_dir)
         prepared = _prepared(experiment, parts)
         model = _model_of(experiment, parts)
-        folder = opened(group, path, experiment, lambda: create(path, experiment, model))
+        folder = opened(group, path, experiment, lambda: create(path, experiment, model, parts.digest))
         _go(group, parts, prepared, folder, watch, say)
     return read_run(path)
 
@@ -60,14 +61,14 @@ def lay_out_all(runs: Mapping[Path, Experiment], *, data_dir: Path | None = None
 
     def work() -> Part:
         if group.rank == 0:
-            models = {}
+            described = {}
             for path, experiment in runs.items():
                 refuse_used(path)
                 parts = build(experiment, data_dir)
                 _prepared(experiment, parts)
-                models[path] = _model_of(experiment, parts)
+                described[path] = _model_of(experiment, parts), parts.digest
             for path, experiment in runs.items():
-                create(path, experiment, models[path]).close()
+                create(path, experiment, *described[path]).close()
         return Part()
 
     group.gather(f"laying out {', '.join(map(str, runs))}", work)
@@ -100,7 +101,7 @@ def resume(
     with group.in_step(f"the end of {path}"):
         parts = build(experiment, data_dir)
         prepared = _prepared(experiment, parts)
-        folder = opened(group, path, experiment, lambda: open_run(path, experiment))
+        folder = opened(group, path, experiment, lambda: open_run(path, experiment, parts.digest))
         _go(group, parts, prepared, folder, watch, say, host)
     return read_run(path)
 

@@ -3,6 +3,7 @@
     config.toml                    the experiment
     environment.json               versions, machine, threads
     model.json                     how the network is built again
+    data.json                      a digest of the examples: a run goes on with the same ones
     metrics.jsonl                  one line a round: the same bits for the same config and seed
     timing.jsonl                   one line a round: seconds, clients a second
     checkpoint.safetensors         round, model, server's variables, which clients keep something; .previous before it
@@ -22,7 +23,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import safetensors
@@ -42,7 +43,7 @@ PREVIOUS = "checkpoint.previous.safetensors"
 LOCK = ".lock"
 CLIENTS = "clients"
 """A checkpoint's table: of each client that keeps something, the round that its file is of."""
-LAID_FIRST = (LOCK, "environment.json", "model.json")
+LAID_FIRST = (LOCK, "environment.json", "model.json", "data.json")
 """What a kill may leave of a folder whose config was not written yet: it is still as good as empty."""
 
 
@@ -198,10 +199,10 @@ class Summary:
         )
 
 
-def create(path: Path, experiment: Experiment, model: dict[str, Any]) -> RunFolder:
+def create(path: Path, experiment: Experiment, model: dict[str, Any], data: str) -> RunFolder:
     """A new folder. One that holds a run already is refused with the command to go on.
 
-    `model` says how the network is built again: its name, classes and the shape of an example.
+    `model` says how the network is built again: its name, classes and the shape of an example. `data` is a digest.
     """
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{path} is a file: a run needs a folder. Choose another --out.")
@@ -212,6 +213,7 @@ def create(path: Path, experiment: Experiment, model: dict[str, Any]) -> RunFold
         refuse_used(path)
         write_bytes(path / "environment.json", (json.dumps(environment(), indent=2) + "\n").encode())
         write_bytes(path / "model.json", (json.dumps(model) + "\n").encode())
+        write_bytes(path / "data.json", (json.dumps({"blake2b": data}) + "\n").encode())
         write_bytes(path / "config.toml", to_toml(experiment).encode())
     except BaseException:
         os.close(lock)
@@ -232,10 +234,11 @@ def refuse_used(path: Path) -> None:
         raise ConfigError(f"{path} is not empty and holds no run: choose an empty or new folder for --out.")
 
 
-def open_run(path: Path, experiment: Experiment) -> RunFolder:
+def open_run(path: Path, experiment: Experiment, data: str) -> RunFolder:
     """The folder to go on with. `experiment` may differ from its config in FREE fields, and is written there."""
     folder = RunFolder(path, experiment)
     try:
+        _refuse_other_data(path, data)
         done = folder.progress.round if folder.progress else 0
         if experiment.rounds < done:
             raise ConfigError(f"rounds is {experiment.rounds}: expected at least the {done} that are done.")
@@ -245,6 +248,23 @@ def open_run(path: Path, experiment: Experiment) -> RunFolder:
         folder.close()
         raise
     return folder
+
+
+def _refuse_other_data(path: Path, data: str) -> None:
+    """RunError for other examples than the run began with: its name says which set, not what lies in the files."""
+    try:
+        begun = json.loads((path / "data.json").read_text())["blake2b"]
+    except FileNotFoundError:
+        return  # a folder of an earlier version
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RunError(
+            f"{path / 'data.json'} cannot be read ({error}): it says what the run was trained on."
+        ) from None
+    if begun != data:
+        raise RunError(
+            f"{path} was begun with other examples than those that are read now: expected the same files. Name their "
+            "folder with --data-dir."
+        )
 
 
 def read_run(path: str | os.PathLike[str]) -> Summary:
@@ -261,17 +281,32 @@ def read_config(path: Path) -> Experiment:
     return read_toml(path / "config.toml")
 
 
-def final_state(path: Path) -> tuple[State, int]:
-    """The model's shared state in the newest readable checkpoint, and its round."""
+class Final(NamedTuple):
+    """A run's newest checkpoint: the model's shared state, its round, and of which round each client's file is."""
+
+    state: State
+    round: int
+    kept: dict[int, int]
+
+
+def final_state(path: Path) -> Final:
+    """RunError where the newest is damaged: the one before it is of another round, and nobody would know."""
     reasons = []
-    for name in (CHECKPOINT, PREVIOUS):
-        if (path / name).exists():
-            try:
-                progress = _unflatten(*read_tensors(path / name))
-            except RunError as error:
-                reasons.append(str(error))
-                continue
-            return {**progress.x, **progress.buffers}, progress.round
+    for name in (CHECKPOINT, PREVIOUS):  # while a checkpoint is written, only the one before it is there
+        if not (path / name).exists():
+            continue
+        try:
+            state, metadata = read_tensors(path / name)
+        except RunError as error:
+            reasons.append(str(error))
+            continue
+        progress = _unflatten(state, metadata)
+        if reasons:
+            raise RunError(
+                f"{reasons[0]} The one before it is of round {progress.round}: `fedpara resume {path}` goes back to it."
+            )
+        kept = dict(state[CLIENTS].tolist()) if CLIENTS in state else {}
+        return Final({**progress.x, **progress.buffers}, progress.round, kept)
     why = " ".join(reasons) or "the run has not finished its first round, or is kept for reading only."
     raise RunError(f"{path} has no readable checkpoint: {why}")
 
@@ -289,7 +324,7 @@ def read_progress(path: Path, round: int) -> Progress:
 def metrics_of(result: Round) -> dict[str, Any]:
     return {
         "round": result.number,
-        "accuracy": result.accuracy,
+        "accuracy": _finite(result.accuracy),
         "loss": _finite(result.loss),
         "before": result.before,
         "after": result.after,

@@ -2,6 +2,7 @@
 
 from fedpara.parameterization.convert import (
     compose_state,
+    composed_once,
     covered,
     factorize,
     fit_errors,
@@ -27,6 +28,7 @@ __all__ = [
     "Scheme",
     "calibrated",
     "compose_state",
+    "composed_once",
     "corrected_grad",
     "covered",
     "factorize",

@@ -6,6 +6,7 @@ and its other parameters. In every state dict they are called after the weight t
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.utils import parametrize
 
-from fedpara.errors import SchemeError, StateError
+from fedpara.errors import SchemeError, StateError, expect_kind
 from fedpara.parameterization import initialise
 from fedpara.parameterization.fit import fit
 from fedpara.parameterization.naming import attach, detach, expect, is_parametrized
@@ -35,9 +36,14 @@ class Factors(nn.Module):
         self.form = form
         self.error = error
         self._start: list[Tensor] | None = start
+        self._composed: list[Tensor] | None = None
 
     def forward(self, *factors: Tensor) -> Tensor:
-        return self.form.compose(factors)
+        if self._composed is None:
+            return self.form.compose(factors)
+        if not self._composed:
+            self._composed.append(self.form.compose(factors))
+        return self._composed[0]
 
     def right_inverse(self, weight: Tensor) -> list[Tensor]:
         """The prepared factors at registration; afterwards, on `module.weight = w`, a fit to w."""
@@ -49,6 +55,23 @@ class Factors(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.form.scheme}, shape={self.form.shape}, rank={self.form.rank}"
+
+
+@contextmanager
+def composed_once(model: nn.Module) -> Iterator[None]:
+    """Within, every factorized weight of this model is composed when first read, and not again.
+
+    Not torch's `parametrize.cached`, which is one cache for the whole process: another thread would train on what is
+    kept here, and its factors would get no gradient.
+    """
+    weights = [factors for _, _, factors in _owners(model)]
+    for factors in weights:
+        factors._composed = []
+    try:
+        yield
+    finally:
+        for factors in weights:
+            factors._composed = None
 
 
 def factorize(
@@ -71,6 +94,8 @@ def factorize(
     gives the factors in the order of `form.factors`; left out, it is the scheme's own.
     After an error nothing has changed.
     """
+    if generator is not None:
+        expect_kind("generator", generator, Generator, SchemeError)
     planned = plan(model, scheme, where, force=force)
     choices = [c for c in planned if c.form is not None]
     if not choices:
@@ -105,6 +130,7 @@ def factorize(
 
 def merge(model: M, state: Mapping[str, Tensor] | None = None) -> M:
     """A copy of `model` with plain weights, equal to what it composes now (or from `state`)."""
+    expect_kind("model", model, nn.Module, SchemeError)
     if not forms(model):
         raise SchemeError(
             f"{type(model).__name__} holds no factorized weight: there is nothing to merge. "
@@ -203,7 +229,9 @@ def _prepare(choice: Choice, init: initialise.Init | str | None, generator: Gene
     if init is not None and not callable(init):
         raise SchemeError(f"init must be a name or a function of (form, generator): got {init!r}.")
     factors = initialise.checked(init or initialise.default, form, generator)
-    return Factors(form, [factor.to(weight) for factor in factors])
+    return Factors(
+        form, [factor.detach().to(weight, copy=True) for factor in factors]
+    )  # two may be one tensor
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, str, Factors]]:

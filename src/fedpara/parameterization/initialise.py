@@ -10,7 +10,7 @@ An initialiser is a function of a `Form` and a generator that returns the factor
 a user's own function of that signature goes wherever these do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf, prod, sqrt
 
 import torch
@@ -119,12 +119,18 @@ def default(form: Form, generator: Generator | None = None) -> list[Tensor]:
 
 def checked(init: Init, form: Form, generator: Generator | None) -> list[Tensor]:
     """What `init` returned, if it fits the form."""
-    factors = list(init(form, generator))
+    given = init(form, generator)
+    factors = list(given) if isinstance(given, Iterable) else [given]
     expected = [tuple(shape) for shape in form.factors.values()]
     got = [tuple(f.shape) if isinstance(f, Tensor) else type(f).__name__ for f in factors]
     if got != expected:
         raise SchemeError(
             f"the initialiser {getattr(init, '__name__', init)!r} returned factors of shapes {got} for a weight of "
             f"shape {form.shape}: expected {dict(form.factors)}, in that order. `form.factors` holds these shapes."
+        )
+    if not all(bool(factor.isfinite().all()) for factor in factors if not factor.is_meta):
+        raise SchemeError(
+            f"the initialiser {getattr(init, '__name__', init)!r} returned NaN or infinity for a weight of shape "
+            f"{form.shape}: expected finite factors."
         )
     return factors

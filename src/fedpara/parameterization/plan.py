@@ -7,7 +7,7 @@ from math import prod
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fedpara.errors import SchemeError
+from fedpara.errors import SchemeError, expect_kind
 from fedpara.parameterization.ranks import r_min
 from fedpara.parameterization.schemes import Form, Scheme, write
 
@@ -36,6 +36,9 @@ def plan(
 
     True from `where` is for weights: a parameter of fewer than two dimensions stays as it is.
     """
+    expect_kind("model", model, nn.Module, SchemeError)
+    if where is not None and not callable(where):
+        raise SchemeError(f"`where` is {where!r}: expected a function of (name, module, parameter name).")
     for name, module in model.named_modules():
         if isinstance(module, parametrize.ParametrizationList) and hasattr(module[0], "form"):
             raise SchemeError(
@@ -84,8 +87,12 @@ def _choose(
             "sparse=False. Set it so, or leave this parameter out with `where`."
         )
     own = scheme if answer is True else answer
-    if not hasattr(own, "rank_of"):
-        raise SchemeError(f"`where` answered {own!r} for {names[0]}: expected True, False or a scheme.")
+    if not hasattr(own, "rank_of") or isinstance(own, type):
+        said = "the scheme is" if answer is True else "`where` answered"
+        others = "" if answer is True else "True, False or "
+        raise SchemeError(
+            f"{said} {own!r} for {names[0]}: expected {others}a scheme, such as FedPara(gamma=0.1)."
+        )
     try:
         form = write(own, weight.shape)
     except SchemeError as error:

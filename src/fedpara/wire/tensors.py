@@ -138,7 +138,7 @@ def _entries(raw: bytes) -> Iterable[Entry]:
 def _parsed(raw: bytes) -> tuple[tuple[Entry, ...], tuple[int, ...]]:
     """The tensors an index names, and where the data of each ends."""
     entries = _in_order(_entries(raw))
-    index, ends = _index(entries)
+    index, ends = (_described if len(raw) > CACHED_INDEX else _index)(entries)
     if index != raw:
         raise WireError("the tensors' index is not in its one form: expected each name once, without gaps.")
     return entries, ends
@@ -152,8 +152,7 @@ def _in_order(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     return tuple(sorted(entries, key=lambda entry: (_PLACE.get(entry[1], -1), entry[0])))
 
 
-@lru_cache(maxsize=32)
-def _index(entries: tuple[Entry, ...]) -> tuple[bytes, tuple[int, ...]]:
+def _described(entries: tuple[Entry, ...]) -> tuple[bytes, tuple[int, ...]]:
     """The index padded to a multiple of 8 bytes, and where each tensor's data ends."""
     described: dict[str, object] = {}
     ends: list[int] = []
@@ -179,3 +178,6 @@ def _index(entries: tuple[Entry, ...]) -> tuple[bytes, tuple[int, ...]]:
         start = end
     text = as_json(described)
     return text + b" " * (-len(text) % 8), tuple(ends)
+
+
+_index = lru_cache(maxsize=32)(_described)
