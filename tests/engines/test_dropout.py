@@ -157,3 +157,42 @@ def test_what_a_checkpoint_makes_again_is_what_it_made():
     twice = checkpoint(lambda x: model[1](model(x)), x, use_reentrant=False)
     with pytest.raises(RuntimeError, match="called several times"):
         twice.sum().backward()
+
+
+class Aside(nn.Module):
+    """Drops in place, and takes no notice of what is returned."""
+
+    def __init__(self, aside):
+        super().__init__()
+        self.first, self.drop, self.last = (
+            nn.Linear(64, 20),
+            nn.Dropout(0.5, inplace=aside),
+            nn.Linear(20, 10),
+        )
+        self.aside = aside
+
+    def forward(self, x):
+        h = self.first(x.flatten(1))
+        dropped = self.drop(h)
+        return self.last(h if self.aside else dropped)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched"])
+def test_in_place_is_in_place(engine):
+    train, _ = data.load("digits")
+    federation = fp.FederatedData(train, [range(40), range(40, 100)])
+    states = []
+    for aside in (True, False):
+        torch.manual_seed(0)
+        run = fp.simulate(
+            fp.Task(Aside(aside)),
+            federation,
+            algorithms.fedavg(lr=0.1, batch_size=16),
+            rounds=2,
+            cohort=2,
+            engine=engine,
+        )
+        assert run.engine.startswith(engine)
+        states.append(run.state)
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name

@@ -30,7 +30,8 @@ class OwnDropout(nn.Dropout):
         call = self._call() * _CALL & _POSITIVE
         seed = (self.seed + call) & _POSITIVE if call else self.seed
         keep = _hashed(places, seed) >= int(self.p * (_WORD + 1))
-        return torch.where(keep, input / (1 - self.p), 0.0)
+        dropped = torch.where(keep, input / (1 - self.p), 0.0)
+        return input.copy_(dropped) if self.inplace else dropped
 
     def _call(self) -> int:
         """Which call of the step this is. In a backward pass it is an earlier one made again, by a checkpoint."""
