@@ -1,6 +1,8 @@
 """Files are whole or not there, whatever happens to their writer."""
 
+import errno
 import os
+import re
 import stat
 import time
 
@@ -51,6 +53,35 @@ def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, fail
         write()
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_no_text_names_the_file_beside(tmp_path):
+    """Also that of a writer which itself writes beside, and of a library that says no errno."""
+    path = tmp_path / "a.txt"
+
+    def outer(write):
+        with replacing(path) as temporary:
+            write(temporary)
+
+    def full(temporary):
+        with replacing(temporary):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def told(temporary):
+        raise OSError(f"cannot write {temporary}")
+
+    def unreadable(temporary):
+        temporary.write_bytes(b"torn")
+        read_tensors(temporary)
+
+    for write, kind, says in (
+        (full, FedParaError, f"{path} could not be written: No space left on device."),
+        (told, FedParaError, f"cannot write {path}"),
+        (unreadable, StateError, f"{path} cannot be read"),
+    ):
+        with pytest.raises(kind, match=re.escape(says)) as error:
+            outer(write)
+        assert ".part" not in str(error.value)
 
 
 def test_a_file_is_as_readable_as_any_other_even_if_its_writer_hid_it(tmp_path):

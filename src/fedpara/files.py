@@ -43,9 +43,14 @@ def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+    # Their own texts may say the name beside, which is none of the reader's business.
     except OSError as error:
-        # Its own text may say the name beside, which is none of the reader's business.
-        raise FedParaError(f"{path} could not be written: {error.strerror or error}.") from error
+        why = error.strerror or str(error).replace(str(temporary), str(path))
+        raise FedParaError(f"{path} could not be written: {why}.") from error
+    except FedParaError as error:
+        if str(temporary) in str(error):
+            raise type(error)(str(error).replace(str(temporary), str(path))) from error
+        raise
 
 
 def make_folder(folder: Path, what: str = "folder", cure: str = "another --out") -> None:

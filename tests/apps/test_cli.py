@@ -160,6 +160,21 @@ def test_run_for_people(cli, tmp_path):
     assert "fewer bytes" not in out, "than what?"
 
 
+def test_runs_of_the_same_second_have_folders_of_their_own(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda *_: "20300101-000000")
+    for _ in range(2):
+        code, _, err = cli("run", *TINY, "--rounds", "1")
+        assert code == 0, err
+    names = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert names == ["run-20300101-000000", "run-20300101-000000-2"]
+
+
+def test_inspect_needs_no_memory_for_the_weights(cli):
+    code, out, _ = cli("inspect", "mlp", "--classes", 999_999_999_999, "--json")
+    assert code == 0
+    assert json.loads(out)["original_parameters"] == 785 * 256 + 257 * 999_999_999_999
+
+
 def test_every_field_can_be_said_on_the_command_line_or_in_a_file(cli, tmp_path):
     (tmp_path / "my.toml").write_text(
         "model = 'mlp'\nscheme = 'lowrank'\ngamma = 0.3\nclients = 9\ncohort = 2\nrounds = 1\nlr = 0.01\n"

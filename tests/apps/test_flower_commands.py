@@ -1,6 +1,9 @@
 """fedpara flower: the files it writes, and what it says to a mistake. No Flower process is started here."""
 
+import errno
+import fcntl
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -145,6 +148,26 @@ def test_certificates_are_never_overwritten(cli, tmp_path):
     assert before == {path: path.read_bytes() for path in (tmp_path / "keys").iterdir()}
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_certificates_that_could_not_all_be_written_leave_nothing(cli, tmp_path, monkeypatch, there):
+    if there:
+        (tmp_path / "keys").mkdir()
+    made = os.open
+
+    def open_(path, *words):
+        if str(path).endswith("node-1"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return made(path, *words)
+
+    monkeypatch.setattr(os, "open", open_)
+    code, out, err = cli("flower", "certs", "keys", "--host", "a.example")
+    assert (code, out) == (1, "")
+    assert err == "fedpara: keys cannot be written to: No space left on device.\n"
+    assert [path.name for path in tmp_path.rglob("*")] == ["keys"] * there
+    monkeypatch.setattr(os, "open", made)
+    assert cli("flower", "certs", "keys", "--host", "a.example")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
@@ -200,6 +223,15 @@ def test_a_folder_of_this_experiment_that_is_finished_says_so(cli, tmp_path, wor
     assert code == 0, err
     assert "try holds this experiment already, finished after round 2: nothing is run." in err
     assert json.loads(out)["rounds"] == 2
+
+
+def test_a_folder_in_use_is_said_before_a_federation_is_up(cli, tmp_path):
+    run(Experiment(model="mlp", clients=3, cohort=3, rounds=1, engine="sequential"), tmp_path / "try")
+    with (tmp_path / "try" / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        code, out, err = cli("flower", "up", "--nodes", 2, *TINY, "--set", "rounds=2", "--out", "try")
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1].startswith("fedpara: try is in use by another process")
 
 
 def test_the_server_names_the_difference_too(tmp_path):

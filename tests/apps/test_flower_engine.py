@@ -7,6 +7,7 @@ import pytest
 import torch
 from flower_nodes import BASE, CASES, Nodes, by_flower, host, log, same, sequentially
 
+from fedpara.apps.flower_drive import follow
 from fedpara.apps.flower_memory import NodeMemory
 from fedpara.errors import RunError
 from fedpara.experiments import read_run
@@ -100,6 +101,34 @@ def test_a_memory_that_is_gone_is_named(tmp_path):
         assert f"client {client} refused: what the client kept in round 3 is not on this node" in log(
             tmp_path / "a"
         )
+
+
+def test_a_run_that_fails_keeps_no_other_from_its_rounds(tmp_path):
+    pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
+    from fedpara.apps.flower_server import go_through
+
+    for name in ("a", "b"):
+        by_flower(BASE, tmp_path / name)
+    for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
+        (tmp_path / "a" / name).write_bytes(b"torn")
+    with pytest.raises(RunError, match="1 of 2 runs failed, the others are done"):
+        go_through(dict.fromkeys((tmp_path / "a", tmp_path / "b"), 4), None, host(Nodes(tmp_path / "nodes")))
+    assert read_run(tmp_path / "b").rounds == 4
+
+
+def test_a_run_that_was_stopped_is_not_waited_for(tmp_path):
+    """Flower still runs, and goes on with other folders."""
+    by_flower(BASE, tmp_path / "a")
+    with (tmp_path / "a" / "log.txt").open("a") as file:
+        file.write("2030-01-01T00:00:00Z stopped: RunError: of an earlier start\n")
+
+    class Flower:
+        def poll(self):
+            with (tmp_path / "a" / "log.txt").open("a") as file:
+                file.write("2030-01-01T00:00:00Z stopped: RunError: client 1 diverged in round 4\n")
+
+    with pytest.raises(RunError, match=r"^client 1 diverged in round 4$"):
+        follow(tmp_path / "a", Flower(), tmp_path / "run.log", 5, None, None)
 
 
 def test_engines_do_not_mix_where_clients_keep_something(tmp_path):

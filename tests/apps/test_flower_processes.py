@@ -1,7 +1,13 @@
 """What is started together is stopped together: the server first, for it counts what its nodes do."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
+
+import pytest
+from living import alive
 
 from fedpara.apps.flower_processes import Processes, descendants
 
@@ -31,3 +37,44 @@ def test_the_server_goes_first_and_nothing_stays(tmp_path, monkeypatch):
     assert (tmp_path / "order").read_text().split() == ["server", "node"]
     assert all(process.poll() == 0 for process in started)
     assert not processes.running
+
+
+PARENT = """
+import os, sys, time
+from pathlib import Path
+from fedpara.apps.flower_processes import Processes
+with Processes() as processes:
+    gone = processes.start(["python", "-c", "pass"], os.environ, Path("log"))
+    gone.wait()
+    processes.forget(gone)
+    processes.start(["python", "-c", sys.argv[1], "server"], os.environ, Path("log"))
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda n: n.name)
+def test_whatever_ends_the_program_ends_what_it_started(tmp_path, number):
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, TOLD], cwd=tmp_path, stderr=subprocess.DEVNULL
+    ) as parent:
+        while not (tmp_path / "server").exists() or not (tmp_path / "server").read_text():
+            assert parent.poll() is None
+            time.sleep(0.01)
+        family = set(descendants(parent.pid))
+        assert len(family) == 3, "the watchdog, the server and its child"
+        parent.send_signal(number)
+    end = time.monotonic() + 30
+    while alive(family) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not alive(family)
+
+
+def test_a_signal_that_nohup_has_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Processes():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert signal.getsignal(signal.SIGTERM) is not signal.default_int_handler

@@ -55,6 +55,7 @@ BAD = {
     "inspect scheme": (["inspect", "mlp", "--scheme", "original"], 2, "leaves every weight as it is"),
     "inspect gamma": (["inspect", "mlp", "--gamma", "2"], 2, "gamma"),
     "inspect rank": (["inspect", "mlp", "--rank", "100000"], 2, "100000"),
+    "inspect classes": (["inspect", "mlp", "--classes", str(10**20)], 2, "--classes 1" + "0" * 20),
     "inspect both": (["inspect", "mlp", "--gamma", "0.1", "--rank", "3"], 2, "rank"),
     "inspect ratio": (["inspect", "mlp", "--ratio", "0.5"], 2, "ratio sizes 'lowrank' only"),
     "data": (["data", "verify", "digit"], 2, "Did you mean 'digits'"),
@@ -124,10 +125,10 @@ def test_an_output_folder_that_cannot_be_is_refused(cli, tmp_path, preset):
     assert "file" in err
     assert "--out" in err
     assert (tmp_path / "file").read_text() == "mine"
-    if not preset:
-        code, _, err = cli("run", "--out", "full")
-        assert code == 2
-        assert "not empty" in err
+    code, _, err = cli("run", *preset, "--out", "full")
+    assert code == 2
+    assert "not empty" in err
+    assert [entry.name for entry in (tmp_path / "full").iterdir()] == ["thesis"]
 
 
 def test_of_several_folders_all_are_looked_at_before_one_is_made(cli, tmp_path):
@@ -144,6 +145,30 @@ def test_an_existing_run_is_refused_with_the_command_to_go_on(cli):
     code, _, err = cli("run", *TINY, "--rounds", "1", "--out", "a")
     assert code == 2
     assert "fedpara resume a" in err
+
+
+def test_ranks_that_are_no_numbers(cli, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    code, out, err = cli("inspect", "mlp")
+    assert (code, out) == (2, "")
+    assert "WORLD_SIZE is 'two' in the environment" in err
+
+
+def test_a_preset_goes_into_no_run(cli, tmp_path):
+    assert cli("run", *TINY, "--rounds", "1", "--out", "a")[0] == 0
+    before = sorted(path.name for path in (tmp_path / "a").iterdir())
+    code, out, err = cli("run", "quickstart", "--out", "a")
+    assert (code, out) == (2, "")
+    assert "a holds a run already, and nothing is overwritten" in err
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == before
+
+
+def test_a_presets_figure_replaces_no_other(cli, tmp_path):
+    (tmp_path / "q").mkdir()
+    (tmp_path / "q" / "accuracy-against-bytes.png").write_text("mine")
+    code, _, err = cli("run", "quickstart", "--out", "q")
+    assert (code, "not empty" in err) == (2, True)
+    assert (tmp_path / "q" / "accuracy-against-bytes.png").read_text() == "mine"
 
 
 def test_a_run_that_fails_ends_with_one_and_the_reason(cli, tmp_path):

@@ -73,6 +73,31 @@ def test_a_file_that_cannot_be_written_is_called_by_its_own_name(cli, runs):
     assert ".part" not in err
 
 
+def test_no_file_of_a_run_is_replaced(cli, tmp_path, runs):
+    shutil.copytree(runs, tmp_path / "runs")
+    one = next((tmp_path / "runs").rglob("metrics.jsonl")).parent
+    before = {path: path.read_bytes() for path in one.rglob("*") if path.is_file()}
+    for name in ("metrics.jsonl", "config.toml", "page.csv", "figures/page.csv"):
+        code, out, err = cli("report", one, "--format", "csv", "--out", one / name)
+        assert (code, out) == (2, "")
+        assert f"lies in the run folder {one}" in err
+    code, _, err = cli("report", one, "--format", "png", "--out", one)
+    assert (code, "lies in the run folder" in err) == (2, True)
+    assert before == {path: path.read_bytes() for path in one.rglob("*") if path.is_file()}
+
+
+def test_only_a_file_of_the_same_kind_is_replaced(cli, tmp_path, runs):
+    (tmp_path / "thesis.txt").write_text("mine")
+    (tmp_path / "link").symlink_to("thesis.txt")
+    for name, kind in {"thesis.txt": "csv", "page.csv": "latex", "link": "markdown"}.items():
+        assert cli("report", runs, "--out", "page.csv")[0] == 0, "as often as one likes"
+        code, out, err = cli("report", runs, "--out", name, "--format", kind)
+        assert (code, out) == (2, "")
+        assert f"{name} exists: expected a name that ends in ." in err
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
 def test_mistakes(cli, tmp_path, runs):
     (tmp_path / "file").write_text("mine")
     for arguments, says in (

@@ -1,6 +1,7 @@
 """The merged model on disk gives torch's outputs, at any batch size, or nothing is written."""
 
 import logging
+import resource
 import sys
 from pathlib import Path
 
@@ -67,6 +68,20 @@ def test_merged_safetensors_still_say_what_they_are(tmp_path):
     torch.testing.assert_close(program(x), model(x))
     assert report.max_difference <= 1e-5
     assert str(HERE).encode() not in report.path.read_bytes()
+
+
+@pytest.mark.parametrize("format", ["safetensors", "onnx", "pt2"])
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, format):
+    """Files of this process may grow to 4 kB here: torch's own writer would abort it."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(FedParaError, match=rf"m\.{format} could not be written.*File too large") as error:
+            export(models.mlp(), tmp_path / f"m.{format}", format, example=torch.randn(2, 784))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert ".part" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_is_exported_as_it_stands_and_left_alone(tmp_path):

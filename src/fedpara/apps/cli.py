@@ -3,8 +3,10 @@
 Exit code 0 done, 1 failed, 2 wrong use, 130 interrupted.
 """
 
+import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType
 
 import click
@@ -16,6 +18,7 @@ from fedpara.apps.export import export
 from fedpara.apps.flower import app as flower_app
 from fedpara.apps.inspect import inspect
 from fedpara.apps.plain_help import PlainGroup
+from fedpara.apps.progress import say
 from fedpara.apps.report import report
 from fedpara.apps.reproduce import reproduce
 from fedpara.apps.run import resume, run
@@ -81,24 +84,51 @@ def _command(group: Group) -> int:
     return int(code)
 
 
-def main() -> None:
-    first, group = place()[0] == 0, Group()
+def _told(error: OSError) -> str:
+    """What the system says of a file: a full disk, a folder that may not be read, a name that is too long."""
+    what = error.strerror or str(error) or type(error).__name__
+    return f"{os.fsdecode(error.filename)}: {what}" if isinstance(error.filename, str | bytes) else what
+
+
+def _flush() -> None:
+    """All that was said is out, or OSError: Python itself would find out too late for an exit code."""
     try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python tries again as it ends
+        raise OSError(error.errno, error.strerror, "stdout") from None
+
+
+def main() -> None:
+    first, group = True, Group()
+    try:
+        first = place()[0] == 0
         group = join()
-        code = _command(group)
+        try:
+            code = _command(group)
+        finally:
+            _flush()
     except click.exceptions.Exit as stop:
         code = stop.exit_code
     except click.ClickException as error:
         if first:
-            error.show()
+            with suppress(OSError, ValueError):
+                error.show()
         code = 2
     except (KeyboardInterrupt, click.exceptions.Abort):
         code = INTERRUPTED
     except FedParaError as error:
         if first or group.over:  # rank 0 may be the one that is gone
-            typer.echo(f"fedpara: {error}", err=True)
+            say(f"fedpara: {error}")
         code = 2 if isinstance(error, UsageError) else 1
+    except BrokenPipeError:  # who read what was said has enough
+        code = 1
+    except OSError as error:
+        if first or group.over:
+            say(f"fedpara: {_told(error)}")
+        code = 1
     if code == INTERRUPTED and first:
-        typer.echo("interrupted: what was finished is saved, `fedpara resume` goes on with it.", err=True)
+        say("interrupted: what was finished is saved, `fedpara resume` goes on with it.")
     group.leave()
     sys.exit(code)

@@ -21,6 +21,7 @@ from fedpara.experiments.build import build
 from fedpara.experiments.config import read_toml, with_values
 from fedpara.experiments.presets import preset as find_preset
 from fedpara.experiments.run import lay_out
+from fedpara.experiments.store import RunFolder
 
 app = typer.Typer(
     cls=PlainGroup,
@@ -99,6 +100,9 @@ def up(
         finish(out, {"flower": there}, as_json)
         return
     else:
+        RunFolder(
+            out, there.experiment
+        ).close()  # what is wrong with it the server would say in Flower's own log
         say(
             f"{out} holds this experiment already, up to round {there.rounds}: going on to {experiment.rounds}."
         )

@@ -8,6 +8,7 @@ node-0  node-0.pub       a key pair a node; the public one is registered with th
 import os
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -36,12 +37,19 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: int) -> list[Pa
     if there:
         raise ConfigError(f"{folder / there[0]} exists, and nothing is overwritten: choose another folder.")
     contents = _contents(hosts, nodes)
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for name in names:
-            _write(folder / name, contents[name], private=not name.endswith((".crt", ".pem", ".pub")))
-    except OSError as error:
-        raise RunError(f"{folder} cannot be written to: {error.strerror}.") from None
+    with ExitStack() as undo:  # half of them would be in the way of the next call
+        try:
+            if not folder.exists():
+                folder.mkdir(parents=True, mode=0o700)
+                undo.callback(folder.rmdir)
+            for name in names:
+                handle = _new_file(folder / name, private=not name.endswith((".crt", ".pem", ".pub")))
+                undo.callback((folder / name).unlink)
+                with os.fdopen(handle, "wb") as file:
+                    file.write(contents[name])
+        except OSError as error:
+            raise RunError(f"{folder} cannot be written to: {error.strerror}.") from None
+        undo.pop_all()
     return [folder / name for name in names]
 
 
@@ -56,11 +64,9 @@ def _check_host(host: str) -> None:
             ) from None
 
 
-def _write(path: Path, content: bytes, private: bool) -> None:
+def _new_file(path: Path, private: bool) -> int:
     """O_EXCL: made by this call, with its rights from the first moment on."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
 
 
 def _contents(hosts: Sequence[str], nodes: int) -> dict[str, bytes]:

@@ -110,11 +110,12 @@ def follow(
     watch: Watcher | None,
     say: Speaker | None,
 ) -> Summary:
-    """Show what the folder says until its run is done; RunError where Flower ended before."""
+    """Show what the folder says until its run is done; RunError where it was stopped or Flower ended before."""
     log = path / "log.txt"
-    shown, read = read_run(path).rounds, log.stat().st_size if log.exists() else 0
+    shown, begun = read_run(path).rounds, log.stat().st_size if log.exists() else 0
+    read = begun
     while True:
-        ended = submitted.poll() is not None
+        ended = submitted.poll() is not None or (_is_stopped(log, begun) and not is_locked(path))
         done = is_finished(path, rounds) and not is_locked(path)
         if say is not None:
             read = _say_new(log, read, say)
@@ -132,6 +133,11 @@ def is_finished(path: Path, rounds: int | None) -> bool:
     target = summary.experiment.target
     met = target is not None and summary.reached(target) is not None
     return met or summary.rounds >= (rounds or summary.experiment.rounds)
+
+
+def _is_stopped(log: Path, begun: int) -> bool:
+    """Flower may go on with other folders."""
+    return log.exists() and b" stopped: " in log.read_bytes()[begun:]
 
 
 def _say_new(log: Path, read: int, say: Speaker) -> int:

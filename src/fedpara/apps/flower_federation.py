@@ -75,7 +75,7 @@ class Federation:
         for process in started:
             if process.wait(120) != 0:
                 raise RunError(f"a node's key could not be registered: {tail(log)}")
-            self.processes.running.remove(process)
+            self.processes.forget(process)
 
     def start_node(
         self,

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fedpara.apps import flower_watchdog
+from fedpara.apps.flower_watchdog import descendants, kill
 from fedpara.errors import MissingExtraError, RunError, install
 
 QUIET = {
@@ -55,27 +57,38 @@ def free_port() -> int:
 class Processes:
     """What was started here, and whatever each of them started; leaving the block stops it all.
 
-    The server goes first, and at once: nodes that went before it would count as a round without replies.
+    The server goes first, and at once: nodes that went before it would count as a round without replies. If this
+    program is itself killed, a watchdog ends the others.
     """
 
     def __init__(self) -> None:
         self.running: list[subprocess.Popen[bytes]] = []
-        self._before: Any = None
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Processes":
-        """A plain kill of this program is taken as Ctrl-C: it must not leave the others behind."""
+        """A plain kill of this program, or the end of its terminal, is taken as Ctrl-C."""
+        self._watchdog = subprocess.Popen(
+            [sys.executable, "-I", "-S", flower_watchdog.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                    self._before[number] = signal.signal(number, signal.default_int_handler)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         for process in self.running.copy():
-            _kill(descendants(process.pid))
+            kill(descendants(process.pid))
             self.stop(process)
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        self._watchdog.communicate()
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
     def start(self, arguments: list[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
         """In a session of its own: Ctrl-C is for this program, which then stops the others in order."""
@@ -89,6 +102,7 @@ class Processes:
                 start_new_session=True,
             )
         self.running.append(process)
+        self._tell(f"+{process.pid}")
         return process
 
     def stop(self, process: subprocess.Popen[bytes], patience: float = PATIENCE) -> None:
@@ -104,30 +118,22 @@ class Processes:
         """At once and without warning, as a crash would."""
         self._end(process, descendants(process.pid))
 
-    def _end(self, process: subprocess.Popen[bytes], family: list[int]) -> None:
-        _kill([process.pid] * (process.poll() is None) + family)
-        process.wait()
+    def forget(self, process: subprocess.Popen[bytes]) -> None:
+        """It has ended."""
         if process in self.running:
             self.running.remove(process)
+            self._tell(f"-{process.pid}")
 
+    def _end(self, process: subprocess.Popen[bytes], family: list[int]) -> None:
+        kill([process.pid] * (process.poll() is None) + family)
+        process.wait()
+        self.forget(process)
 
-def _kill(pids: list[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def descendants(pid: int) -> list[int]:
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
-    children: dict[int, list[int]] = {}
-    for line in listed.stdout.splitlines():
-        child, parent = (int(word) for word in line.split())
-        children.setdefault(parent, []).append(child)
-    found, next_ = [], [pid]
-    while next_:
-        next_ = [child for parent in next_ for child in children.get(parent, [])]
-        found += next_
-    return found
+    def _tell(self, line: str) -> None:
+        assert self._watchdog.stdin is not None
+        with suppress(OSError):
+            self._watchdog.stdin.write(f"{line}\n".encode())
+            self._watchdog.stdin.flush()
 
 
 def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path, seconds: float = 60.0) -> None:

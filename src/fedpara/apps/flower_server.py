@@ -4,6 +4,7 @@ A folder that holds a run already is gone on with, so the same `flwr run` after 
 """
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from fedpara.apps.flower_settings import Settings, difference, read
 from fedpara.engines.client import Protocol
 from fedpara.engines.flower import Flower, Terms
 from fedpara.engines.loop import Engine, Schedule
-from fedpara.errors import ConfigError, RunError
+from fedpara.errors import ConfigError, FedParaError, RunError
 from fedpara.experiments import Experiment, resume
 from fedpara.experiments.build import Parts
 from fedpara.experiments.config import FREE, to_toml
@@ -33,16 +34,29 @@ def main(grid: Grid, context: Context) -> None:
     settings = read(context.run_config)
     if settings.terms.threads:
         torch.set_num_threads(settings.terms.threads)
-    for path, rounds in _laid_out(settings).items():
+    go_through(_laid_out(settings), settings.data_dir, _host(grid, settings.terms))
+
+
+def go_through(runs: Mapping[Path, int | None], data_dir: Path | None, host: Host) -> None:
+    """Each to its rounds. One that fails does not keep the others from theirs; RunError at the end names it."""
+    failed: list[str] = []
+    for path, rounds in runs.items():
         print(f"run folder {path}", flush=True)
-        resume(
-            path,
-            rounds=rounds,
-            engine="flower",
-            data_dir=settings.data_dir,
-            say=lambda text: print(text, flush=True),
-            host=_host(grid, settings.terms),
-        )
+        try:
+            resume(
+                path,
+                rounds=rounds,
+                engine="flower",
+                data_dir=data_dir,
+                say=lambda text: print(text, flush=True),
+                host=host,
+            )
+        except FedParaError as error:
+            if len(runs) == 1:
+                raise
+            failed.append(f"{path}: {error}")
+    if failed:
+        raise RunError(f"{len(failed)} of {len(runs)} runs failed, the others are done. {' '.join(failed)}")
 
 
 def _laid_out(settings: Settings) -> dict[Path, int | None]:

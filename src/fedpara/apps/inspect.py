@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from typing import Annotated, Any
 
+import torch
 import typer
 from torch import nn
 
@@ -57,11 +58,17 @@ def inspect(
 def load_model(
     target: str, classes: int, shape: tuple[int, ...] | None = None
 ) -> tuple[nn.Module, Where | None]:
-    """A library model by name with its rule, or the user's own by `package.module:function`."""
-    if not is_users(target):
-        built = models.build(target, classes=classes, shape=shape or models.usual_shape(target))
-        return built, models.rule(target)
-    return build_target(target), None
+    """A library model by name with its rule, without memory for its weights; or the user's own by
+    `package.module:function`.
+    """
+    if is_users(target):
+        return build_target(target), None
+    try:
+        with torch.device("meta"):
+            built = models.build(target, classes=classes, shape=shape or models.usual_shape(target))
+    except (RuntimeError, TypeError):  # an integer overflowed in torch
+        raise UsageError(f"--classes {classes}: expected fewer, no tensor has so many numbers.") from None
+    return built, models.rule(target)
 
 
 def summary(choices: list[Choice]) -> dict[str, Any]:

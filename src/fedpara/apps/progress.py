@@ -1,8 +1,13 @@
-"""Progress of a run: a live bar on a terminal, a plain line now and then elsewhere. Both go to stderr."""
+"""Progress of a run: a live bar on a terminal, a plain line now and then elsewhere. Both go to stderr.
+
+Where that is closed or full nothing is shown, and the run goes on: its folder has the log.
+"""
 
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
+from typing import Any, TextIO, cast
 
 import typer
 
@@ -11,7 +16,27 @@ from fedpara.engines.group import join
 
 
 def say(text: str) -> None:
-    typer.echo(text, err=True)
+    with suppress(OSError, ValueError):
+        typer.echo(text, err=True)
+
+
+class Patient:
+    """A terminal that may go away: what is written then is lost, and no error."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 class Show:
@@ -24,7 +49,7 @@ class Show:
         self._accuracy = "-"
 
     def __enter__(self) -> "Show":
-        if sys.stderr.isatty() and join().rank == 0:
+        if join().rank == 0 and _is_terminal(sys.stderr):
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -35,7 +60,8 @@ class Show:
                 TextColumn("{task.fields[facts]}"),
                 TimeRemainingColumn(),
             )
-            self._bar = bar = Progress(*columns, console=Console(stderr=True))
+            terminal = cast(TextIO, Patient(sys.stderr))
+            self._bar = bar = Progress(*columns, console=Console(file=terminal))
             bar.start()
             self._task = bar.add_task(self.name, total=self.rounds, facts="")
         return self
@@ -56,4 +82,11 @@ class Show:
             self._bar.update(self._task, completed=result.number, facts=facts)  # type: ignore[attr-defined]
         elif result.number == self.rounds or time.monotonic() - self._last > 5:
             self._last = time.monotonic()
-            typer.echo(f"{self.name}: round {result.number}/{self.rounds}  {facts}", err=True)
+            say(f"{self.name}: round {result.number}/{self.rounds}  {facts}")
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Python has None for a stream that was closed before it started."""
+    with suppress(ValueError):  # one that was closed since
+        return stream is not None and stream.isatty()
+    return False

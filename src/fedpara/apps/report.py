@@ -1,5 +1,6 @@
 """fedpara report: run folders as one page, figures or tables."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -18,13 +19,25 @@ from fedpara.report.tables import Table, table_of
 
 FORMATS = ("html", "markdown", "csv", "latex", "png", "svg")
 
+ENDINGS = {
+    "html": (".html", ".htm"),
+    "markdown": (".md", ".markdown"),
+    "csv": (".csv",),
+    "latex": (".tex",),
+}
+"""Of an existing file that may be replaced."""
+
 USUAL = {"markdown": "page.md", "csv": "page.csv", "latex": "page.tex", "png": "figures", "svg": "figures"}
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold some.")],
     out: Annotated[
-        Path | None, typer.Option(help="The file, page.html unless told; for png and svg a folder, figures.")
+        Path | None,
+        typer.Option(
+            help="The file, page.html unless told; for png and svg a folder, figures. An existing file is replaced "
+            "if its ending is the format's. Nothing is written into a run folder."
+        ),
     ] = None,
     format_: Annotated[
         str | None, typer.Option("--format", help=", ".join(FORMATS) + "; else by the file's ending.")
@@ -50,6 +63,7 @@ def report(
     library = Library.of(*runs)
     if not library.runs:
         raise UsageError(f"no run in {', '.join(map(str, runs))}: expected folders with a config.toml.")
+    _refuse(out, kind)
     make_folder(out if kind in ("png", "svg") else out.parent)
     tables = [table_of(study, library, library.seeds, scale=scale) for study in STUDIES.values()]
     rest = other_runs(library, tables) if kind != "html" else None  # the page shows every run anyway
@@ -67,6 +81,22 @@ def report(
     write_bytes(out, text.encode())
     count = sum(1 for _ in library)
     typer.echo(f"{out}: {len(text.encode()) / 1e3:.0f} kB, {count} run{'s' * (count != 1)}")
+
+
+def _refuse(out: Path, kind: str) -> None:
+    """UsageError for a place where a run's own file or someone else's would be lost."""
+    place = Path(os.path.realpath(out))
+    for folder in (place, *place.parents):
+        if all(os.path.exists(folder / name) for name in ("config.toml", "metrics.jsonl")):
+            raise UsageError(
+                f"{out} lies in the run folder {folder}, which is the run's own: choose another --out."
+            )
+    endings = ENDINGS.get(kind)
+    if endings and os.path.lexists(out) and not os.path.isdir(out) and out.suffix.lower() not in endings:
+        raise UsageError(
+            f"{out} exists: expected a name that ends in {' or '.join(endings)} to replace it with {kind}. "
+            "Choose another --out."
+        )
 
 
 def _figures(library: Library, tables: list[Table], out: Path, kind: str) -> None:

@@ -3,9 +3,10 @@
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,15 +15,17 @@ import typer
 from fedpara import data, models
 from fedpara.apps.named_model import refuse_users
 from fedpara.apps.progress import Show, say
-from fedpara.engines.group import join
+from fedpara.engines.group import Part, join
 from fedpara.engines.simulate import ENGINES
-from fedpara.errors import ConfigError, UsageError
+from fedpara.errors import ConfigError, FedParaError, RunError, UsageError
 from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments import resume as resume_run
 from fedpara.experiments.config import SPLITS, read_options, read_toml, with_values
 from fedpara.experiments.presets import preset as find_preset
 from fedpara.experiments.run import lay_out_all
+from fedpara.experiments.store import RunFolder, refuse_used
 from fedpara.experiments.track import require, tracker
+from fedpara.files import make_folder
 
 Json = Annotated[bool, typer.Option("--json", help="The last line of stdout is one JSON object.")]
 DataDir = Annotated[
@@ -99,11 +102,15 @@ def run(
     require(track)
     experiments = _experiments(preset, config, given)
     _refuse_ranks(*(experiment.engine for experiment in experiments.values()))
-    folder = out or Path("runs") / f"{preset or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path(join().agreed("the choice of a folder", str(folder)))
+    folder = _folder(out, preset or "run", list(experiments))
     alone = len(experiments) == 1
     paths = {name: folder if alone else folder / name for name in experiments}
-    lay_out_all({paths[name]: experiment for name, experiment in experiments.items()}, data_dir=data_dir)
+    try:
+        lay_out_all({paths[name]: experiment for name, experiment in experiments.items()}, data_dir=data_dir)
+    except BaseException:
+        if out is None:
+            _remove_empty(folder, folder.parent)
+        raise
     finish(folder, _go_on(paths, data_dir, track), as_json)
 
 
@@ -129,6 +136,39 @@ def resume(
     finish(folder, _go_on(paths, data_dir, track, rounds, engine, precision), as_json)
 
 
+def _folder(out: Path | None, name: str, runs: list[str]) -> Path:
+    """Rank 0's choice. ConfigError where several runs would lie among someone else's files."""
+    group = join()
+
+    def work() -> Part:
+        if group.rank:
+            return Part()
+        if out is not None and len(runs) > 1:
+            for path in (*(out / run for run in runs), out):
+                refuse_used(path)
+        return Part({"text": str(out or _new_folder(name))})
+
+    return Path(group.gather("the choice of a folder", work)[0].header["text"])
+
+
+def _new_folder(name: str) -> Path:
+    """Made at once: another run may begin in the same second."""
+    first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    make_folder(first.parent, "folder of runs")
+    for number in count(1):
+        folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        with suppress(FileExistsError):
+            folder.mkdir()
+            break
+    return folder
+
+
+def _remove_empty(*folders: Path) -> None:
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
+
+
 def _experiments(preset: str | None, config: Path | None, given: dict[str, Any]) -> dict[str, Experiment]:
     if preset is None:
         base = read_toml(config) if config else Experiment()
@@ -151,14 +191,36 @@ def _go_on(
     engine: str | None = None,
     precision: str | None = None,
 ) -> dict[str, Summary]:
+    """Each to its end. One that fails does not keep the others from theirs; RunError at the end names it."""
     summaries: dict[str, Summary] = {}
-    experiments = {name: read_run(path).experiment for name, path in paths.items()}
-    by_flower = [paths[name] for name, e in experiments.items() if (engine or e.engine) == "flower"]
-    _refuse_ranks(*(engine or e.engine for e in experiments.values()))
+    failed: dict[str, FedParaError] = {}
+
+    @contextmanager
+    def trying(name: str) -> Iterator[None]:
+        try:
+            yield
+        except FedParaError as error:
+            if len(paths) == 1 or join().over:
+                raise
+            failed[name] = error
+
+    before: dict[str, Summary] = {}
+    for name, path in paths.items():
+        with trying(name):
+            before[name] = read_run(path)
+    engines = {name: engine or summary.experiment.engine for name, summary in before.items()}
+    _refuse_ranks(*engines.values())
+    for name in [name for name in before if engines[name] == "flower"]:
+        with trying(name):
+            _refuse_under_flower(before[name], precision)
+    left = [name for name in before if name not in failed]
+    by_flower = [paths[name] for name in left if engines[name] == "flower"]
     with _simulation(by_flower, rounds, data_dir) as simulated:
-        for name, path in paths.items():
-            experiment = experiments[name]
+        for name in left:
+            path, experiment = paths[name], before[name].experiment
+            _say_if_met(name, before[name], rounds or experiment.rounds)
             with (
+                trying(name),
                 tracker(track if join().rank == 0 else "none", path, asdict(experiment)) as log,
                 Show(name, rounds or experiment.rounds) as show,
             ):
@@ -171,7 +233,34 @@ def _go_on(
                 summaries[name] = play(
                     path, rounds=rounds, engine=engine, data_dir=data_dir, watch=watch, say=say
                 )
+    _raise(failed, len(paths))
     return summaries
+
+
+def _raise(failed: dict[str, FedParaError], of: int) -> None:
+    if len(failed) == of and len({str(error) for error in failed.values()}) == 1:
+        raise next(iter(failed.values()))  # a mistake in the call
+    if failed:
+        told = " ".join(f"{name}: {error}" for name, error in failed.items())
+        rest = ", the others are done" * (len(failed) < of)
+        raise RunError(f"{len(failed)} of {of} runs failed{rest}. {told}")
+
+
+def _refuse_under_flower(run: Summary, precision: str | None) -> None:
+    """What Flower's server would find out, and say in Flower's own log only."""
+    wanted = precision or run.experiment.precision
+    if wanted not in (None, "float32"):
+        raise ConfigError(f"precision {wanted!r} is the batched engine's: flower computes in float32.")
+    RunFolder(run.path, run.experiment).close()
+
+
+def _say_if_met(name: str, run: Summary, rounds: int) -> None:
+    target = run.experiment.target
+    reached = run.reached(target) if target is not None else None
+    if reached and run.rounds < rounds and join().rank == 0:
+        say(
+            f"{name}: its target, an accuracy of {target:g}, was reached in round {reached['round']}: no round is run."
+        )
 
 
 def _refuse_ranks(*engines: str) -> None:

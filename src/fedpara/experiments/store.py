@@ -18,21 +18,18 @@ import fcntl
 import json
 import math
 import os
-import platform
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy
-import safetensors
 import torch
 
 from fedpara.engines.loop import Progress, Round
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments.clients import OnDisk
 from fedpara.experiments.config import Experiment, read_toml, to_toml
+from fedpara.experiments.environment import environment
 from fedpara.experiments.lines import append_line, keep_rounds, read_lines
 from fedpara.experiments.tensor_files import read_tensors, write_tensors
 from fedpara.files import PART, make_folder, sweep, write_bytes
@@ -337,28 +334,6 @@ def metrics_of(result: Round) -> dict[str, Any]:
         "refused": [{"client": client, "reason": reason} for client, reason in result.refused],
         "notes": list(result.notes),
     }
-
-
-def environment() -> dict[str, Any]:
-    return {
-        "fedpara": _version(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "safetensors": safetensors.__version__,
-        "machine": platform.machine(),
-        "system": platform.system(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-    }
-
-
-def _version() -> str:
-    import fedpara
-
-    return fedpara.__version__
 
 
 def is_locked(path: Path) -> bool:

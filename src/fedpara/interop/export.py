@@ -4,6 +4,7 @@ What is written is read again and compared with torch before it takes its name: 
 ONNX with onnxruntime and pt2 with torch.export.load, on inputs of several batch sizes.
 """
 
+import io
 import logging
 import os
 import warnings
@@ -179,7 +180,10 @@ def _write_pt2(network: nn.Module, inputs: Inputs, path: Path) -> Runner:
         traced = torch.export.export(network, inputs, dynamic_shapes=_free_batch(inputs))
     for node in traced.graph.nodes:
         node.meta.pop("stack_trace", None)
-    torch.export.save(traced, path)
+    # torch's own writer of files aborts the process on a full disk.
+    content = io.BytesIO()
+    torch.export.save(traced, content)
+    path.write_bytes(content.getbuffer())
     program = torch.export.load(path).module()
     return lambda inputs: _tensors(program(*inputs))
 

@@ -1,0 +1,87 @@
+"""fedpara resume: a run or a folder of them, whatever state they are in."""
+
+import fcntl
+import json
+import os
+
+import pytest
+
+from fedpara.apps import run as command
+from fedpara.experiments import Experiment, read_run, run
+
+TINY = Experiment(
+    model="mlp", scheme="original", clients=5, cohort=2, rounds=1, epochs=None, steps=1, engine="sequential"
+)
+DAMAGE = {"a": ("config.toml", "rounds = many"), "c": ("metrics.jsonl", '{"round": 1}\n')}
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for name in "abc":
+        run(TINY, tmp_path / "runs" / name)
+    return tmp_path / "runs"
+
+
+def test_a_damaged_run_keeps_no_other_from_going_on(cli, runs):
+    for name, (file, content) in DAMAGE.items():
+        (runs / name / file).write_text(content)
+    code, out, err = cli("resume", "runs", "--rounds", 2)
+    assert (code, out) == (1, "")
+    assert read_run(runs / "b").rounds == 2
+    said = err.splitlines()[-1]
+    assert said.startswith("fedpara: 2 of 3 runs failed, the others are done. a: ")
+    assert "config.toml" in said
+    assert "metrics.jsonl is damaged in line 1" in said
+
+
+def test_one_that_fails_on_its_way_keeps_no_other_from_going_on(cli, runs):
+    for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
+        (runs / "a" / name).write_bytes(b"torn")
+    code, _, err = cli("resume", "runs", "--rounds", 2)
+    assert (code, "1 of 3 runs failed, the others are done. a: no checkpoint in" in err) == (1, True)
+    assert [read_run(runs / name).rounds for name in "bc"] == [2, 2]
+
+
+def test_a_mistake_in_the_call_is_said_once(cli, runs):
+    code, _, err = cli("resume", "runs", "--rounds", 2, "--engine", "sequentail")
+    assert code == 2
+    assert err.count("did you mean 'sequential'") == 1
+    assert "failed" not in err
+
+
+def test_a_target_that_was_reached_is_said(cli, tmp_path):
+    words = ["--model", "mlp", "--clients", 5, "--cohort", 2, "--steps", 1, "--target", 0.01, "--out", "a"]
+    assert cli("run", *words, "--rounds", 2)[0] == 0
+    code, out, err = cli("resume", "a", "--rounds", 5, "--json")
+    assert (code, json.loads(out)["rounds"]) == (0, 1)
+    assert "a: its target, an accuracy of 0.01, was reached in round 1: no round is run." in err
+
+
+@pytest.fixture
+def no_simulation(monkeypatch):
+    def started(paths, *_):
+        if paths:
+            pytest.fail("Flower was started")
+        return untouched(paths, *_)
+
+    untouched = command._simulation
+    monkeypatch.setattr(command, "_simulation", started)
+
+
+def test_flower_has_no_other_precision(cli, runs, no_simulation):
+    code, _, err = cli("resume", "runs/a", "--rounds", 2, "--engine", "flower", "--precision", "bfloat16")
+    assert code == 2
+    assert "precision 'bfloat16' is the batched engine's: flower computes in float32." in err
+
+
+def test_a_folder_in_use_is_said_before_flower_is_started(cli, runs, no_simulation):
+    lock = os.open(runs / "a" / ".lock", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    said = []
+    for engine in ("sequential", "flower"):
+        code, _, err = cli("resume", "runs/a", "--rounds", 2, "--engine", engine)
+        assert code == 1
+        said.append(err)
+    os.close(lock)
+    assert said[0] == said[1]
+    assert "runs/a is in use by another process" in said[0]

@@ -1,0 +1,129 @@
+"""A full disk, a closed stream, a key pressed too early: one line and an exit code, or nothing and the run goes on."""
+
+import errno
+import io
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fedpara.apps import progress
+from fedpara.apps.cli import main
+from fedpara.engines import Progress, Round
+from fedpara.experiments import read_run, store
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--model", "mlp", "--scheme", "original", "--clients", "8", "--cohort", "2", "--steps", "1"]
+
+
+def test_a_disk_that_is_full_at_a_rounds_line_is_said_in_a_line(cli, monkeypatch, tmp_path):
+    written = store.append_line
+
+    def append(path, line, durable=True):
+        if line["round"] == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written(path, line, durable)
+
+    monkeypatch.setattr(store, "append_line", append)
+    code, out, err = cli("run", *TINY, "--rounds", "3", "--out", "a")
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1] == "fedpara: No space left on device"
+    monkeypatch.undo()
+    assert read_run(tmp_path / "a").rounds == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["run", *TINY, "--out", "n" * 300], f"{'n' * 300}: File name too long"),
+        (["resume", "n" * 300], f"{'n' * 300}/config.toml: File name too long"),
+        (["resume", "folder"], "folder/metrics.jsonl: Is a directory"),
+    ],
+    ids=["run", "resume", "a folder for a file"],
+)
+def test_a_name_that_no_file_can_have_is_said_in_a_line(cli, tmp_path, words, says):
+    (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
+    (tmp_path / "folder" / "config.toml").touch()
+    assert cli(*words) == (1, "", f"fedpara: {says}\n")
+
+
+def test_a_folder_that_may_not_be_read_is_named(cli, monkeypatch):
+    def denied(*_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "secret/config.toml")
+
+    monkeypatch.setattr(Path, "exists", denied)
+    assert cli("resume", "secret") == (1, "", "fedpara: secret/config.toml: Permission denied\n")
+
+
+def test_an_error_that_is_a_defect_keeps_its_traceback(monkeypatch):
+    def broken(*_, **__):
+        raise OverflowError("a defect")
+
+    monkeypatch.setattr("fedpara.apps.cli._command", broken)
+    with pytest.raises(OverflowError):
+        main()
+
+
+def test_a_full_stdout_is_a_failure(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["fedpara", "inspect", "mlp", "--json"])
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as end:
+            main()
+        monkeypatch.undo()
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "fedpara: stdout: No space left on device\n"
+
+
+def test_ctrl_c_while_the_package_is_imported(tmp_path):
+    """A package whose import is interrupted stands in for ours, which takes seconds."""
+    (tmp_path / "fedpara").mkdir()
+    (tmp_path / "fedpara" / "__init__.py").write_text("raise KeyboardInterrupt")
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    where, _, name = scripts["fedpara"].partition(":")
+    code = f"import sys; sys.path[:0] = {[str(tmp_path), str(ROOT / 'src')]}; from {where} import {name}; {name}()"
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (got.returncode, got.stdout) == (130, "")
+    assert got.stderr == "interrupted: nothing was begun.\n"
+
+
+class Gone(io.StringIO):
+    """A stream whose reader is gone, or whose disk is full."""
+
+    def __init__(self, error, terminal=False):
+        super().__init__()
+        self.error, self.terminal = error, terminal
+
+    def isatty(self):
+        return self.terminal
+
+    def write(self, text):
+        raise self.error
+
+
+def closed():
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+STREAMS = {
+    "closed at the start": lambda: None,
+    "closed since": closed,
+    "no reader": lambda: Gone(BrokenPipeError(errno.EPIPE, "Broken pipe")),
+    "full": lambda: Gone(OSError(errno.ENOSPC, "No space left on device")),
+    "a terminal that is gone": lambda: Gone(OSError(errno.EIO, "Input/output error"), terminal=True),
+    "a terminal without a reader": lambda: Gone(BrokenPipeError(errno.EPIPE, "Broken pipe"), terminal=True),
+}
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_progress_that_nobody_sees_ends_no_run(monkeypatch, stream):
+    monkeypatch.setattr(sys, "stderr", STREAMS[stream]())
+    result = Round(Progress(2, {}, {}, {}, 10, 10), (0, 1), 0.5, 10, 10, (), 0.5, 0.5, None, None, ())
+    with progress.Show("a", 2) as show:
+        show(result, {"seconds": 1.0, "clients_per_second": 2.0})
+        progress.say("a note")
