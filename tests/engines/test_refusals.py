@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import fedpara as fp
 from fedpara.engines.client import PRIVATE, Reply
@@ -294,3 +295,19 @@ def test_a_bound_that_nobody_meets_is_said_every_round(world):
     assert [len(result.refused) for result in run.rounds] == [3, 3]
     with pytest.raises(ConfigError, match="max_norm"):
         world.simulate(world.model(), max_norm=-1.0)
+
+
+def test_a_negative_variance_is_refused(world):
+    def network():
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Linear(16, 10))
+
+    def negative(header, state):
+        state["2.running_var"][3] = -1e9
+        return header, state
+
+    protocol = world.protocol(world.model(network=network))
+    _, engine = tampered(world, protocol, lambda reply: [rewritten(reply, negative)])
+    (result,) = play(protocol, engine, Schedule(1, 6, 4), personal=False)
+    assert [client for client, _ in result.refused] == [BAD]
+    assert "'2.running_var' holds a negative variance" in result.refused[0][1]
+    assert bool((result.progress.buffers["2.running_var"] >= 0).all())

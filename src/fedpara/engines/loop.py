@@ -263,6 +263,11 @@ def _admit(
     program = protocol.program
     y = {name: model[name] for name in program.shared}
     averaged = {name: model[name] for name in program.shared_buffers}
+    for name, tensor in averaged.items():
+        if name.rpartition(".")[2] == "running_var" and bool((tensor < 0).any()):
+            raise UpdateRejected(
+                f"message of {header.sender}, round {round}, refused: {name!r} holds a negative variance."
+            )
     return Update(y, groups, header.examples), averaged
 
 
