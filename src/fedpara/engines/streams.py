@@ -1,8 +1,8 @@
 """Random streams by name: neither the order of the clients nor the engine changes what a client draws.
 
 Every draw of a run comes from (seed, purpose, round, client), so there is no generator state to save. A model's random
-layers other than `nn.Dropout` draw from torch's generator, seeded so: in which order is then the engine's, and two runs in
-threads of one process would draw from it in turns.
+layers other than `nn.Dropout` draw from torch's generator, seeded so: in which order is then the engine's, and two runs
+in threads of one process would draw from it in turns.
 """
 
 from collections.abc import Iterator
