@@ -8,7 +8,8 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import conv2d, relu
 
-from fedpara.engines.convolution import CHANNELS, OPS, LanesConv2d, ThinConv2d, fits, pays_on, through_lanes
+from fedpara.engines.convolution import CHANNELS, OPS, LanesConv2d, ThinConv2d, fits, through_lanes
+from fedpara.engines.ops import pays_on
 
 LANES = 3
 gpu = pytest.mark.skipif(

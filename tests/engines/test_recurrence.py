@@ -6,8 +6,7 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 
 import fedpara as fp
 from fedpara import models
-from fedpara.engines.convolution import pays_on
-from fedpara.engines.ops import OPS
+from fedpara.engines.ops import OPS, pays_on
 from fedpara.engines.recurrence import (
     KERNEL_SIZES,
     _fused_cell,

@@ -5,9 +5,11 @@ import tomllib
 from dataclasses import asdict, fields, replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedpara.data import FederatedData
 from fedpara.errors import ConfigError, SchemeError
 from fedpara.experiments import Experiment
 from fedpara.experiments.build import build, build_algorithm, build_scheme
@@ -305,3 +307,17 @@ def test_the_original_has_no_factors_to_set(words):
 def test_numbers_beyond_their_type_are_refused(words):
     with pytest.raises(ConfigError, match=f"{next(iter(words))} is .*: expected"):
         build_algorithm(Experiment(**words))
+
+
+def test_the_digest_is_of_the_examples_bytes():
+    parts = build(Experiment(model="mlp", scheme="original"))
+    train = parts.data.train
+    other = replace(train, inputs=train.inputs + (torch.arange(len(train)) == 7)[:, None, None, None])
+
+    def digest(examples):
+        return replace(parts, data=FederatedData(examples, parts.data.clients)).digest
+
+    assert digest(train) == parts.digest
+    assert digest(other) != parts.digest
+    for odd in (train.subset([]), replace(train, inputs=train.inputs.bfloat16(), mean=None, std=None)):
+        assert digest(odd) != parts.digest

@@ -16,7 +16,7 @@ from fedpara import data, models
 from fedpara.apps.named_model import refuse_users
 from fedpara.apps.progress import Show, say
 from fedpara.engines.group import Part, join
-from fedpara.engines.simulate import ENGINES
+from fedpara.engines.simulate import ENGINES, check_precision
 from fedpara.errors import ConfigError, FedParaError, RunError, UsageError
 from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments import resume as resume_run
@@ -248,9 +248,7 @@ def _raise(failed: dict[str, FedParaError], of: int) -> None:
 
 def _refuse_under_flower(run: Summary, precision: str | None) -> None:
     """What Flower's server would find out, and say in Flower's own log only."""
-    wanted = precision or run.experiment.precision
-    if wanted not in (None, "float32"):
-        raise ConfigError(f"precision {wanted!r} is the batched engine's: flower computes in float32.")
+    check_precision(precision or run.experiment.precision, "flower")
     RunFolder(run.path, run.experiment).close()
 
 

@@ -64,7 +64,8 @@ class Batched:
         self.plain = program.plain().to(self.device).train()
         self.judge = Worker(program, device=self.device)
         if self.on_gpu:  # here, for they register ops with torch, which a CPU has no use for
-            from fedpara.engines.convolution import pays_on, through_lanes
+            from fedpara.engines.convolution import through_lanes
+            from fedpara.engines.ops import pays_on
             from fedpara.engines.recurrence import through_recurrence
 
             kernels = pays_on(self.device)

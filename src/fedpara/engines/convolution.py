@@ -14,7 +14,6 @@ are one matrix product an image.
 """
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -31,10 +30,6 @@ CHANNELS = 64
 
 THIN = 32
 """Taps times input channels of a thin layer, at most; its columns are filled up to as many."""
-
-
-SHARED_MEMORY = 220_000
-"""Bytes a block can ask for: H100, H200 and B200 have 227 kB, desktop cards of the same generations 99."""
 
 
 class LanesConv2d(nn.Conv2d):
@@ -77,15 +72,6 @@ class ThinConv2d(nn.Conv2d):
             input.shape[-2:], self._padding, self.dilation, self.kernel_size, self.stride, strict=True
         )
         return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sizes)
-
-
-def pays_on(device: torch.device) -> bool:
-    """The kernels need Hopper's copy engine and shared memory, and Triton, which torch brings along on Linux."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return False
-    has = torch.cuda.get_device_properties(device)
-    room = has.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return bool(has.major >= 9 and room >= SHARED_MEMORY)
 
 
 def through_lanes(model: nn.Module) -> nn.Module:

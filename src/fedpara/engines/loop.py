@@ -245,17 +245,13 @@ def _admit(
         round=round,
         method=protocol.algorithm.name,
         scheme=protocol.program.scheme,
+        examples=schedule.examples(reply.client) if schedule.examples is not None else None,
         max_norm=schedule.max_norm,
         reference={name: sent[name] for name in protocol.exact} if changes else sent,
         exact=protocol.exact,
     )
     if header.sender != f"client:{reply.client}":
         raise UpdateRejected(f"a message of {header.sender} in the name of client {reply.client}.")
-    if schedule.examples is not None and header.examples != (has := schedule.examples(reply.client)):
-        raise UpdateRejected(
-            f"message of {header.sender}, round {round}, refused: it rests on {header.examples} examples: expected the "
-            f"{has} that client {reply.client} has."
-        )
     groups = unpack(state)
     model = groups.pop("")
     if changes:
@@ -263,11 +259,6 @@ def _admit(
     program = protocol.program
     y = {name: model[name] for name in program.shared}
     averaged = {name: model[name] for name in program.shared_buffers}
-    for name, tensor in averaged.items():
-        if name.rpartition(".")[2] == "running_var" and bool((tensor < 0).any()):
-            raise UpdateRejected(
-                f"message of {header.sender}, round {round}, refused: {name!r} holds a negative variance."
-            )
     return Update(y, groups, header.examples), averaged
 
 

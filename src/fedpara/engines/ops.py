@@ -4,6 +4,7 @@ An op takes and returns tensors with a dimension of lanes. Under `vmap` the mapp
 """
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ LIBRARY = Library("fedpara", "DEF")
 OPS: Any = torch.ops.fedpara
 
 Dims = tuple[int | None, ...]
+
+SHARED_MEMORY = 220_000
+"""Bytes a block can ask for: H100, H200 and B200 have 227 kB, desktop cards of the same generations 99."""
 
 
 def register(
@@ -48,6 +52,15 @@ def differentiate(name: str, derivative: type[_SingleLevelFunction]) -> None:
             return derivative.apply(below, *inputs)  # type: ignore[attr-defined]
 
     LIBRARY.impl(name, run, "Autograd", with_keyset=True)
+
+
+def pays_on(device: torch.device) -> bool:
+    """Our kernels need Hopper's copy engine and shared memory, and Triton, which torch brings along on Linux."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    has = torch.cuda.get_device_properties(device)
+    room = has.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return bool(has.major >= 9 and room >= SHARED_MEMORY)
 
 
 def computed_in(input: Tensor) -> torch.dtype:

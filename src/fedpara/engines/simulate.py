@@ -185,7 +185,7 @@ def prepare(
         check(("an accuracy above 0 and at most 1, such as 0.8", lambda share: 0 < share <= 1), target=target)
     if engine not in ENGINES:
         raise ConfigError(f"unknown engine {engine!r}: expected one of {', '.join(ENGINES)}.")
-    _check_precision(precision, engine)
+    check_precision(precision, engine)
     if task.augment == "crop-flip" and len(data.train.shape) != 3:
         raise ConfigError(f"crop-flip of examples of shape {data.train.shape}: expected images. Use 'none'.")
     program = take_apart(task.model, share)
@@ -225,7 +225,7 @@ def prepare(
     return protocol, schedule, personal
 
 
-def _check_precision(precision: str | None, engine: str) -> None:
+def check_precision(precision: str | None, engine: str) -> None:
     if precision in (None, "float32"):
         return
     if precision not in get_args(Precision):

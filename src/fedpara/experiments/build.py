@@ -40,7 +40,7 @@ class Parts:
         for examples in (self.data.train, self.task.test):
             if examples is not None:
                 for part in (*examples.inputs.split(CHUNK), examples.labels):
-                    digest.update(part.contiguous().numpy().data)
+                    digest.update(part.contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 

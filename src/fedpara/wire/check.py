@@ -1,7 +1,8 @@
 """admit: what came off the wire is judged here before anything uses it.
 
-Right round, method and scheme; examples > 0 from a client; then names, shapes, types and finite values, each
-against the spec; last ||state - reference|| <= max_norm. The first thing wrong is the reason given.
+Right round, method and scheme; a client's examples, as many as it is known to have; then names, shapes, types and
+finite values, each against the spec, and no negative variance of a BatchNorm; last ||state - reference|| <= max_norm.
+The first thing wrong is the reason given.
 """
 
 import math
@@ -34,6 +35,7 @@ def admit(
     round: int,
     method: str,
     scheme: str,
+    examples: int | None = None,
     max_norm: float | None = None,
     reference: State | None = None,
     exact: frozenset[str] = frozenset(),
@@ -52,6 +54,8 @@ def admit(
             _refuse(header, f"it is of {field} {shown(getattr(header, field))}: expected {expected!r}")
     if header.sender != "server" and header.examples == 0:
         _refuse(header, "it rests on 0 examples: expected at least 1")
+    if examples is not None and header.examples != examples:
+        _refuse(header, f"it rests on {header.examples} examples: expected {examples}")
     _check_names(header, state, spec)
     for name, (dtype, shape) in spec.items():
         tensor = state[name]
@@ -62,6 +66,9 @@ def admit(
     if not finite(state):
         bad = next(name for name, tensor in state.items() if not all_finite(tensor))
         _refuse(header, f"{bad!r} holds NaN or infinity: expected finite values")
+    for name, tensor in state.items():
+        if name.endswith("running_var") and bool((tensor < 0).any()):
+            _refuse(header, f"{name!r} holds a negative variance: expected 0 or more")
     if max_norm is not None:
         norm = _distance(state, reference or {})
         if not norm <= max_norm:
