@@ -42,6 +42,23 @@ def _arrive(arrived: tl.tensor) -> None:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _own(
+    first: int, BATCH: int, programs: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The group that this program waits with, and what is its own: lane, rows of the batch, units of h."""
+    group = first + tl.program_id(0) // programs
+    tiles = tl.cdiv(BATCH, ROWS)
+    b = group % tiles * ROWS + tl.arange(0, ROWS)
+    u = tl.program_id(0) % programs * UNITS + tl.arange(0, UNITS)
+    return group, (group // tiles).to(tl.int64), b, u
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights(at: tl.tensor, H: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    return tl.load(at), tl.load(at + H * H), tl.load(at + 2 * H * H), tl.load(at + 3 * H * H)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _forward(
     p: tl.tensor,
     w: tl.tensor,
@@ -58,20 +75,11 @@ def _forward(
     UNITS: tl.constexpr,
 ) -> None:
     programs: tl.constexpr = H // UNITS
-    group = first + tl.program_id(0) // programs
-    tiles = tl.cdiv(BATCH, ROWS)
-    lane = (group // tiles).to(tl.int64)
-    b = group % tiles * ROWS + tl.arange(0, ROWS)
-    u = tl.program_id(0) % programs * UNITS + tl.arange(0, UNITS)
+    group, lane, b, u = _own(first, BATCH, programs, ROWS, UNITS)
     k = tl.arange(0, H)
     inside = (b < BATCH)[:, None]
     turned = w + lane * (4 * H * H) + u[None, :] * H + k[:, None]
-    w_i, w_f, w_g, w_o = (
-        tl.load(turned),
-        tl.load(turned + H * H),
-        tl.load(turned + 2 * H * H),
-        tl.load(turned + 3 * H * H),
-    )
+    w_i, w_f, w_g, w_o = _weights(turned, H)
     c_t = tl.zeros((ROWS, UNITS), tl.float32)
     for t in range(T):
         row = lane * BATCH + b + t * (LANES * BATCH)
@@ -113,20 +121,11 @@ def _backward(
 ) -> None:
     programs: tl.constexpr = H // UNITS
     kind = da.dtype.element_ty
-    group = first + tl.program_id(0) // programs
-    tiles = tl.cdiv(BATCH, ROWS)
-    lane = (group // tiles).to(tl.int64)
-    b = group % tiles * ROWS + tl.arange(0, ROWS)
-    u = tl.program_id(0) % programs * UNITS + tl.arange(0, UNITS)
+    group, lane, b, u = _own(first, BATCH, programs, ROWS, UNITS)
     k = tl.arange(0, H)
     inside = (b < BATCH)[:, None]
     columns = w + lane * (4 * H * H) + k[:, None] * H + u[None, :]
-    w_i, w_f, w_g, w_o = (
-        tl.load(columns),
-        tl.load(columns + H * H),
-        tl.load(columns + 2 * H * H),
-        tl.load(columns + 3 * H * H),
-    )
+    w_i, w_f, w_g, w_o = _weights(columns, H)
     dc = tl.zeros((ROWS, UNITS), tl.float32)
     for s in range(T):
         row = lane * BATCH + b + (T - 1 - s) * (LANES * BATCH)
