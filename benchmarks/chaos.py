@@ -22,7 +22,8 @@ import torch
 
 from fedpara.apps.flower_app import CLIENT
 from fedpara.apps.flower_federation import Child, Federation, ended
-from fedpara.apps.flower_processes import Processes, descendants
+from fedpara.apps.flower_processes import Processes
+from fedpara.apps.flower_watchdog import descendants
 from fedpara.experiments import Experiment, read_run, run
 from fedpara.experiments.run import lay_out
 from fedpara.experiments.store import final_state, is_locked
@@ -171,7 +172,7 @@ def trial(event: Event, scratch: Path, expected: dict[str, torch.Tensor]) -> tup
     """ "" or what is wrong, and the seconds it took."""
     started, folder = time.monotonic(), scratch / "run"
     lay_out(EXPERIMENT, folder)
-    given = {"out": str(folder), "deadline": DEADLINE, "hello": 20}
+    given: dict[str, str | int | float] = {"out": str(folder), "deadline": DEADLINE, "hello": 20}
     with Processes() as processes:
         federation = Federation(scratch / "federation", NODES, processes, given, {"OMP_NUM_THREADS": "1"})
         if event.fault:
@@ -186,7 +187,7 @@ def trial(event: Event, scratch: Path, expected: dict[str, torch.Tensor]) -> tup
         wrong.append(f"only {read_run(folder).rounds} rounds")
     if event.log not in (folder / "log.txt").read_text():
         wrong.append(f"the log does not say {event.log!r}: {(folder / 'log.txt').read_text()}")
-    state, _ = final_state(folder)
+    state, *_ = final_state(folder)
     same = all(torch.equal(state[name], tensor) for name, tensor in expected.items())
     if event.same and not same:
         wrong.append("the final state is another one")
@@ -205,7 +206,7 @@ def main() -> int:
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         run(replace(EXPERIMENT, engine="sequential"), Path(name) / "undisturbed")
-        expected, _ = final_state(Path(name) / "undisturbed")
+        expected, *_ = final_state(Path(name) / "undisturbed")
         print("| event | finished, named in the log, state as it must be | seconds |\n|---|---|---|")
         for key in chosen:
             scratch = Path(name) / key

@@ -96,7 +96,7 @@ def deployed(
 ) -> tuple[Summary, int, int]:
     """The run, and of a proxied one what `flwr ls` and the proxy counted."""
     lay_out(experiment, folder)
-    given = {"out": str(folder), "deadline": 300}
+    given: dict[str, str | int | float] = {"out": str(folder), "deadline": 300}
     with Processes() as processes:
         federation = Federation(
             scratch, experiment.clients, processes, given, {"OMP_NUM_THREADS": "1"}, secure=not proxied

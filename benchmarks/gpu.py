@@ -106,7 +106,7 @@ def _eager(protocol: Protocol, held: fp.FederatedData, precision: str, device: s
 
     def step() -> None:
         with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16", cache_enabled=False):
-            gradient, _ = worker._gradient(images, labels, local, 1e-3)
+            gradient, _ = worker.gradient(images, labels, local, 1e-3)
         worker._step(gradient, {}, local, 1e-3)
 
     return step
@@ -161,7 +161,7 @@ def flops() -> float:
 def matrix_rate() -> float:
     """FLOP/s of a large bfloat16 matrix product."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / (measure(lambda: torch.mm(a, b), "cuda") / 1e3)  # type: ignore[func-returns-value, arg-type, return-value]
+    return 2 * 8192**3 / (measure(lambda: torch.mm(a, b), "cuda") / 1e3)  # type: ignore[arg-type]
 
 
 def in_processes(chosen: list[str], device: str, jobs: int) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import fedpara as fp
 from fedpara import algorithms, data, models
 from fedpara.engines.batched import Batched
 from fedpara.engines.client import Protocol
-from fedpara.engines.loop import Schedule, play
+from fedpara.engines.loop import Engine, Schedule, play
 from fedpara.engines.memory import InMemory
 from fedpara.engines.program import take_apart
 from fedpara.engines.sequential import Sequential
@@ -37,7 +37,7 @@ def ratio(scheme: Scheme | None, batch_size: int, lanes: int, turns: int) -> flo
     federation = fp.FederatedData(train, data.iid(train.labels[: CLIENTS * 96], CLIENTS, 0))
     method = algorithms.fedavg(lr=0.05, epochs=2, batch_size=batch_size)
     protocol, task = Protocol(take_apart(model), method, fp.Link(), 0), fp.Task(model)
-    engines = (
+    engines: tuple[Engine, ...] = (
         Sequential(protocol, task, federation, InMemory()),
         Batched(protocol, task, federation, InMemory(), size=lanes, device="cpu"),
     )

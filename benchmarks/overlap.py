@@ -40,8 +40,8 @@ def worker_on(device: torch.device) -> type[Worker]:
             trained = super().train(*args, **options)
             return replace(trained, parameters={name: t.cpu() for name, t in trained.parameters.items()})
 
-        def _gradient(self, images: Tensor, labels: Tensor, local: Local, eta: float) -> tuple[State, Tensor]:
-            gradient, loss = super()._gradient(images.to(device), labels.to(device), local, eta)
+        def gradient(self, images: Tensor, labels: Tensor, local: Local, eta: float) -> tuple[State, Tensor]:
+            gradient, loss = super().gradient(images.to(device), labels.to(device), local, eta)
             return gradient, loss.cpu()
 
         def evaluate(self, state: Mapping[str, Tensor], examples: Examples) -> Score:
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="of the batched engine")
     parser.add_argument("--sequential", type=int, default=2, help="seeds of the sequential engine")
     args = parser.parse_args()
-    sequential.Worker = worker_on(torch.device(args.device))  # type: ignore[misc]
+    sequential.Worker = worker_on(torch.device(args.device))  # type: ignore[attr-defined]
     paper = experiment(
         "CIFAR-10 IID",
         "vgg16",

@@ -131,7 +131,7 @@ def bare(work: Workload, by_hand: bool = False) -> Timed:
     """What one would write without a library; `by_hand` steps without torch.optim, as the engine does."""
     held, local, watch = ready(work.clients), work.algorithm.local, Watch()
     model = deepcopy(start()).train()
-    parameters = list(model.parameters())
+    parameters: list[torch.Tensor] = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=LR)
     x = {name: t.clone() for name, t in model.state_dict().items()}
     for t in range(1, work.rounds + 1):
@@ -149,7 +149,7 @@ def bare(work: Workload, by_hand: bool = False) -> Timed:
                         torch._foreach_add_(parameters, gradient, alpha=-LR)
                 else:
                     optimizer.zero_grad()
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    loss.backward()
                     optimizer.step()
                 total += loss.detach()
             replies.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
@@ -230,7 +230,7 @@ def flower_train(message: Any, context: Any) -> Any:
     for batch in batches(len(labels), work.algorithm.local, order):
         index = torch.from_numpy(batch)
         optimizer.zero_grad()
-        cross_entropy(model(inputs[index]), labels[index]).backward()  # type: ignore[no-untyped-call]
+        cross_entropy(model(inputs[index]), labels[index]).backward()
         optimizer.step()
     arrays, metrics = ArrayRecord(model.state_dict()), MetricRecord({"num-examples": len(labels)})
     return Message(content=RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
@@ -253,7 +253,7 @@ def by_flower(work: Workload) -> Timed:
         client.train()(importable.flower_train)
         final: State = {}
 
-        @server.main()  # type: ignore[untyped-decorator]
+        @server.main()
         def main(grid: Any, context: Any) -> None:
             numbers_of = [work.clients, work.cohort, work.epochs, work.batch, work.rounds]
             result = FedAvg(
