@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from fedpara.errors import ConfigError, RunError
-from fedpara.experiments import paper, read_run, resume
+from fedpara.experiments import paper, read_run, reproduce, resume
 from fedpara.experiments.config import to_toml
 from fedpara.experiments.library import Library, keep_small
 from fedpara.experiments.reproduce import carry_out, jobs, keep_finished
@@ -170,3 +170,21 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
     with pytest.raises(RunError, match=f"1 of 4 runs failed, the others are done. {broken.name}"):
         carry_out([STUDY], out=tmp_path, **TINY)
     assert sum(run.rounds == 2 for run in Library.of(tmp_path)) == 3
+
+
+def test_a_mistake_in_the_command_is_one_line(tmp_path):
+    with pytest.raises(
+        SystemExit, match=r"^python -m fedpara.experiments.reproduce: the paper has no 'nosuch'"
+    ):
+        reproduce.main(["nosuch", "--out", str(tmp_path)])
+
+
+def test_an_interrupt_says_how_to_go_on(monkeypatch, capsys):
+    def interrupted(*names, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reproduce, "carry_out", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        reproduce.main([STUDY])
+    assert ended.value.code == 130
+    assert "the same command goes on with it" in capsys.readouterr().err

@@ -8,13 +8,14 @@ The second line copies every finished run to its small form. Needs torch, numpy 
 
 import argparse
 import fnmatch
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedpara.engines.group import join
 from fedpara.engines.loop import Round
-from fedpara.errors import ConfigError, RunError
+from fedpara.errors import ConfigError, FedParaError, RunError
 from fedpara.experiments.config import Experiment, with_values
 from fedpara.experiments.library import Library, cut, finished, keep_small
 from fedpara.experiments.paper import changes, merged, run_name, study
@@ -182,11 +183,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         return watch
 
-    if names:
-        carry_out(names, begin=begin, say=print, **given)
-    if keep is not None:
-        for path in keep_finished(out, keep):
-            print(path)
+    try:
+        if names:
+            carry_out(names, begin=begin, say=print, **given)
+        if keep is not None:
+            for path in keep_finished(out, keep):
+                print(path)
+    except FedParaError as error:
+        sys.exit(f"{parser.prog}: {error}")
+    except KeyboardInterrupt:
+        print("interrupted: what was finished is saved, the same command goes on with it.", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":
