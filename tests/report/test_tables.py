@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -124,6 +125,18 @@ def test_the_document_has_every_study_and_a_headline(tables):
     assert all(f"## {name}: " in text for name in paper.STUDIES)
     assert 5 < text.split(BEGIN)[1].split(END)[0].count("\n") < 16
     assert NOT_RUN in text
+
+
+def test_unequal_seeds_are_explained_where_two_runs_make_a_number(tables, runs, tmp_path):
+    said = "A number of two runs is of the seeds that both have."
+    assert said not in document(tables)
+    for path in runs.iterdir():
+        if not ("fedpara" in path.name and "seed1" in path.name):
+            shutil.copytree(path, tmp_path / path.name)
+    fewer = [table_of(study, Library.of(tmp_path), range(4), scale="tiny") for study in paper.STUDIES.values()]
+    sections = {part.split(":")[0]: part for part in document(fewer).split("\n## ")}
+    assert said in sections["communication"]
+    assert said not in sections["capacity-cnn"]
 
 
 def test_the_documents_are_those_of_the_results():

@@ -63,6 +63,8 @@ def _section(table: Table) -> str:
         kind = "95% confidence interval" if study.spread == "ci95" else "standard deviation"
         count = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
         repeats = f"- Seeds: {count}" + (f"; ± is the {kind}." if seeds[-1] > 1 else ".")
+        if len(seeds) > 1 and any(len(cell.experiments) > 1 for cell in study.cells):
+            repeats += " A number of two runs is of the seeds that both have."
         notes = f"{notes}\n{repeats}".strip()
     caveat = f"**{table.caveat}.**" if table.caveat else ""
     head = f"## {study.name}: {study.title}\n\n{study.source}."
