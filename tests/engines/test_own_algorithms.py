@@ -1,5 +1,6 @@
 """Algorithms that a user makes of ours: what they keep is kept by every engine, or refused before the run."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -92,3 +93,36 @@ def test_a_group_cannot_be_called_as_the_models_own(name):
     )
     with pytest.raises(ConfigError, match=f"a group called '{name}'"):
         simulate(mine, "sequential")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda x, server: x, "returned dict: expected (the new x, the server's new variables), two dicts"),
+        (lambda x, server: None, "returned NoneType: expected (the new x"),
+        (lambda x, server: (x, None), "returned tuple: expected (the new x"),
+        (
+            lambda x, server: ({n: x[n] for n in list(x)[1:]}, server),
+            "returned nothing for '0.weight': expected float32",
+        ),
+        (
+            lambda x, server: ({**x, "own": x["0.bias"]}, server),
+            "returned float32 (8,) for 'own': expected nothing",
+        ),
+        (
+            lambda x, server: ({**x, "0.bias": 1.0}, server),
+            "returned float for '0.bias': expected float32 (8,)",
+        ),
+        (lambda x, server: ({**x, "0.bias": x["0.bias"][:1]}, server), "returned float32 (1,) for '0.bias'"),
+        (
+            lambda x, server: ({**x, "0.bias": x["0.bias"].double()}, server),
+            "returned float64 (8,) for '0.bias'",
+        ),
+    ],
+)
+def test_what_is_no_model_like_x_is_refused_in_its_round(spoil, said, engine):
+    base = algorithms.fedavg(lr=0.1, batch_size=5)
+    own = replace(base, name="own", aggregate=lambda *given: spoil(*base.aggregate(*given)))
+    with pytest.raises(ConfigError, match=re.escape(f"algorithm 'own': aggregate {said}")):
+        fp.simulate(fp.Task(network()), federation(), own, rounds=1, cohort=6, engine=engine)

@@ -133,7 +133,9 @@ def test_unequal_seeds_are_explained_where_two_runs_make_a_number(tables, runs, 
     for path in runs.iterdir():
         if not ("fedpara" in path.name and "seed1" in path.name):
             shutil.copytree(path, tmp_path / path.name)
-    fewer = [table_of(study, Library.of(tmp_path), range(4), scale="tiny") for study in paper.STUDIES.values()]
+    fewer = [
+        table_of(study, Library.of(tmp_path), range(4), scale="tiny") for study in paper.STUDIES.values()
+    ]
     sections = {part.split(":")[0]: part for part in document(fewer).split("\n## ")}
     assert said in sections["communication"]
     assert said not in sections["capacity-cnn"]
