@@ -14,10 +14,10 @@
 
 Each text says what happened, what was expected, what was given and what to do.
 The command line turns `UsageError` into exit code 2 and any other into exit code 1.
-Three pieces of such texts are functions here, and the check of an argument's kind.
+Three pieces of such texts are functions here, the error of several runs, and the check of an argument's kind.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 
 
@@ -87,3 +87,10 @@ class RunError(FedParaError):
 
 class MissingExtraError(FedParaError):
     pass
+
+
+def of_several(failed: Mapping[str, FedParaError], of: int) -> RunError:
+    """One error for the runs that failed, by name, of as many that were tried."""
+    told = " ".join(f"{name}: {error}" for name, error in failed.items())
+    rest = ", the others are done" * (len(failed) < of)
+    return RunError(f"{len(failed)} of {of} runs failed{rest}. {told}")

@@ -170,6 +170,8 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
     with pytest.raises(RunError, match=f"1 of 4 runs failed, the others are done. {broken.name}"):
         carry_out([STUDY], out=tmp_path, **TINY)
     assert sum(run.rounds == 2 for run in Library.of(tmp_path)) == 3
+    with pytest.raises(RunError, match=rf"1 of 1 runs failed\. {broken.name}"):
+        carry_out([STUDY], out=tmp_path, **{**TINY, "only": broken.name})
 
 
 def test_a_mistake_in_the_command_is_one_line(tmp_path):

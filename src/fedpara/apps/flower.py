@@ -100,9 +100,7 @@ def up(
         finish(out, {"flower": there}, as_json)
         return
     else:
-        RunFolder(
-            out, there.experiment
-        ).close()  # what is wrong with it the server would say in Flower's own log
+        RunFolder(out, there.experiment).close()  # the server would say what is wrong in Flower's own log
         say(
             f"{out} holds this experiment already, up to round {there.rounds}: going on to {experiment.rounds}."
         )

@@ -18,7 +18,7 @@ from fedpara.apps.flower_settings import Settings, difference, read
 from fedpara.engines.client import Protocol
 from fedpara.engines.flower import Flower, Terms
 from fedpara.engines.loop import Engine, Schedule
-from fedpara.errors import ConfigError, FedParaError, RunError
+from fedpara.errors import ConfigError, FedParaError, RunError, of_several
 from fedpara.experiments import Experiment, resume
 from fedpara.experiments.build import Parts
 from fedpara.experiments.config import FREE, to_toml
@@ -39,7 +39,7 @@ def main(grid: Grid, context: Context) -> None:
 
 def go_through(runs: Mapping[Path, int | None], data_dir: Path | None, host: Host) -> None:
     """Each to its rounds. One that fails does not keep the others from theirs; RunError at the end names it."""
-    failed: list[str] = []
+    failed: dict[str, FedParaError] = {}
     for path, rounds in runs.items():
         print(f"run folder {path}", flush=True)
         try:
@@ -54,9 +54,9 @@ def go_through(runs: Mapping[Path, int | None], data_dir: Path | None, host: Hos
         except FedParaError as error:
             if len(runs) == 1:
                 raise
-            failed.append(f"{path}: {error}")
+            failed[str(path)] = error
     if failed:
-        raise RunError(f"{len(failed)} of {len(runs)} runs failed, the others are done. {' '.join(failed)}")
+        raise of_several(failed, len(runs))
 
 
 def _laid_out(settings: Settings) -> dict[Path, int | None]:

@@ -17,7 +17,7 @@ from fedpara.apps.named_model import refuse_users
 from fedpara.apps.progress import Show, say
 from fedpara.engines.group import Part, join
 from fedpara.engines.simulate import ENGINES, check_precision
-from fedpara.errors import ConfigError, FedParaError, RunError, UsageError
+from fedpara.errors import ConfigError, FedParaError, UsageError, of_several
 from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments import resume as resume_run
 from fedpara.experiments.config import SPLITS, read_options, read_toml, with_values
@@ -241,9 +241,7 @@ def _raise(failed: dict[str, FedParaError], of: int) -> None:
     if len(failed) == of and len({str(error) for error in failed.values()}) == 1:
         raise next(iter(failed.values()))  # a mistake in the call
     if failed:
-        told = " ".join(f"{name}: {error}" for name, error in failed.items())
-        rest = ", the others are done" * (len(failed) < of)
-        raise RunError(f"{len(failed)} of {of} runs failed{rest}. {told}")
+        raise of_several(failed, of)
 
 
 def _refuse_under_flower(run: Summary, precision: str | None) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fedpara.engines.group import join
 from fedpara.engines.loop import Round
-from fedpara.errors import ConfigError, FedParaError, RunError
+from fedpara.errors import ConfigError, FedParaError, RunError, of_several
 from fedpara.experiments.config import Experiment, with_values
 from fedpara.experiments.library import Library, cut, finished, keep_small
 from fedpara.experiments.paper import changes, merged, run_name, study
@@ -87,7 +87,7 @@ def carry_out(
     """
     library = Library.of(out, *kept)
     summaries: list[Summary] = []
-    failed: list[str] = []
+    failed: dict[str, FedParaError] = {}
     listed = jobs(names, library, seeds=seeds, rounds=rounds, only=only, scale=scale)
     if only is not None and not listed:
         every = [job.name for job in jobs(names, library, seeds=seeds, rounds=rounds, scale=scale)]
@@ -104,11 +104,11 @@ def carry_out(
         try:
             summary = _done(job, out, data_dir, engine, precision, watch, say)
         except RunError as error:
-            failed.append(f"{job.name}: {error}")
+            failed[job.name] = error
             continue
         summaries.append(cut(summary, job.experiment.rounds))
     if failed:
-        raise RunError(f"{len(failed)} of {len(listed)} runs failed, the others are done. {' '.join(failed)}")
+        raise of_several(failed, len(listed))
     return summaries
 
 
