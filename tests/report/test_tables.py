@@ -181,6 +181,16 @@ def test_runs_of_no_table_have_one_of_their_own(library, tables, tmp_path):
     assert [e.column for e in alone.entries] == ["rounds", "GB sent"], "not scored yet"
 
 
+def test_a_run_of_no_table_is_told_from_the_tables_own(library, tables):
+    own = next(run for run in library if run.experiment.scheme == "original")
+    changed = replace(own.experiment, cohort=own.experiment.cohort - 1)
+    other = replace(own, path=own.path.with_name("other"), experiment=changed)
+    both = Library({**library.runs, changed.identity: (other,)})
+    rest = other_runs(both, tables)
+    assert len(rest.study.rows) == 1
+    assert f"(cohort {changed.cohort})" in rest.study.rows[0]
+
+
 def test_the_library_skips_what_is_no_run(tmp_path, runs):
     (tmp_path / "empty").mkdir()
     assert Library.of(tmp_path, tmp_path / "absent").runs == {}

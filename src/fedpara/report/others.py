@@ -1,6 +1,7 @@
 """The runs that no table of the paper holds, as a table of their own: a row a series, a value a seed."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import stdev
 
 from fedpara.experiments import Summary
@@ -27,7 +28,12 @@ COLUMNS: dict[str, tuple[Callable[[Summary], float | None], str]] = {
 def other_runs(library: Library, tables: Sequence[Table]) -> Table | None:
     """None where every run that has begun is in one of these tables."""
     told = {name for table in tables for entry in table.entries for name in entry.runs}
-    series = all_series(run for run in library if library.name_of(run) not in told)
+    # Of all runs, so that a label tells a row from the tables' runs too.
+    series = [
+        replace(one, runs=left)
+        for one in all_series(library)
+        if (left := tuple(run for run in one.runs if library.name_of(run) not in told))
+    ]
     if not series:
         return None
     found = [(one, _entry(one, column, library)) for one in series for column in COLUMNS]
