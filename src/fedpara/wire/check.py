@@ -92,6 +92,6 @@ def _distance(state: State, reference: State) -> float:
     squares = 0.0
     for name, tensor in state.items():
         if tensor.is_floating_point():
-            change = tensor - reference[name].to("cpu") if name in reference else tensor
+            change = tensor - reference[name].to(tensor.device) if name in reference else tensor
             squares += float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2
     return math.sqrt(squares)
