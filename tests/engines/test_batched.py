@@ -333,6 +333,7 @@ def test_states_go_to_the_device_and_back_unchanged():
     [
         ("fedavg", None, fp.Link(), True),
         ("fedadam", None, fp.Link(), True),
+        ("fedprox", None, fp.Link(), True),
         ("scaffold", None, fp.Link(), False),
         ("fedavg", fp.PFedPara(gamma=0.3), fp.Link(), False),
         ("fedavg", None, fp.Link(up="float16"), False),

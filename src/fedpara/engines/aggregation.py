@@ -10,34 +10,18 @@ from torch import Tensor
 
 from fedpara.algorithms import Algorithm, Groups, Update
 from fedpara.engines.freight import HOST, bring, place_of
-from fedpara.errors import ConfigError, in_a_line
+from fedpara.errors import ConfigError
 from fedpara.state import State
 
 
 def aggregated(
     algorithm: Algorithm, x: State, server: Groups, updates: Sequence[Update], clients: int
-) -> tuple[State, Groups, str]:
-    """The new x, the server's new variables, and what is to be said about how they were made, if anything.
-
-    ConfigError in the round that made it, where it is no model like x: the next one, if any, could not send it.
-    """
-    (fresh, variables), note = _where_they_are(algorithm, x, server, updates, clients)
-    return bring(fresh, HOST), _all(variables, HOST), note
-
-
-def _where_they_are(
-    algorithm: Algorithm, x: State, server: Groups, updates: Sequence[Update], clients: int
-) -> tuple[tuple[State, Groups], str]:
-    """On the updates' own device; on the host if an algorithm of one's own makes tensors there."""
-    device, note = place_of(update.y for update in updates), ""
-    if device != HOST:
-        try:
-            there = algorithm.aggregate(bring(x, device), _all(server, device), updates, clients)
-            return _checked(algorithm, there, x), ""
-        except RuntimeError as error:
-            note = f"the updates are aggregated on the host: {in_a_line(error)}"
-            updates = [Update(bring(one.y, HOST), _all(one.extra, HOST), one.examples) for one in updates]
-    return _checked(algorithm, algorithm.aggregate(x, server, updates, clients), x), note
+) -> tuple[State, Groups]:
+    """ConfigError in the round that made it, where it is no model like x: the next one, if any, could not send it."""
+    device = place_of(update.y for update in updates)
+    made = algorithm.aggregate(bring(x, device), _all(server, device), updates, clients)
+    fresh, variables = _checked(algorithm, made, x)
+    return bring(fresh, HOST), _all(variables, HOST)
 
 
 def _checked(algorithm: Algorithm, made: tuple[State, Groups], x: State) -> tuple[State, Groups]:

@@ -48,9 +48,10 @@ class Batched:
         compile: bool | None = None,
         say: Callable[[str], None] | None = None,
         stream: int = 0,
+        stay: bool = True,
     ) -> None:
-        """`stream` keeps apart what layers draw in several such engines of one run."""
-        self.stream = stream
+        """`stream` keeps apart what layers draw in several such engines of one run; `stay`: see `stays`."""
+        self.stream, self.stay = stream, stay
         self.protocol, self.task, self.data, self.memory = protocol, task, data, Held(memory)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.on_gpu = self.device.type == "cuda"
@@ -92,7 +93,8 @@ class Batched:
     def stays(self) -> bool:
         """Whether updates stay on the device, where the server then checks and aggregates them: the model's own, as it
         is. What clients keep and send beside it is made on the host, and so is what a narrow link leaves of it."""
-        return not self.protocol.keeps and not self.protocol.extras and self.protocol.link == Link()
+        alone = not self.protocol.keeps and not self.protocol.extras and self.protocol.link == Link()
+        return self.stay and alone and self.protocol.algorithm.on_any_device
 
     @property
     def waste(self) -> float:

@@ -18,11 +18,10 @@ def place_of(states: Iterable[State]) -> torch.device:
 
 def bring(state: Mapping[str, Tensor], device: torch.device) -> State:
     """The state on the device, or on the host; the same tensors where it is there already."""
-    if all(tensor.device.type == device.type for tensor in state.values()):
-        return dict(state)
-    there: State = {}
-    for names in by_type(state):
-        there |= cut(flat(state, names).to(device), state, names)
+    there = {name: tensor for name, tensor in state.items() if tensor.device.type == device.type}
+    rest = {name: tensor for name, tensor in state.items() if name not in there}
+    for names in by_type(rest):
+        there |= cut(flat(rest, names).to(device), rest, names)
     return {name: there[name] for name in state}
 
 

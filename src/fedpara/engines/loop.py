@@ -14,7 +14,7 @@ from typing import TypeVar
 from fedpara.algorithms import Groups, Update
 from fedpara.engines.aggregation import aggregated
 from fedpara.engines.client import Protocol, Reply, change_coded, from_change
-from fedpara.engines.freight import HOST, bring
+from fedpara.engines.freight import HOST, bring, place_of
 from fedpara.engines.streams import cohort, torch_numbers
 from fedpara.engines.threads import THREADS
 from fedpara.engines.worker import Score
@@ -127,8 +127,7 @@ def _round(
     if protocol.link.down != "float32":
         got.updates = [_as_moved(update, x, sent) for update in got.updates]
     if len(got.updates) >= schedule.minimum:
-        x, server, note = aggregated(protocol.algorithm, x, server, got.updates, schedule.clients)
-        got.notes += [note] if note else []
+        x, server = aggregated(protocol.algorithm, x, server, got.updates, schedule.clients)
         if averages:
             averages = bring(mean(got.buffers, [float(update.examples) for update in got.updates]), HOST)
     else:
@@ -137,6 +136,8 @@ def _round(
             f"round {t} had {few} usable update{'s' if got.updates else ''}: the model is kept as it was"
         )
         got.replies.clear()
+    got.updates.clear()  # they may hold a GPU's memory, which scoring has a use for
+    got.buffers.clear()
     engine.keep(t, [reply.client for reply in got.replies])
     up, down = meter.total_up, meter.total_down
     result = Round(
@@ -175,10 +176,16 @@ def _collect(
     """One update a client that was asked, whatever an engine or a network hands over."""
     got = _Collected()
     waiting = dict.fromkeys(chosen)
+    known = {HOST.type: sent}  # the model as it was sent, on each device that an update is on
 
     def judge(reply: Reply) -> tuple[Update, State] | WireError | None:
+        if reply.message is None:
+            return None
+        device = place_of([reply.message.tensors]) if isinstance(reply.message, Letter) else HOST
+        if schedule.max_norm is not None and device.type not in known:
+            known[device.type] = bring(sent, device)
         try:
-            return _admit(protocol, schedule, reply, sent, round) if reply.message is not None else None
+            return _admit(protocol, schedule, reply, known.get(device.type, sent), round)
         except WireError as error:
             return error
 

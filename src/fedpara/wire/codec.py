@@ -71,6 +71,11 @@ class Letter:
     tensors: State  # in the data's order
 
     @cached_property
+    def joined(self) -> State:
+        """The tensors as they are read, more than once."""
+        return side_by_side(self.tensors)
+
+    @cached_property
     def size(self) -> int:
         return len(self.head) + nbytes(self.tensors) + DIGEST
 
@@ -122,7 +127,7 @@ def letter(
         payload[_SCALES] = torch.tensor(scales, dtype=torch.float32)
     index, tensors = lay_out(payload)
     head = b"".join([MAGIC, len(described).to_bytes(4, "little"), described, index])
-    return Letter(head, side_by_side(tensors))
+    return Letter(head, tensors)
 
 
 def decode(message: Message, exact: frozenset[str] = frozenset()) -> tuple[Header, State]:
@@ -133,7 +138,7 @@ def decode(message: Message, exact: frozenset[str] = frozenset()) -> tuple[Heade
     view = memoryview(message.head) if isinstance(message, Letter) else _unsealed(message)
     length = int.from_bytes(view[4:8], "little")
     header, dtype = _parse(bytes(view[8 : 8 + length]))
-    payload = dict(message.tensors) if isinstance(message, Letter) else read(*split_index(view[8 + length :]))
+    payload = dict(message.joined) if isinstance(message, Letter) else read(*split_index(view[8 + length :]))
     return header, _restore(payload, dtype, exact)
 
 

@@ -4,7 +4,7 @@ One content has one encoding: widest type first (so that every tensor is aligned
 A reader therefore rebuilds the index from the names, types and shapes it read and compares bytes; false
 offsets, holes, overlaps, names given twice and unknown fields all fail that one comparison.
 
-Written out here, not by `safetensors.torch.save`, to copy the data once, straight into the message.
+Written out here, not by `safetensors.torch.save`, to copy the data once, straight into the message, or not at all.
 """
 
 import json
