@@ -328,6 +328,31 @@ def test_states_go_to_the_device_and_back_unchanged():
         assert torch.equal(back[1][name], tensor + 1)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "scheme", "link", "stay"),
+    [
+        ("fedavg", None, fp.Link(), True),
+        ("fedadam", None, fp.Link(), True),
+        ("fedprox", None, fp.Link(), True),
+        ("scaffold", None, fp.Link(), False),
+        ("fedavg", fp.PFedPara(gamma=0.3), fp.Link(), False),
+        ("fedavg", None, fp.Link(up="float16"), False),
+        ("fedavg", None, fp.Link(down="bfloat16"), False),
+    ],
+)
+def test_updates_stay_on_the_device_unless_clients_keep_or_the_link_is_narrow(
+    digits, algorithm, scheme, link, stay
+):
+    train, test = digits
+    model = models.mlp(64, 24, 10)
+    if scheme is not None:
+        fp.factorize(model, scheme)
+    protocol = Protocol(take_apart(model), algorithms.build(algorithm, Local()), link, 0)
+    federation = fp.FederatedData(train, data.iid(train.labels, 8, 0))
+    task = fp.Task(model, test=test)
+    assert Batched(protocol, task, federation, InMemory(), size=4, device="cpu").stays is stay
+
+
 def test_personal_scores_are_those_of_the_sequential_engine(digits):
     """Test sets of different sizes, one of them empty; more clients than lanes."""
     train, test = digits

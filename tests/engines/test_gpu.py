@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +12,15 @@ from torch import nn
 import fedpara as fp
 from fedpara import algorithms, data, models
 from fedpara.algorithms import Local
+from fedpara.engines import freight
 from fedpara.engines.batched import Batched
 from fedpara.engines.client import Protocol
 from fedpara.engines.loop import Schedule, play
 from fedpara.engines.memory import InMemory
 from fedpara.engines.program import take_apart
 from fedpara.engines.sequential import Sequential
+from fedpara.errors import UpdateRejected
+from fedpara.wire import Header, admit, letter, spec_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,6 +90,52 @@ def test_compiled_in_each_precision(name, precision, tolerance):
     model = written(lambda: models.build(name, classes=10, shape=shape), SCHEMES["fedpara"])
     held = "mnist" if name == "mlp" else "cifar10"
     assert_near(*both(held, model, method, rounds=1, precision=precision), tolerance)
+
+
+@pytest.mark.parametrize("method", [algorithms.fedavg, algorithms.fedadam])
+def test_updates_stay_on_the_gpu(method, monkeypatch):
+    """Nothing of a client is copied to the host where no client keeps anything; the server's model is."""
+
+    def refused(_):
+        raise AssertionError("a client's update left the GPU")
+
+    monkeypatch.setattr(freight, "_to_host", refused)
+    model = models.build("resnet18", classes=10, shape=(3, 32, 32))  # its buffers are averaged too
+    options = {"even": True, "rounds": 2, "compile": False, "precision": "float32"}
+    after = both("cifar10", model, method(lr=1e-3, batch_size=5, steps=2), **options)
+    assert_near(*after, 1e-4)
+    for name, tensor in after[0].buffers.items():
+        assert torch.allclose(tensor, after[1].buffers[name], rtol=1e-4, atol=1e-4), name
+    assert all(tensor.is_cpu for tensor in (after[1].x | after[1].buffers).values())
+
+
+def test_an_algorithm_of_ones_own_is_given_tensors_on_the_host_unless_it_is_marked():
+    method = algorithms.fedavg(lr=0.02, batch_size=8, steps=2)
+    seen = []
+
+    def own(x, server, updates, clients):
+        seen.append({t.device.type for state in (x, *(u.y for u in updates)) for t in state.values()})
+        return method.aggregate(x, server, updates, clients)
+
+    model = models.build("cnn", classes=10, shape=(3, 32, 32))
+    for mark, kinds in ((lambda f: f, {"cpu"}), (algorithms.on_any_device, {"cuda"})):
+        changed = replace(method, aggregate=mark(own))
+        assert_near(*both("cifar10", model, changed, rounds=1, compile=False, precision="float32"), 1e-5)
+        assert seen[-1] == kinds
+
+
+def test_a_letter_on_the_gpu_is_the_same_message():
+    state = {"w": torch.randn(3, 5), "steps": torch.tensor(7), "b": torch.randn(5)}
+    there = {name: tensor.cuda() for name, tensor in state.items()}
+    header = Header(1, "fedavg", "original", "client:3", 20)
+    ours, theirs = letter(there, header), letter(state, header)
+    assert bytes(ours) == bytes(theirs)
+    assert len(ours) == len(bytes(ours))
+    checks = {"spec": spec_of(state), "round": 1, "method": "fedavg", "scheme": "original"}
+    _, read = admit(ours, **checks, max_norm=1e-6, reference=state)
+    assert all(read[name].is_cuda and torch.equal(read[name].cpu(), state[name]) for name in state)
+    with pytest.raises(UpdateRejected, match="NaN"):
+        admit(letter({**there, "b": there["b"] / 0 * 0}, header), **checks)
 
 
 def test_the_same_seed_gives_the_same_bits():

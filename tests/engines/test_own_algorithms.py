@@ -119,6 +119,11 @@ def test_a_group_cannot_be_called_as_the_models_own(name):
             lambda x, server: ({**x, "0.bias": x["0.bias"].double()}, server),
             "returned float64 (8,) for '0.bias'",
         ),
+        (
+            lambda x, server: (x, {"rounds": 3}),
+            "returned int for the server's 'rounds': expected tensors by name",
+        ),
+        (lambda x, server: (x, {"h": {"0.bias": 3}}), "returned dict for the server's 'h': expected tensors"),
     ],
 )
 def test_what_is_no_model_like_x_is_refused_in_its_round(spoil, said, engine):

@@ -70,7 +70,7 @@ def test_what_no_message_can_hold_is_kept_all_the_same(tmp_path, monkeypatch):
         read_tensors(path)
 
     many = {f"{i:03d}": torch.ones(1) for i in range(100)}
-    index, _ = tensors.write(many)
+    index, _ = tensors.lay_out(many)
     for limit in (len(index) - 16, len(index) - 8, len(index) + 40, len(index) + 200):
         monkeypatch.setattr(tensors, "MAX_INDEX", limit)
         write_tensors(path, many, {})

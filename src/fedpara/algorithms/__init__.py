@@ -4,7 +4,7 @@ algorithms.scaffold(lr=0.1, epochs=5, batch_size=64)
 """
 
 from fedpara.algorithms.adaptive import fedadagrad, fedadam, fedyogi
-from fedpara.algorithms.core import Algorithm, Groups, Local, Update, clip_by_norm, sgd_step
+from fedpara.algorithms.core import Algorithm, Groups, Local, Update, clip_by_norm, on_any_device, sgd_step
 from fedpara.algorithms.fedavg import fedavg, fedprox
 from fedpara.algorithms.feddyn import feddyn
 from fedpara.algorithms.registry import build, names
@@ -24,6 +24,7 @@ __all__ = [
     "fedprox",
     "fedyogi",
     "names",
+    "on_any_device",
     "scaffold",
     "sgd_step",
 ]

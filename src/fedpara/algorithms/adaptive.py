@@ -29,6 +29,7 @@ from fedpara.algorithms.core import (
     check,
     group,
     mean_y,
+    on_any_device,
 )
 from fedpara.algorithms.fedavg import fedavg
 from fedpara.state import State, add, scale, subtract, zeros_like
@@ -109,6 +110,7 @@ def _moments(x: State, *, tau: float) -> Groups:
     return {"m": zeros_like(x), "v": {name: torch.full_like(tensor, tau**2) for name, tensor in x.items()}}
 
 
+@on_any_device
 def _aggregate(
     x: State,
     server: Groups,

@@ -15,8 +15,9 @@ The states hold the shared, trainable parameters only: private ones and buffers 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from fedpara.errors import ConfigError, StateError, among, expect_kind
 from fedpara.state import State, add, mean, zeros_like
 
 Groups = dict[str, State]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 Rule = tuple[str, Callable[[Any], bool]]
 LARGEST = torch.finfo(torch.float32).max
@@ -133,6 +135,21 @@ class Algorithm:
     """(x, y, down, client, K, eta) -> the groups to upload, the client's new variables"""
     aggregate: Callable[[State, Groups, Sequence[Update], int], tuple[State, Groups]]
     """(x, server's variables, updates, N) -> the new x, the server's new variables"""
+
+    @property
+    def on_any_device(self) -> bool:
+        """Whether `finish` and `aggregate` are marked so: else they are given tensors on the host."""
+        plain = [f.func if isinstance(f, partial) else f for f in (self.finish, self.aggregate)]
+        return all(getattr(f, "on_any_device", False) for f in plain)
+
+
+def on_any_device(function: Function) -> Function:
+    """The mark of a `finish` or an `aggregate` that makes no tensors of its own but like those it is given.
+
+    What clients trained on a GPU then stays there until it is aggregated.
+    """
+    function.on_any_device = True  # type: ignore[attr-defined]
+    return function
 
 
 def local_of(local: Local | None, given: Mapping[str, Any]) -> Local:

@@ -11,7 +11,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fedpara.algorithms.core import NOT_NEGATIVE, Algorithm, Groups, Local, Update, check, local_of, mean_y
+from fedpara.algorithms.core import (
+    NOT_NEGATIVE,
+    Algorithm,
+    Groups,
+    Local,
+    Update,
+    check,
+    local_of,
+    mean_y,
+    on_any_device,
+)
 from fedpara.state import State, add, subtract
 
 
@@ -47,11 +57,13 @@ def _proximal(gradient: State, y: State, x: State, down: Groups, client: Groups,
     return add(gradient, subtract(y, x), mu)
 
 
+@on_any_device
 def _no_variables(
     x: State, y: State, down: Groups, client: Groups, steps: int, eta: float
 ) -> tuple[Groups, Groups]:
     return {}, {}
 
 
+@on_any_device
 def _mean(x: State, server: Groups, updates: Sequence[Update], clients: int) -> tuple[State, Groups]:
     return mean_y(x, updates, [update.examples for update in updates]), {}

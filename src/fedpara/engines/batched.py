@@ -28,7 +28,7 @@ from fedpara.engines.task import Task
 from fedpara.engines.worker import Score, Trained, Worker
 from fedpara.errors import ConfigError, RunError, in_a_line
 from fedpara.state import State
-from fedpara.wire import Letter
+from fedpara.wire import Letter, Link
 
 
 class Batched:
@@ -48,9 +48,10 @@ class Batched:
         compile: bool | None = None,
         say: Callable[[str], None] | None = None,
         stream: int = 0,
+        stay: bool = True,
     ) -> None:
-        """`stream` keeps apart what layers draw in several such engines of one run."""
-        self.stream = stream
+        """`stream` keeps apart what layers draw in several such engines of one run; `stay`: see `stays`."""
+        self.stream, self.stay = stream, stay
         self.protocol, self.task, self.data, self.memory = protocol, task, data, Held(memory)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.on_gpu = self.device.type == "cuda"
@@ -89,6 +90,13 @@ class Batched:
         return self.outlook.lanes
 
     @property
+    def stays(self) -> bool:
+        """Whether updates stay on the device, where the server then checks and aggregates them: the model's own, as it
+        is. What clients keep and send beside it is made on the host, and so is what a narrow link leaves of it."""
+        alone = not self.protocol.keeps and not self.protocol.extras and self.protocol.link == Link()
+        return self.stay and alone and self.protocol.algorithm.on_any_device
+
+    @property
     def waste(self) -> float:
         """The share of lane-steps so far that no client was in."""
         return 1 - self._steps_done / self._steps_run if self._steps_run else 0.0
@@ -109,6 +117,8 @@ class Batched:
         before = self._scores(busy, [{**model, **own} for own in private]) if personal else []
         trained = self._train(round, busy, model, private, down, memories) if busy else []
         after = self._scores(busy, [one.state for one in trained]) if personal else []
+        if self.stays:
+            model, down = bring(model, self.device), {g: bring(s, self.device) for g, s in down.items()}
 
         def reply(place: int) -> tuple[Reply, Groups]:
             client = busy[place]
@@ -327,12 +337,12 @@ class Batched:
     def _collect(
         self, ended: list[Segment], states: list[State], losses: list[torch.Tensor]
     ) -> list[Trained]:
-        """To the host, all clients at once, and into the cohort's order."""
+        """One state a client, to the host unless it stays, all at once, and into the cohort's order."""
         program = self.protocol.program
         whole = {name: torch.cat([state[name] for state in states]) for name in states[0]}
         loss = torch.cat(losses).tolist()
         sound = _finite({name: whole[name] for name in program.parameters}) if self.on_gpu else None
-        clients = fetch(whole)
+        clients = fetch(whole, self.stays)
         trained = {
             segment.client: Trained(
                 {name: client[name] for name in program.parameters},

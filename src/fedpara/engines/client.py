@@ -41,6 +41,7 @@ class Protocol:
     seed: int
     down: Spec = field(init=False)
     up: Spec = field(init=False)
+    extras: bool = field(init=False)  # whether clients send more than the model
 
     def __post_init__(self) -> None:
         x = self.program.start(self.program.shared)
@@ -60,6 +61,7 @@ class Protocol:
                     "expected the same names before a client's first round and after it."
                 )
         down = pack({"": model, **broadcast})
+        object.__setattr__(self, "extras", any(extra.values()))
         object.__setattr__(self, "down", spec_of(down, self.link.down, self.exact))
         object.__setattr__(self, "up", spec_of(pack({"": model, **extra}), self.link.up, self.exact))
 

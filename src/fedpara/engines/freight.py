@@ -1,6 +1,6 @@
 """Freight: states between host and device in one copy a type, where a copy a tensor would wait on each."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -8,14 +8,20 @@ from torch import Tensor
 from fedpara.layout import by_type, cut, flat
 from fedpara.state import State
 
+HOST = torch.device("cpu")
 
-def bring(state: State, device: torch.device) -> State:
-    """The state on the device. On the host it is the state itself."""
-    if device.type == "cpu":
-        return dict(state)
-    there: State = {}
-    for names in by_type(state):
-        there |= cut(flat(state, names).to(device), state, names)
+
+def place_of(states: Iterable[State]) -> torch.device:
+    """Where they are, by the first tensor there is."""
+    return next((tensor.device for state in states for tensor in state.values()), HOST)
+
+
+def bring(state: Mapping[str, Tensor], device: torch.device) -> State:
+    """The state on the device, or on the host; the same tensors where it is there already."""
+    there = {name: tensor for name, tensor in state.items() if tensor.device.type == device.type}
+    rest = {name: tensor for name, tensor in state.items() if name not in there}
+    for names in by_type(rest):
+        there |= cut(flat(rest, names).to(device), rest, names)
     return {name: there[name] for name in state}
 
 
@@ -27,15 +33,16 @@ def bring_all(states: Sequence[State], device: torch.device) -> State:
     return {name: there[name] for name in first}
 
 
-def fetch(stacked: State) -> list[State]:
-    """From [client, ...] on the device, one state a client on the host."""
+def fetch(stacked: State, stay: bool = False) -> list[State]:
+    """From [client, ...] one state a client, on the host, or where they are: each type side by side, as it is sent."""
     if not stacked:
         return []
     count = len(next(iter(stacked.values())))
     one = {name: tensor[0] for name, tensor in stacked.items()}
     clients: list[State] = [{} for _ in range(count)]
     for names in by_type(stacked):
-        rows = _to_host(torch.cat([stacked[name].reshape(count, -1) for name in names], dim=1))
+        rows = torch.cat([stacked[name].reshape(count, -1) for name in names], dim=1)
+        rows = rows if stay else _to_host(rows)
         for client, row in zip(clients, rows, strict=True):
             client |= cut(row, one, names)
     return [{name: client[name] for name in stacked} for client in clients]

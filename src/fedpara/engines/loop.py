@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol as Interface
 from typing import TypeVar
 
-from torch import Tensor
-
-from fedpara.algorithms import Algorithm, Groups, Update
+from fedpara.algorithms import Groups, Update
+from fedpara.engines.aggregation import aggregated
 from fedpara.engines.client import Protocol, Reply, change_coded, from_change
+from fedpara.engines.freight import HOST, bring, place_of
 from fedpara.engines.streams import cohort, torch_numbers
 from fedpara.engines.threads import THREADS
 from fedpara.engines.worker import Score
-from fedpara.errors import ConfigError, RunError, UpdateRejected, WireError
+from fedpara.errors import RunError, UpdateRejected, WireError
 from fedpara.state import State, finite, mean
 from fedpara.wire import Letter, Meter, admit, guard, letter, pack, unpack
 
@@ -127,15 +127,17 @@ def _round(
     if protocol.link.down != "float32":
         got.updates = [_as_moved(update, x, sent) for update in got.updates]
     if len(got.updates) >= schedule.minimum:
-        x, server = _aggregated(protocol.algorithm, x, server, got.updates, schedule.clients)
+        x, server = aggregated(protocol.algorithm, x, server, got.updates, schedule.clients)
         if averages:
-            averages = mean(got.buffers, [float(update.examples) for update in got.updates])
+            averages = bring(mean(got.buffers, [float(update.examples) for update in got.updates]), HOST)
     else:
         few = f"{len(got.updates)} of {schedule.minimum}" if got.updates else "no"
         got.notes.append(
             f"round {t} had {few} usable update{'s' if got.updates else ''}: the model is kept as it was"
         )
         got.replies.clear()
+    got.updates.clear()  # they may hold a GPU's memory, which scoring has a use for
+    got.buffers.clear()
     engine.keep(t, [reply.client for reply in got.replies])
     up, down = meter.total_up, meter.total_down
     result = Round(
@@ -149,29 +151,6 @@ def _round(
         kept=tuple(reply.client for reply in got.replies) if protocol.keeps else (),
     )
     return _evaluated(protocol, engine, schedule, got.replies, result)
-
-
-def _aggregated(
-    algorithm: Algorithm, x: State, server: Groups, updates: list[Update], clients: int
-) -> tuple[State, Groups]:
-    """ConfigError in the round that made it, where it is no model like x: the next one, if any, could not send it."""
-    made = algorithm.aggregate(x, server, updates, clients)
-    said = f"algorithm {algorithm.name!r}: aggregate returned"
-    if not (isinstance(made, tuple) and len(made) == 2 and all(isinstance(part, dict) for part in made)):
-        raise ConfigError(
-            f"{said} {type(made).__name__}: expected (the new x, the server's new variables), two dicts."
-        )
-    for name in {**x, **made[0]}:
-        got, expected = (_kind(state.get(name)) for state in (made[0], x))
-        if got != expected:
-            raise ConfigError(f"{said} {got} for {name!r}: expected {expected}.")
-    return made
-
-
-def _kind(tensor: object) -> str:
-    if isinstance(tensor, Tensor):
-        return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-    return "nothing" if tensor is None else type(tensor).__name__
 
 
 @dataclass
@@ -197,10 +176,16 @@ def _collect(
     """One update a client that was asked, whatever an engine or a network hands over."""
     got = _Collected()
     waiting = dict.fromkeys(chosen)
+    known = {HOST.type: sent}  # the model as it was sent, on each device that an update is on
 
     def judge(reply: Reply) -> tuple[Update, State] | WireError | None:
+        if reply.message is None:
+            return None
+        device = place_of([reply.message.tensors]) if isinstance(reply.message, Letter) else HOST
+        if schedule.max_norm is not None and device.type not in known:
+            known[device.type] = bring(sent, device)
         try:
-            return _admit(protocol, schedule, reply, sent, round) if reply.message is not None else None
+            return _admit(protocol, schedule, reply, known.get(device.type, sent), round)
         except WireError as error:
             return error
 

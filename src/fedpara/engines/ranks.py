@@ -2,8 +2,9 @@
 
     replies of rank r = inner.train(share r);  all ranks: replies = all_gather;  aggregate in the cohort's order
 
-Every rank runs the same server loop on the same replies, so the bits are those of one process. What travels are
-the clients' encoded messages and their scores; what a client keeps stays with the rank that has it.
+Every rank runs the same server loop on the same replies, so all have the same bits, and those of one process but for
+the order of a sum: one GPU adds its updates where they are. What travels are the clients' encoded messages and their
+scores; what a client keeps stays with the rank that has it.
 """
 
 import zlib

@@ -296,4 +296,5 @@ def _build_one(
         precision=precision,
         say=say,
         stream=group.rank,
+        stay=group.size == 1,  # between ranks they travel
     )

@@ -21,7 +21,8 @@ def write_tensors(path: Path, state: State, metadata: Mapping[str, str], durable
     """A safetensors file whose metadata carries a digest of all else. Tensors that lie side by side are written as one
     piece, and are side by side when read: a client's hundred small tensors cost what one does."""
     try:
-        index, data = tensors.write(state)
+        index, ordered = tensors.lay_out(state)
+        data = tensors.memory(ordered)
         header = _header({**metadata, _DIGEST: _digest(metadata, index[8:], data)}, index[8:])
         if len(header) > tensors.MAX_INDEX:
             raise WireError("an index too large")
@@ -44,7 +45,7 @@ def read_tensors(path: Path) -> tuple[State, dict[str, str]]:
         metadata, index = _parted(header)
         if _DIGEST in metadata:
             if metadata.pop(_DIGEST) == _digest(metadata, index, [data]):
-                return tensors.read(index, [data]), metadata
+                return tensors.read(index, data), metadata
             raise RunError(f"{path} does not match its digest: it was altered or damaged.")
     except OSError as error:
         raise RunError(f"{path} cannot be read ({error}): expected a whole safetensors file.") from None

@@ -5,7 +5,6 @@ finite values, each against the spec, and no negative variance of a BatchNorm; l
 The first thing wrong is the reason given.
 """
 
-import math
 from typing import NoReturn
 
 import torch
@@ -66,9 +65,10 @@ def admit(
     if not finite(state):
         bad = next(name for name, tensor in state.items() if not all_finite(tensor))
         _refuse(header, f"{bad!r} holds NaN or infinity: expected finite values")
-    for name, tensor in state.items():
-        if name.endswith("running_var") and bool((tensor < 0).any()):
-            _refuse(header, f"{name!r} holds a negative variance: expected 0 or more")
+    variances = {name: tensor.reshape(-1) for name, tensor in state.items() if name.endswith("running_var")}
+    if variances and bool((torch.cat(list(variances.values())) < 0).any()):
+        bad = next(name for name, tensor in variances.items() if bool((tensor < 0).any()))
+        _refuse(header, f"{bad!r} holds a negative variance: expected 0 or more")
     if max_norm is not None:
         norm = _distance(state, reference or {})
         if not norm <= max_norm:
@@ -89,9 +89,11 @@ def _check_names(header: Header, state: State, spec: Spec) -> None:
 
 def _distance(state: State, reference: State) -> float:
     """sqrt(sum ||a - b||^2) in float64"""
-    squares = 0.0
-    for name, tensor in state.items():
-        if tensor.is_floating_point():
-            change = tensor - reference[name].to("cpu") if name in reference else tensor
-            squares += float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2
-    return math.sqrt(squares)
+    norms = [
+        torch.linalg.vector_norm(
+            tensor - reference[name].to(tensor.device) if name in reference else tensor, dtype=torch.float64
+        )
+        for name, tensor in state.items()
+        if tensor.is_floating_point()
+    ]
+    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0

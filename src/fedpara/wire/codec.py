@@ -6,20 +6,21 @@ Equal content gives equal bytes, and nothing else decodes: `decode` raises WireE
 reads no length it has not held against the message's own, and unpickles nothing.
 
 Between a server and clients of one process nothing is carried, so nothing can be damaged: there a message stays a
-`Letter`, whose bytes are joined and sealed with the digest only when they are asked for.
+`Letter`, whose bytes are joined and sealed with the digest only when they are asked for. Its tensors are read as they
+are, on the device they are on.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
 from hashlib import sha256
 
 import torch
 
 from fedpara.errors import WireError
-from fedpara.state import State
+from fedpara.state import State, nbytes
 from fedpara.wire.link import PRECISIONS, check_precision, dequantize, quantize
-from fedpara.wire.tensors import as_json, parse_json, read, shown, split_index, write
+from fedpara.wire.tensors import as_json, lay_out, memory, parse_json, read, shown, side_by_side, split_index
 
 MAGIC = b"FPM1"
 MAX_HEADER = 64 << 10
@@ -63,25 +64,30 @@ class Header:
 class Letter:
     """A message before it leaves its process: `bytes(letter)` is what travels, `len(letter)` how long that is.
 
-    `data` is the tensors' own memory, and what is decoded from one piece is that memory too: neither side may
-    write to it.
+    The tensors are the sender's own, and the reader's too: neither side may write to them.
     """
 
     head: bytes  # all before the data
-    data: tuple[memoryview, ...]
+    tensors: State  # in the data's order
+
+    @cached_property
+    def joined(self) -> State:
+        """The tensors as they are read, more than once."""
+        return side_by_side(self.tensors)
+
+    @cached_property
+    def size(self) -> int:
+        return len(self.head) + nbytes(self.tensors) + DIGEST
 
     def __len__(self) -> int:
-        return sum(map(len, self._pieces())) + DIGEST
+        return self.size
 
     def __bytes__(self) -> bytes:
+        pieces: list[bytes | memoryview] = [self.head, *memory(self.tensors)]
         digest = sha256()
-        for piece in self._pieces():
+        for piece in pieces:
             digest.update(piece)
-        return b"".join([*self._pieces(), digest.digest()[:DIGEST]])
-
-    def _pieces(self) -> Iterator[bytes | memoryview]:
-        yield self.head
-        yield from self.data
+        return b"".join([*pieces, digest.digest()[:DIGEST]])
 
 
 Message = bytes | Letter
@@ -119,8 +125,9 @@ def letter(
             scales.append(scale)
     if dtype == "int8":
         payload[_SCALES] = torch.tensor(scales, dtype=torch.float32)
-    index, data = write(payload)
-    return Letter(b"".join([MAGIC, len(described).to_bytes(4, "little"), described, index]), data)
+    index, tensors = lay_out(payload)
+    head = b"".join([MAGIC, len(described).to_bytes(4, "little"), described, index])
+    return Letter(head, tensors)
 
 
 def decode(message: Message, exact: frozenset[str] = frozenset()) -> tuple[Header, State]:
@@ -131,8 +138,7 @@ def decode(message: Message, exact: frozenset[str] = frozenset()) -> tuple[Heade
     view = memoryview(message.head) if isinstance(message, Letter) else _unsealed(message)
     length = int.from_bytes(view[4:8], "little")
     header, dtype = _parse(bytes(view[8 : 8 + length]))
-    index, rest = split_index(view[8 + length :])
-    payload = read(index, message.data if isinstance(message, Letter) else [rest])
+    payload = dict(message.joined) if isinstance(message, Letter) else read(*split_index(view[8 + length :]))
     return header, _restore(payload, dtype, exact)
 
 

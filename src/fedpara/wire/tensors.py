@@ -4,23 +4,21 @@ One content has one encoding: widest type first (so that every tensor is aligned
 A reader therefore rebuilds the index from the names, types and shapes it read and compares bytes; false
 offsets, holes, overlaps, names given twice and unknown fields all fail that one comparison.
 
-Written out here, not by `safetensors.torch.save`, to copy the data once, straight into the message.
+Written out here, not by `safetensors.torch.save`, to copy the data once, straight into the message, or not at all.
 """
 
 import json
 import math
 import reprlib
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import groupby
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fedpara.errors import WireError
-from fedpara.layout import runs
+from fedpara.layout import by_type, cut, flat, runs
 from fedpara.state import State
 
 MAX_INDEX = 8 << 20
@@ -28,7 +26,7 @@ MAX_DIMENSIONS = 16
 MAX_NUMBERS = 1 << 48
 CACHED_INDEX = 256 << 10
 FEW = 8
-"""Pieces of memory that a state may be read from as it is; of more, one is made: it is read more than once."""
+"""Pieces of memory that a state may lie in; of more, one is made: it is read more than once."""
 
 # In the order of the data: widest first.
 _CODES = {
@@ -50,15 +48,31 @@ Entry = tuple[str, torch.dtype, tuple[int, ...]]
 _compact = json.JSONEncoder(separators=(",", ":"))
 
 
-def write(state: State) -> tuple[bytes, tuple[memoryview, ...]]:
-    """The index with its length, and the data: the tensors' own memory where it can be."""
+def lay_out(state: State) -> tuple[bytes, State]:
+    """The index with its length, and the tensors in its order, contiguous, on whatever device they are."""
     entries = _in_order((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items())
     index, _ = _index(entries)
     if len(index) > MAX_INDEX:
         raise WireError(f"the index of {len(state)} tensors takes {len(index)} bytes: at most {MAX_INDEX}.")
+    return len(index).to_bytes(8, "little") + index, {
+        name: state[name].contiguous() for name, _, _ in entries
+    }
+
+
+def side_by_side(tensors: State) -> State:
+    """In few pieces of memory, each of a type; copied only where they lie in more."""
+    if len(runs(list(tensors.values()))) <= FEW:
+        return tensors
+    joined: State = {}
+    for names in by_type(tensors):
+        joined |= cut(flat(tensors, names), tensors, names)
+    return {name: joined[name] for name in tensors}
+
+
+def memory(tensors: State) -> tuple[memoryview, ...]:
+    """The data: the tensors' own memory where it can be."""
     # Flat: reshape(-1) would keep the odd stride that a single number may have.
-    flat = runs([t if (t := state[name]).is_cpu else t.cpu() for name, _, _ in entries])
-    return len(index).to_bytes(8, "little") + index, tuple(t.view(torch.uint8).numpy().data for t in flat)
+    return tuple(t.cpu().view(torch.uint8).numpy().data for t in runs(list(tensors.values())))
 
 
 def split_index(payload: memoryview) -> tuple[bytes, memoryview]:
@@ -71,35 +85,28 @@ def split_index(payload: memoryview) -> tuple[bytes, memoryview]:
     return bytes(payload[8 : 8 + length]), payload[8 + length :]
 
 
-def read(index: bytes, data: Sequence[memoryview]) -> State:
-    """The tensors, each of a type side by side in few pieces of memory; WireError for what `write` would not write."""
+def read(index: bytes, data: memoryview) -> State:
+    """The tensors, each of a type side by side in memory; WireError for what `lay_out` would not lay out.
+
+    Not copied, unless they are bytes, for torch may write to them: numpy's copy, which other threads need not wait for.
+    """
     entries, ends = (_parsed if len(index) > CACHED_INDEX else _parsed_before)(index)
-    size = sum(map(len, data))
-    if size != (ends[-1] if ends else 0):
-        raise WireError(f"the tensors hold {size} bytes: expected {ends[-1] if ends else 0}.")
+    if len(data) != (ends[-1] if ends else 0):
+        raise WireError(f"the tensors hold {len(data)} bytes: expected {ends[-1] if ends else 0}.")
+    numbers = np.frombuffer(data, np.uint8)
+    if data.readonly:
+        numbers = np.concatenate([numbers])
     state: State = {}
-    first = begin = 0
-    for piece in _whole_tensors(data, ends):
-        last = bisect_right(ends, begin + len(piece))
-        for dtype, alike in groupby(range(first, last), key=lambda i: entries[i][1]):
-            these = list(alike)
-            sizes = [ends[i] - (ends[i - 1] if i else 0) for i in these]
-            part = piece[ends[these[0]] - sizes[0] - begin : ends[these[-1]] - begin]
-            if dtype == torch.bool and len(part) and part.max() > 1:
-                raise WireError("a boolean tensor holds other bytes than 0 and 1.")
-            numbers = torch.from_numpy(part).view(dtype) if len(part) else torch.empty(0, dtype=dtype)
-            for i, flat in zip(these, numbers.split([size // dtype.itemsize for size in sizes]), strict=True):
-                state[entries[i][0]] = flat.view(entries[i][2])
-        first, begin = last, begin + len(piece)
+    for dtype, alike in groupby(range(len(entries)), key=lambda i: entries[i][1]):
+        these = list(alike)
+        sizes = [ends[i] - (ends[i - 1] if i else 0) for i in these]
+        part = numbers[ends[these[0]] - sizes[0] : ends[these[-1]]]
+        if dtype == torch.bool and len(part) and part.max() > 1:
+            raise WireError("a boolean tensor holds other bytes than 0 and 1.")
+        of_type = torch.from_numpy(part).view(dtype) if len(part) else torch.empty(0, dtype=dtype)
+        for i, piece in zip(these, of_type.split([size // dtype.itemsize for size in sizes]), strict=True):
+            state[entries[i][0]] = piece.view(entries[i][2])
     return state
-
-
-def _whole_tensors(data: Sequence[memoryview], ends: tuple[int, ...]) -> list[NDArray[np.uint8]]:
-    """A few pieces that end where a tensor does. Not copied where they are so already, unless they are bytes, for torch
-    may write to them. numpy's copy, which other threads need not wait for."""
-    pieces = [np.frombuffer(piece, np.uint8) for piece in data] or [np.empty(0, np.uint8)]
-    ready = len(pieces) <= FEW and not any(piece.readonly for piece in data)
-    return pieces if ready and {*accumulate(map(len, pieces))} <= {0, *ends} else [np.concatenate(pieces)]
 
 
 def shown(value: object) -> str:

@@ -1,0 +1,52 @@
+"""Aggregation: the updates that were admitted become the server's next model, on the device where they are.
+
+x, server = algorithm.aggregate(x, server, updates, N), checked, and from there to the host
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedpara.algorithms import Algorithm, Groups, Update
+from fedpara.engines.freight import HOST, bring, place_of
+from fedpara.errors import ConfigError
+from fedpara.state import State
+
+
+def aggregated(
+    algorithm: Algorithm, x: State, server: Groups, updates: Sequence[Update], clients: int
+) -> tuple[State, Groups]:
+    """ConfigError in the round that made it, where it is no model like x: the next one, if any, could not send it."""
+    device = place_of(update.y for update in updates)
+    made = algorithm.aggregate(bring(x, device), _all(server, device), updates, clients)
+    fresh, variables = _checked(algorithm, made, x)
+    return bring(fresh, HOST), _all(variables, HOST)
+
+
+def _checked(algorithm: Algorithm, made: tuple[State, Groups], x: State) -> tuple[State, Groups]:
+    said = f"algorithm {algorithm.name!r}: aggregate returned"
+    if not (isinstance(made, tuple) and len(made) == 2 and all(isinstance(part, dict) for part in made)):
+        raise ConfigError(
+            f"{said} {type(made).__name__}: expected (the new x, the server's new variables), two dicts."
+        )
+    for name in {**x, **made[0]}:
+        got, expected = (_kind(state.get(name)) for state in (made[0], x))
+        if got != expected:
+            raise ConfigError(f"{said} {got} for {name!r}: expected {expected}.")
+    for group, state in made[1].items():
+        if not (isinstance(state, dict) and all(isinstance(tensor, Tensor) for tensor in state.values())):
+            raise ConfigError(
+                f"{said} {type(state).__name__} for the server's {group!r}: expected tensors by name."
+            )
+    return made
+
+
+def _kind(tensor: object) -> str:
+    if isinstance(tensor, Tensor):
+        return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    return "nothing" if tensor is None else type(tensor).__name__
+
+
+def _all(groups: Groups, device: torch.device) -> Groups:
+    return {group: bring(state, device) for group, state in groups.items()}
