@@ -181,14 +181,19 @@ def test_runs_of_no_table_have_one_of_their_own(library, tables, tmp_path):
     assert [e.column for e in alone.entries] == ["rounds", "GB sent"], "not scored yet"
 
 
-def test_a_run_of_no_table_is_told_from_the_tables_own(library, tables):
-    own = next(run for run in library if run.experiment.scheme == "original")
-    changed = replace(own.experiment, cohort=own.experiment.cohort - 1)
+@pytest.mark.parametrize(
+    ("scheme", "change", "said"),
+    [("original", {"cohort": 1}, "(cohort 1)"), ("fedpara", {"init": None}, "(default init)")],
+)
+def test_a_run_of_no_table_is_told_from_the_tables_own(library, tables, scheme, change, said):
+    own = next(run for run in library if run.experiment.scheme == scheme)
+    changed = replace(own.experiment, **change)
+    assert changed != own.experiment
     other = replace(own, path=own.path.with_name("other"), experiment=changed)
     both = Library({**library.runs, changed.identity: (other,)})
     rest = other_runs(both, tables)
     assert len(rest.study.rows) == 1
-    assert f"(cohort {changed.cohort})" in rest.study.rows[0]
+    assert said in rest.study.rows[0]
 
 
 def test_the_library_skips_what_is_no_run(tmp_path, runs):

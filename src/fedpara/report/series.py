@@ -138,7 +138,7 @@ def _told_apart(series: list[Series]) -> list[Series]:
             continue
         own = _fields(one)
         differing = [name for name in own if len({str(_fields(twin)[name]) for twin in twins}) > 1]
-        words = [_word(name, own[name]) for name in differing if own[name]]
+        words = [_word(name, own[name]) for name in differing if own[name] or name == "init"]
         found.append(replace(one, label=f"{one.label} ({', '.join(words) or 'plain'})"))
     return found
 
@@ -146,7 +146,9 @@ def _told_apart(series: list[Series]) -> list[Series]:
 def _word(name: str, value: Any) -> str:
     if name == "jacobian":
         return f"λ {value:g}"
-    return str(value) if name in ("nonlinearity", "init", "augment", "model") else f"{name} {value}"
+    if name == "init":
+        return value or "default init"
+    return str(value) if name in ("nonlinearity", "augment", "model") else f"{name} {value}"
 
 
 def _fields(series: Series) -> dict[str, Any]:

@@ -47,7 +47,7 @@ RECIPE = {
     ),
     "lstm": Recipe(
         every={"model": "lstm", "momentum": 0.0, "weight_decay": 0.0, "clip": None, "evaluate_every": 25},
-        factorized={"init": None},
+        factorized={"init": "he:0.6"},
         fedpara={"nonlinearity": "tanh"},
     ),
     "mlp": Recipe(
