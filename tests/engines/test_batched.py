@@ -164,6 +164,58 @@ def test_a_cohort_larger_than_memory_goes_in_waves_to_the_same_model(digits):
         assert torch.allclose(a[name], b[name], rtol=1e-5, atol=1e-6), name
 
 
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
+@pytest.mark.parametrize("scheme", [None, fp.PFedPara(gamma=0.3)])
+def test_states_that_cannot_wait_go_to_the_host_as_clients_end_to_the_same_bits(
+    digits, monkeypatch, algorithm, scheme
+):
+    """Unequal clients that follow one another in a lane, with what they keep from round to round."""
+    train, test = digits
+    model = models.mlp(64, 24, 10)
+    if scheme is not None:
+        fp.factorize(model, scheme)
+    federation = fp.FederatedData(train, data.dirichlet(train.labels, 8, 0.5, 0))
+    task = fp.Task(model, test=test)
+    method = algorithms.build(algorithm, Local(lr=0.05, batch_size=8))
+    protocol = Protocol(take_apart(model), method, fp.Link(), 0)
+    said = []
+    outlook = look_ahead(protocol, federation, 6, 3)
+    roomy = Batched(protocol, task, federation, InMemory(), size=6, outlook=outlook)
+    monkeypatch.setattr("fedpara.engines.batched.room_on", lambda device: 1e5)
+    narrow = Batched(protocol, task, federation, InMemory(), size=6, outlook=outlook, say=said.append)
+    assert (roomy.waits, narrow.waits, narrow.stays) == (True, False, False)
+    a, b = (rounds_of(engine, protocol, 8, 6)[-1].progress for engine in (roomy, narrow))
+    assert "they go to the host as clients end" in narrow.why
+    assert any("go to the host" in text for text in said)
+    assert "the host" not in roomy.why
+    assert (a.bytes_up, a.bytes_down) == (b.bytes_up, b.bytes_down)
+    for name in a.x:
+        assert torch.equal(a.x[name], b.x[name]), name
+
+
+def test_memory_that_runs_out_with_one_lane_is_tried_again_with_nothing_waiting(digits):
+    class Full(Batched):
+        def _collect(self, ended, states, losses):
+            if self.waits:
+                raise torch.OutOfMemoryError("no room for the cohort")
+            return super()._collect(ended, states, losses)
+
+    train, _ = digits
+    federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
+    task = fp.Task(models.mlp(64, 24, 10))
+    protocol = Protocol(take_apart(task.model), algorithms.fedavg(lr=0.1), fp.Link(), 0)
+    outlook = look_ahead(protocol, federation, 2, 1)
+    engines = [
+        kind(protocol, task, federation, InMemory(), size=2, outlook=outlook) for kind in (Full, Batched)
+    ]
+    a, b = (rounds_of(engine, protocol, 4, 2)[-1].progress.x for engine in engines)
+    assert engines[0].notes == [
+        "out of memory with 1 lanes: the cohort goes in waves of 1, and states go to the host as clients end"
+    ]
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
 def test_one_client_too_large_for_memory_ends_the_run_with_a_cure(digits):
     train, _ = digits
     federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))

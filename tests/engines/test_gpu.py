@@ -109,6 +109,14 @@ def test_updates_stay_on_the_gpu(method, monkeypatch):
     assert all(tensor.is_cpu for tensor in (after[1].x | after[1].buffers).values())
 
 
+@pytest.mark.parametrize("algorithm", [algorithms.fedavg, algorithms.scaffold])
+def test_states_that_cannot_wait_on_the_gpu_go_to_the_host_as_clients_end(algorithm, monkeypatch):
+    monkeypatch.setattr("fedpara.engines.batched.room_on", lambda device: 1e5)
+    model = models.build("cnn", classes=10, shape=(3, 32, 32))
+    method = algorithm(lr=0.02, batch_size=8, steps=2)
+    assert_near(*both("cifar10", model, method, compile=False, precision="float32"), 1e-4)
+
+
 def test_an_algorithm_of_ones_own_is_given_tensors_on_the_host_unless_it_is_marked():
     method = algorithms.fedavg(lr=0.02, batch_size=8, steps=2)
     seen = []

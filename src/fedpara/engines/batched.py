@@ -11,10 +11,11 @@ from functools import partial
 import torch
 
 from fedpara.algorithms import Groups
-from fedpara.data import Examples, FederatedData
+from fedpara.data import FederatedData
 from fedpara.engines.capture import capture
 from fedpara.engines.client import PRIVATE, Protocol, Reply, own_variables, reply_of
-from fedpara.engines.freight import bring, bring_all, fetch
+from fedpara.engines.device import on_device, precision_on, room_on
+from fedpara.engines.freight import HOST, bring, bring_all, fetch
 from fedpara.engines.lanes import Segment
 from fedpara.engines.memory import ClientMemory, Held
 from fedpara.engines.normalization import by_channel
@@ -26,8 +27,8 @@ from fedpara.engines.stacked import Precision, make_tick, one_step
 from fedpara.engines.streams import cohort, own_layers
 from fedpara.engines.task import Task
 from fedpara.engines.worker import Score, Trained, Worker
-from fedpara.errors import ConfigError, RunError, in_a_line
-from fedpara.state import State
+from fedpara.errors import RunError, in_a_line
+from fedpara.state import State, nbytes
 from fedpara.wire import Letter, Link
 
 
@@ -57,7 +58,7 @@ class Batched:
         self.on_gpu = self.device.type == "cuda"
         self.notes: list[str] = []
         self.say = say or (lambda text: None)
-        self.precision = self._precision(precision)
+        self.precision = precision_on(self.device, precision)
         self.compile = self.on_gpu if compile is None else compile
         program = protocol.program
         # On a CPU GroupNorm under vmap refuses channels-last.
@@ -80,6 +81,7 @@ class Batched:
         self.train_set = on_device(data.train, self.device)
         self.test_set = on_device(task.test, self.device) if task.test is not None else None
         self.outlook = outlook or look_ahead(protocol, data, size)
+        self.waits = self._fits(size)
         self._steps_done = self._steps_run = 0
         self._places: Lanes | None = None
         self._ticks: dict[bool, Callable[[], None]] = {}
@@ -94,7 +96,7 @@ class Batched:
         """Whether updates stay on the device, where the server then checks and aggregates them: the model's own, as it
         is. What clients keep and send beside it is made on the host, and so is what a narrow link leaves of it."""
         alone = not self.protocol.keeps and not self.protocol.extras and self.protocol.link == Link()
-        return self.stay and alone and self.protocol.algorithm.on_any_device
+        return self.stay and self.waits and alone and self.protocol.algorithm.on_any_device
 
     @property
     def waste(self) -> float:
@@ -180,19 +182,22 @@ class Batched:
         down: Groups,
         memories: list[Groups],
     ) -> list[Trained]:
-        """In fewer lanes after each try that the device has no memory for."""
+        """In fewer lanes after each try that the device has no memory for, and no state waits there any more."""
         while True:
             try:
                 return self._in_lanes(round, clients, model, private, down, memories)
             except torch.OutOfMemoryError:
-                if self.lanes == 1:
+                if self.lanes == 1 and not self.waits:
                     raise RunError(
                         f"round {round}: one client alone is too large for {self.device}'s memory. The state "
                         "before it is kept. Lower the batch size, or use the sequential engine."
                     ) from None
-            fewer = self.lanes // 2
-            self.notes.append(f"out of memory with {self.lanes} lanes: the cohort goes in waves of {fewer}")
-            self.say(f"engine: {self.notes[-1]}")
+            fewer = max(1, self.lanes // 2)
+            self._note(
+                f"out of memory with {self.lanes} lanes: the cohort goes in waves of {fewer}, and states go to "
+                "the host as clients end"
+            )
+            self.waits = False
             self.outlook = look_ahead(self.protocol, self.data, len(clients), fewer)
             self._places, self._ticks, self._ahead = None, {}, None
             if self.on_gpu:
@@ -213,11 +218,15 @@ class Batched:
         places = self._prepare(plan, start, private[0], down, own[0])
         places.lr.fill_(self.protocol.algorithm.local.lr_at(round))
         tick = self._tick(plan, places)
-        variables = {group: bring_all([one[group] for one in own], self.device) for group in own[0]}
-        theirs = bring_all(private, self.device)
+
+        def bring_own(of: Sequence[int]) -> tuple[State, Groups]:
+            variables = {group: bring_all([own[p][group] for p in of], self.device) for group in own[0]}
+            return bring_all([private[p] for p in of], self.device), variables
+
+        everyone = bring_own(range(len(clients))) if self.waits else None
         # After the tick is made: warming it up draws numbers too, and a resumed run makes it in another round.
         with own_layers(self.protocol.seed, round, self.stream, self.device):
-            ended, states, losses = self._run(tick, plan, places, start, theirs, variables)
+            ended, states, losses = self._run(tick, plan, places, start, everyone, bring_own)
         self._steps_done += sum(segment.steps for segment in plan.segments)
         self._steps_run += self.lanes * plan.steps
         self._think_ahead(round, clients)
@@ -229,13 +238,15 @@ class Batched:
         plan: Plan,
         places: Lanes,
         start: State,
-        theirs: State,
-        variables: Groups,
+        everyone: tuple[State, Groups] | None,
+        bring_own: Callable[[Sequence[int]], tuple[State, Groups]],
     ) -> tuple[list[Segment], list[State], list[torch.Tensor]]:
         """Step all lanes to the next client's end, let those that end leave and the next ones in, and on.
 
         The segments in the order in which they ended, their states stacked event by event, their summed losses.
-        Who comes and goes is on the device before the first step: copied later, it would wait for the steps.
+        Who comes and goes is on the device before the first step, and so is what `everyone` owns; states wait there
+        for the last one: a copy in between would wait for the steps. Where a cohort is too large for that, each event
+        brings what its clients own and takes their states to the host.
         """
         ended: list[Segment] = []
         states: list[State] = []
@@ -257,11 +268,15 @@ class Batched:
             for _ in range(event - before):
                 tick()
             if leaving:
-                states.append(places.leave(left))
+                state = places.leave(left)
+                states.append(state if everyone else bring(state, HOST))
                 losses.append(places.losses.index_select(0, left))
                 ended += leaving
-            if coming:
-                places.enter(taken, start, who, theirs, variables)
+            if coming and everyone:
+                places.enter(taken, start, who, *everyone)
+            elif coming:
+                own = bring_own([segment.client for segment in coming])
+                places.enter(taken, start, self._index(list(range(len(coming)))), *own)
         return ended, states, losses
 
     def _index(self, places: list[int]) -> torch.Tensor:
@@ -339,10 +354,15 @@ class Batched:
     ) -> list[Trained]:
         """One state a client, to the host unless it stays, all at once, and into the cohort's order."""
         program = self.protocol.program
-        whole = {name: torch.cat([state[name] for state in states]) for name in states[0]}
+        if self.waits:
+            states = [{name: torch.cat([state[name] for state in states]) for name in states[0]}]
         loss = torch.cat(losses).tolist()
-        sound = _finite({name: whole[name] for name in program.parameters}) if self.on_gpu else None
-        clients = fetch(whole, self.stays)
+        sound = None
+        if self.waits and self.on_gpu:
+            sound = _finite({name: states[0][name] for name in program.parameters})
+        clients: list[State] = []
+        while states:
+            clients += fetch(states.pop(0), self.stays)
         trained = {
             segment.client: Trained(
                 {name: client[name] for name in program.parameters},
@@ -355,28 +375,26 @@ class Batched:
         }
         return [trained[place] for place in sorted(trained)]
 
-    def _precision(self, asked: Precision | None) -> Precision:
-        if not self.on_gpu:
-            if asked not in (None, "float32"):
-                raise ConfigError(f"precision {asked!r} needs a GPU: on the CPU expected float32.")
-            return "float32"
-        if asked == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-            raise ConfigError(
-                f"{torch.cuda.get_device_name(self.device)} has no bfloat16: use tf32 or float32."
-            )
-        chosen = asked or ("bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "tf32")
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = chosen != "float32"
-        torch.backends.cudnn.benchmark = True
-        return chosen
+    def _fits(self, size: int) -> bool:
+        """Whether a cohort's states may wait on the device: thrice, as they leave their lanes, joined and side by side,
+        and what the clients own beside them, in half of its memory."""
+        model, room = self.protocol.program.initial, room_on(self.device)
+        owned = sum(map(nbytes, self.protocol.first(model).values()))
+        needed = size * (3 * nbytes(model) + owned)
+        if 2 * needed <= room:
+            return True
+        self._note(
+            f"the cohort's states, {needed / 2**30:.3g} GiB with their copies, do not wait on {self.device}, which has "
+            f"{room / 2**30:.3g}: they go to the host as clients end"
+        )
+        return False
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self.say(f"engine: {text}")
 
 
 def _finite(stacked: State) -> list[bool]:
     """By client: faster here, all at once, than each on the host."""
     each = [tensor.flatten(1).isfinite().all(1) for tensor in stacked.values() if tensor.is_floating_point()]
     return torch.stack(each).all(0).tolist() if each else []
-
-
-def on_device(examples: Examples, device: torch.device) -> Examples:
-    if device.type == "cpu":
-        return examples
-    return replace(examples, inputs=examples.inputs.to(device), labels=examples.labels.to(device))
