@@ -121,9 +121,9 @@ def test_a_group_cannot_be_called_as_the_models_own(name):
         ),
         (
             lambda x, server: (x, {"rounds": 3}),
-            "returned int for the server's 'rounds': expected tensors by name",
+            "returned int for 'rounds': expected tensors by name",
         ),
-        (lambda x, server: (x, {"h": {"0.bias": 3}}), "returned dict for the server's 'h': expected tensors"),
+        (lambda x, server: (x, {"h": {"0.bias": 3}}), "returned dict for 'h': expected tensors"),
     ],
 )
 def test_what_is_no_model_like_x_is_refused_in_its_round(spoil, said, engine):
@@ -131,3 +131,22 @@ def test_what_is_no_model_like_x_is_refused_in_its_round(spoil, said, engine):
     own = replace(base, name="own", aggregate=lambda *given: spoil(*base.aggregate(*given)))
     with pytest.raises(ConfigError, match=re.escape(f"algorithm 'own': aggregate {said}")):
         fp.simulate(fp.Task(network()), federation(), own, rounds=1, cohort=6, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("function", "made", "said"),
+    [
+        ("server_init", None, "returned NoneType: expected groups"),
+        ("broadcast", {"h": 1.0}, "returned float for 'h': expected tensors by name"),
+        ("client_init", [], "returned list: expected groups"),
+        ("finish", {}, "returned dict: expected (the groups to upload, the client's new variables)"),
+        ("finish", ({}, {}, {}), "returned tuple: expected (the groups to upload"),
+        ("finish", (None, {}), "returned NoneType: expected groups"),
+        ("finish", ({}, {"h": {"0.bias": 3}}), "returned dict for 'h': expected tensors by name"),
+    ],
+)
+def test_what_are_no_groups_is_refused_before_the_first_round(function, made, said, engine):
+    own = replace(algorithms.fedavg(lr=0.1), name="own", **{function: lambda *_: made})
+    with pytest.raises(ConfigError, match=re.escape(f"algorithm 'own': {function} {said}")):
+        simulate(own, engine)

@@ -168,6 +168,19 @@ def group(groups: Groups, name: str) -> State:
     return groups.get(name, {})
 
 
+def expect_groups(algorithm: str, function: str, made: object) -> Groups:
+    """ConfigError where a function of one's own returned something else than states by name."""
+    said = f"algorithm {algorithm!r}: {function} returned"
+    if not isinstance(made, dict):
+        raise ConfigError(
+            f"{said} {type(made).__name__}: expected groups, a dict of tensors by name for each."
+        )
+    for group, state in made.items():
+        if not (isinstance(state, dict) and all(isinstance(tensor, Tensor) for tensor in state.values())):
+            raise ConfigError(f"{said} {type(state).__name__} for {group!r}: expected tensors by name.")
+    return made
+
+
 def mean_y(x: State, updates: Sequence[Update], weights: Sequence[float]) -> State:
     """sum_i w_i y_i / sum_i w_i, in the type of x, which a quantized uplink may have narrowed."""
     for update in updates:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedpara.algorithms import Algorithm, Groups, Update
+from fedpara.algorithms.core import expect_groups
 from fedpara.engines.freight import HOST, bring, place_of
 from fedpara.errors import ConfigError
 from fedpara.state import State
@@ -34,11 +35,7 @@ def _checked(algorithm: Algorithm, made: tuple[State, Groups], x: State) -> tupl
         got, expected = (_kind(state.get(name)) for state in (made[0], x))
         if got != expected:
             raise ConfigError(f"{said} {got} for {name!r}: expected {expected}.")
-    for group, state in made[1].items():
-        if not (isinstance(state, dict) and all(isinstance(tensor, Tensor) for tensor in state.values())):
-            raise ConfigError(
-                f"{said} {type(state).__name__} for the server's {group!r}: expected tensors by name."
-            )
+    expect_groups(algorithm.name, "aggregate", made[1])
     return made
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from fedpara.algorithms import Algorithm, Groups
+from fedpara.algorithms.core import expect_groups
 from fedpara.data import Examples
 from fedpara.engines.program import Program
 from fedpara.engines.streams import torch_numbers
@@ -46,9 +47,7 @@ class Protocol:
     def __post_init__(self) -> None:
         x = self.program.start(self.program.shared)
         model = {**x, **self.program.start(self.program.shared_buffers)}
-        first = self.algorithm.client_init(x)
-        broadcast = self.algorithm.broadcast(self.algorithm.server_init(x))
-        extra, kept = self.algorithm.finish(x, x, broadcast, first, 1, 1.0)
+        first, broadcast, extra, kept = self._tried(x)
         if taken := {PRIVATE, ""} & {*first, *kept, *broadcast, *extra}:
             raise ConfigError(
                 f"{self.algorithm.name} has a group called {taken.pop()!r}, which holds the model's own: expected "
@@ -64,6 +63,23 @@ class Protocol:
         object.__setattr__(self, "extras", any(extra.values()))
         object.__setattr__(self, "down", spec_of(down, self.link.down, self.exact))
         object.__setattr__(self, "up", spec_of(pack({"": model, **extra}), self.link.up, self.exact))
+
+    def _tried(self, x: State) -> tuple[Groups, Groups, Groups, Groups]:
+        """What a client has at first, what travels to it, what it sends beside the model, what it keeps.
+
+        Each function of the algorithm but `correct` and `aggregate`, tried before the first round."""
+        a = self.algorithm
+        server = expect_groups(a.name, "server_init", a.server_init(x))
+        broadcast = expect_groups(a.name, "broadcast", a.broadcast(server))
+        first = expect_groups(a.name, "client_init", a.client_init(x))
+        made = a.finish(x, x, broadcast, first, 1, 1.0)
+        if not (isinstance(made, tuple) and len(made) == 2):
+            raise ConfigError(
+                f"algorithm {a.name!r}: finish returned {type(made).__name__}: expected (the groups to upload, the "
+                "client's new variables), two dicts."
+            )
+        extra, kept = (expect_groups(a.name, "finish", part) for part in made)
+        return first, broadcast, extra, kept
 
     @property
     def exact(self) -> frozenset[str]:
