@@ -193,6 +193,21 @@ def test_states_that_cannot_wait_go_to_the_host_as_clients_end_to_the_same_bits(
         assert torch.equal(a.x[name], b.x[name]), name
 
 
+def test_what_does_not_train_takes_no_room_in_a_cohort(digits, monkeypatch):
+    train, _ = digits
+    model = models.mlp(64, 512, 10)
+    federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
+
+    def engine():
+        protocol = Protocol(take_apart(model), algorithms.fedavg(lr=0.1), fp.Link(), 0)
+        return Batched(protocol, fp.Task(model), federation, InMemory(), size=4)
+
+    monkeypatch.setattr("fedpara.engines.batched.room_on", lambda device: 2 * 4 * 3 * 4 * (512 * 10 + 10))
+    assert not engine().waits
+    next(layer for layer in model.modules() if isinstance(layer, nn.Linear)).requires_grad_(False)
+    assert engine().waits
+
+
 def test_memory_that_runs_out_with_one_lane_is_tried_again_with_nothing_waiting(digits):
     class Full(Batched):
         def _collect(self, ended, states, losses):

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import fedpara as fp
 from fedpara import algorithms
 from fedpara.data import Examples
 from fedpara.engines.memory import InMemory
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, RunError
 
 ENGINES = ["sequential", "batched"]
 
@@ -131,6 +132,42 @@ def test_what_is_no_model_like_x_is_refused_in_its_round(spoil, said, engine):
     own = replace(base, name="own", aggregate=lambda *given: spoil(*base.aggregate(*given)))
     with pytest.raises(ConfigError, match=re.escape(f"algorithm 'own': aggregate {said}")):
         fp.simulate(fp.Task(network()), federation(), own, rounds=1, cohort=6, engine=engine)
+
+
+def test_the_mark_is_of_the_function_itself():
+    base = algorithms.fedavg(lr=0.1)
+
+    def own(x, server, updates, clients, scale=1):
+        return base.aggregate(x, server, updates, clients)
+
+    class Method:
+        def aggregate(self, x, server, updates, clients):
+            return base.aggregate(x, server, updates, clients)
+
+    def marked(aggregate):
+        return replace(base, aggregate=aggregate).on_any_device
+
+    assert base.on_any_device
+    assert not marked(own)
+    assert not marked(wraps(base.aggregate)(lambda *given: own(*given))), "wraps copies attributes"
+    assert not marked(Method().aggregate)
+    assert marked(algorithms.on_any_device(partial(own, scale=2)))
+    assert not marked(own), "a mark on a partial is the partial's"
+    algorithms.on_any_device(own)
+    assert marked(own)
+    assert marked(partial(partial(own, scale=2), scale=3))
+    assert marked(algorithms.on_any_device(Method().aggregate))
+    assert marked(Method().aggregate), "of every instance"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_memory_that_runs_out_in_the_servers_part_ends_the_run_with_a_cure(engine):
+    def aggregate(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    own = replace(algorithms.fedavg(lr=0.1), aggregate=aggregate)
+    with pytest.raises(RunError, match=r"round 1: the device has no memory left .* Lower the batch size"):
+        simulate(own, engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

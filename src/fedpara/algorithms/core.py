@@ -26,7 +26,7 @@ from fedpara.errors import ConfigError, StateError, among, expect_kind
 from fedpara.state import State, add, mean, zeros_like
 
 Groups = dict[str, State]
-Function = TypeVar("Function", bound=Callable[..., Any])
+Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 Rule = tuple[str, Callable[[Any], bool]]
 LARGEST = torch.finfo(torch.float32).max
@@ -139,17 +139,25 @@ class Algorithm:
     @property
     def on_any_device(self) -> bool:
         """Whether `finish` and `aggregate` are marked so: else they are given tensors on the host."""
-        plain = [f.func if isinstance(f, partial) else f for f in (self.finish, self.aggregate)]
-        return all(getattr(f, "on_any_device", False) for f in plain)
+        return _is_marked(self.finish) and _is_marked(self.aggregate)
 
 
-def on_any_device(function: Function) -> Function:
+def on_any_device(function: Marked) -> Marked:
     """The mark of a `finish` or an `aggregate` that makes no tensors of its own but like those it is given.
 
-    What clients trained on a GPU then stays there until it is aggregated.
+    What clients trained on a GPU then stays there until it is aggregated. A function that wraps a marked one is not
+    marked by that; a partial of one is.
     """
-    function.on_any_device = True  # type: ignore[attr-defined]
+    plain = getattr(function, "__func__", function)  # of a method
+    setattr(plain, "on_any_device", plain)  # noqa: B010  itself, for functools.wraps copies attributes
     return function
+
+
+def _is_marked(function: Callable[..., Any]) -> bool:
+    while isinstance(function, partial) and not hasattr(function, "on_any_device"):
+        function = function.func
+    plain = getattr(function, "__func__", function)
+    return getattr(plain, "on_any_device", None) is plain
 
 
 def local_of(local: Local | None, given: Mapping[str, Any]) -> Local:

@@ -15,7 +15,7 @@ from fedpara.data import FederatedData
 from fedpara.engines.capture import capture
 from fedpara.engines.client import PRIVATE, Protocol, Reply, own_variables, reply_of
 from fedpara.engines.device import on_device, precision_on, room_on
-from fedpara.engines.freight import HOST, bring, bring_all, fetch
+from fedpara.engines.freight import bring, bring_all, fetch
 from fedpara.engines.lanes import Segment
 from fedpara.engines.memory import ClientMemory, Held
 from fedpara.engines.normalization import by_channel
@@ -26,6 +26,7 @@ from fedpara.engines.scoring import scores
 from fedpara.engines.stacked import Precision, make_tick, one_step
 from fedpara.engines.streams import cohort, own_layers
 from fedpara.engines.task import Task
+from fedpara.engines.traffic import Owned, drive
 from fedpara.engines.worker import Score, Trained, Worker
 from fedpara.errors import RunError, in_a_line
 from fedpara.state import State, nbytes
@@ -219,68 +220,18 @@ class Batched:
         places.lr.fill_(self.protocol.algorithm.local.lr_at(round))
         tick = self._tick(plan, places)
 
-        def bring_own(of: Sequence[int]) -> tuple[State, Groups]:
+        def bring_own(of: Sequence[int]) -> Owned:
             variables = {group: bring_all([own[p][group] for p in of], self.device) for group in own[0]}
             return bring_all([private[p] for p in of], self.device), variables
 
         everyone = bring_own(range(len(clients))) if self.waits else None
         # After the tick is made: warming it up draws numbers too, and a resumed run makes it in another round.
         with own_layers(self.protocol.seed, round, self.stream, self.device):
-            ended, states, losses = self._run(tick, plan, places, start, everyone, bring_own)
+            ended, states, losses = drive(tick, places, plan, start, everyone, bring_own)
         self._steps_done += sum(segment.steps for segment in plan.segments)
         self._steps_run += self.lanes * plan.steps
         self._think_ahead(round, clients)
         return self._collect(ended, states, losses)
-
-    def _run(
-        self,
-        tick: Callable[[], None],
-        plan: Plan,
-        places: Lanes,
-        start: State,
-        everyone: tuple[State, Groups] | None,
-        bring_own: Callable[[Sequence[int]], tuple[State, Groups]],
-    ) -> tuple[list[Segment], list[State], list[torch.Tensor]]:
-        """Step all lanes to the next client's end, let those that end leave and the next ones in, and on.
-
-        The segments in the order in which they ended, their states stacked event by event, their summed losses.
-        Who comes and goes is on the device before the first step, and so is what `everyone` owns; states wait there
-        for the last one: a copy in between would wait for the steps. Where a cohort is too large for that, each event
-        brings what its clients own and takes their states to the host.
-        """
-        ended: list[Segment] = []
-        states: list[State] = []
-        losses: list[torch.Tensor] = []
-        events = sorted({0} | {segment.end for segment in plan.segments})
-        changes = [
-            (
-                [segment for segment in plan.segments if segment.end == event],
-                [segment for segment in plan.segments if segment.start == event],
-            )
-            for event in events
-        ]
-        lanes = [[self._index([s.lane for s in part]) for part in change] for change in changes]
-        clients = [self._index([s.client for s in coming]) for _, coming in changes]
-        places.counter.zero_()
-        for before, event, (leaving, coming), (left, taken), who in zip(
-            [0, *events], events, changes, lanes, clients, strict=False
-        ):
-            for _ in range(event - before):
-                tick()
-            if leaving:
-                state = places.leave(left)
-                states.append(state if everyone else bring(state, HOST))
-                losses.append(places.losses.index_select(0, left))
-                ended += leaving
-            if coming and everyone:
-                places.enter(taken, start, who, *everyone)
-            elif coming:
-                own = bring_own([segment.client for segment in coming])
-                places.enter(taken, start, self._index(list(range(len(coming)))), *own)
-        return ended, states, losses
-
-    def _index(self, places: list[int]) -> torch.Tensor:
-        return torch.tensor(places, dtype=torch.int64, device=self.device)
 
     def one_tick(self) -> Callable[[], None]:
         """One step of all lanes, again and again, outside any round: what a benchmark times."""
@@ -378,9 +329,10 @@ class Batched:
     def _fits(self, size: int) -> bool:
         """Whether a cohort's states may wait on the device: thrice, as they leave their lanes, joined and side by side,
         and what the clients own beside them, in half of its memory."""
-        model, room = self.protocol.program.initial, room_on(self.device)
-        owned = sum(map(nbytes, self.protocol.first(model).values()))
-        needed = size * (3 * nbytes(model) + owned)
+        program, room = self.protocol.program, room_on(self.device)
+        state = {name: program.initial[name] for name in (*program.parameters, *program.buffers)}
+        owned = sum(map(nbytes, self.protocol.first(program.initial).values()))
+        needed = size * (3 * nbytes(state) + owned)
         if 2 * needed <= room:
             return True
         self._note(

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol as Interface
 from typing import TypeVar
 
+import torch
+
 from fedpara.algorithms import Groups, Update
 from fedpara.engines.aggregation import aggregated
 from fedpara.engines.client import Protocol, Reply, change_coded, from_change
@@ -105,7 +107,13 @@ def play(
     """Round after round, from `start` on; ends early once the target accuracy is met."""
     progress = start or beginning(protocol)
     while progress.round < schedule.rounds:
-        result = _round(protocol, engine, schedule, personal, progress)
+        try:
+            result = _round(protocol, engine, schedule, personal, progress)
+        except torch.OutOfMemoryError:
+            raise RunError(
+                f"round {progress.round + 1}: the device has no memory left to join its updates or to score its model. "
+                "The state before it is kept. Lower the batch size or the cohort, or use the sequential engine."
+            ) from None
         yield result
         progress = result.progress
         if schedule.target is not None and result.accuracy is not None and result.accuracy >= schedule.target:

@@ -1,0 +1,68 @@
+"""Traffic: a round's clients through the lanes.
+
+Step all to the next client's end, let those that end leave and the next ones in, and on.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fedpara.algorithms import Groups
+from fedpara.engines.freight import HOST, bring
+from fedpara.engines.lanes import Segment
+from fedpara.engines.places import Lanes
+from fedpara.engines.plan import Plan
+from fedpara.state import State
+
+Owned = tuple[State, Groups]
+"""Clients' private parameters and their algorithm's variables, stacked, on the device."""
+
+
+def drive(
+    tick: Callable[[], None],
+    places: Lanes,
+    plan: Plan,
+    start: State,
+    everyone: Owned | None,
+    bring_own: Callable[[Sequence[int]], Owned],
+) -> tuple[list[Segment], list[State], list[Tensor]]:
+    """The segments in the order in which they ended, their states stacked event by event, their summed losses.
+
+    Who comes and goes is on the device before the first step, and so is what `everyone` owns; states wait there for
+    the last one: a copy in between would wait for the steps. Where a cohort is too large for that, each event brings
+    what those own who come in, and takes the states of those who leave to the host.
+    """
+    ended: list[Segment] = []
+    states: list[State] = []
+    losses: list[Tensor] = []
+    events = sorted({0} | {segment.end for segment in plan.segments})
+    changes = [
+        (
+            [segment for segment in plan.segments if segment.end == event],
+            [segment for segment in plan.segments if segment.start == event],
+        )
+        for event in events
+    ]
+
+    def index(of: Sequence[int]) -> Tensor:
+        return torch.tensor(of, dtype=torch.int64, device=places.losses.device)
+
+    lanes = [[index([s.lane for s in part]) for part in change] for change in changes]
+    clients = [index([s.client for s in coming]) for _, coming in changes]
+    places.counter.zero_()
+    for before, event, (leaving, coming), (left, taken), who in zip(
+        [0, *events], events, changes, lanes, clients, strict=False
+    ):
+        for _ in range(event - before):
+            tick()
+        if leaving:
+            state = places.leave(left)
+            states.append(state if everyone else bring(state, HOST))
+            losses.append(places.losses.index_select(0, left))
+            ended += leaving
+        if coming and everyone:
+            places.enter(taken, start, who, *everyone)
+        elif coming:
+            places.enter(taken, start, index(range(len(coming))), *bring_own([s.client for s in coming]))
+    return ended, states, losses
