@@ -138,16 +138,19 @@ def _told_apart(series: list[Series]) -> list[Series]:
             continue
         own = _fields(one)
         differing = [name for name in own if len({str(_fields(twin)[name]) for twin in twins}) > 1]
-        words = [_word(name, own[name]) for name in differing if own[name] or name == "init"]
+        words = filter(None, (_word(name, own[name]) for name in differing))
         found.append(replace(one, label=f"{one.label} ({', '.join(words) or 'plain'})"))
     return found
 
 
 def _word(name: str, value: Any) -> str:
-    if name == "jacobian":
-        return f"λ {value:g}"
+    """Nothing for what a run is without; without an init named, it has one all the same."""
     if name == "init":
         return value or "default init"
+    if not value:
+        return ""
+    if name == "jacobian":
+        return f"λ {value:g}"
     return str(value) if name in ("nonlinearity", "augment", "model") else f"{name} {value}"
 
 
