@@ -148,8 +148,8 @@ def on_any_device(function: Marked) -> Marked:
     What clients trained on a GPU then stays there until it is aggregated. A function that wraps a marked one is not
     marked by that; a partial of one is.
     """
-    plain = getattr(function, "__func__", function)  # of a method
-    setattr(plain, "on_any_device", plain)  # noqa: B010  itself, for functools.wraps copies attributes
+    plain: Any = getattr(function, "__func__", function)  # of a method
+    plain.on_any_device = plain  # itself, for functools.wraps copies attributes
     return function
 
 

@@ -5,12 +5,11 @@ x, server = algorithm.aggregate(x, server, updates, N), checked, and from there 
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from fedpara.algorithms import Algorithm, Groups, Update
 from fedpara.algorithms.core import expect_groups
-from fedpara.engines.freight import HOST, bring, place_of
+from fedpara.engines.freight import HOST, bring, bring_groups, place_of
 from fedpara.errors import ConfigError
 from fedpara.state import State
 
@@ -20,9 +19,9 @@ def aggregated(
 ) -> tuple[State, Groups]:
     """ConfigError in the round that made it, where it is no model like x: the next one, if any, could not send it."""
     device = place_of(update.y for update in updates)
-    made = algorithm.aggregate(bring(x, device), _all(server, device), updates, clients)
+    made = algorithm.aggregate(bring(x, device), bring_groups(server, device), updates, clients)
     fresh, variables = _checked(algorithm, made, x)
-    return bring(fresh, HOST), _all(variables, HOST)
+    return bring(fresh, HOST), bring_groups(variables, HOST)
 
 
 def _checked(algorithm: Algorithm, made: tuple[State, Groups], x: State) -> tuple[State, Groups]:
@@ -43,7 +42,3 @@ def _kind(tensor: object) -> str:
     if isinstance(tensor, Tensor):
         return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
     return "nothing" if tensor is None else type(tensor).__name__
-
-
-def _all(groups: Groups, device: torch.device) -> Groups:
-    return {group: bring(state, device) for group, state in groups.items()}

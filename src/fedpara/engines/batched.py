@@ -15,7 +15,7 @@ from fedpara.data import FederatedData
 from fedpara.engines.capture import capture
 from fedpara.engines.client import PRIVATE, Protocol, Reply, own_variables, reply_of
 from fedpara.engines.device import on_device, precision_on, room_on
-from fedpara.engines.freight import bring, bring_all, fetch
+from fedpara.engines.freight import bring, bring_all, bring_groups, fetch
 from fedpara.engines.lanes import Segment
 from fedpara.engines.memory import ClientMemory, Held
 from fedpara.engines.normalization import by_channel
@@ -121,7 +121,7 @@ class Batched:
         trained = self._train(round, busy, model, private, down, memories) if busy else []
         after = self._scores(busy, [one.state for one in trained]) if personal else []
         if self.stays:
-            model, down = bring(model, self.device), {g: bring(s, self.device) for g, s in down.items()}
+            model, down = bring(model, self.device), bring_groups(down, self.device)
 
         def reply(place: int) -> tuple[Reply, Groups]:
             client = busy[place]
@@ -224,10 +224,9 @@ class Batched:
             variables = {group: bring_all([own[p][group] for p in of], self.device) for group in own[0]}
             return bring_all([private[p] for p in of], self.device), variables
 
-        everyone = bring_own(range(len(clients))) if self.waits else None
         # After the tick is made: warming it up draws numbers too, and a resumed run makes it in another round.
         with own_layers(self.protocol.seed, round, self.stream, self.device):
-            ended, states, losses = drive(tick, places, plan, start, everyone, bring_own)
+            ended, states, losses = drive(tick, places, plan, start, bring_own, self.waits)
         self._steps_done += sum(segment.steps for segment in plan.segments)
         self._steps_run += self.lanes * plan.steps
         self._think_ahead(round, clients)
@@ -273,13 +272,13 @@ class Batched:
         if places is None or plan.steps > places.plan.shape[1] or plan.width > places.plan.shape[2]:
             shape = (self.lanes, max(plan.steps, self.outlook.steps), max(plan.width, self.outlook.width))
             whole = {**start, **bring(private, self.device)}
-            there = {group: bring(state, self.device) for group, state in own.items()}
+            there = bring_groups(own, self.device)
             self._ticks = {}
             self._places = places = places_for(
                 self.protocol, whole, down, there, shape, self.task.augment == "crop-flip", self.train_set
             )
         x = {name: start[name] for name in self.protocol.program.shared}
-        places.fill(plan, x, {g: bring(s, self.device) for g, s in down.items()})
+        places.fill(plan, x, bring_groups(down, self.device))
         return places
 
     def _tick(self, plan: Plan, places: Lanes) -> Callable[[], None]:

@@ -42,7 +42,6 @@ class Protocol:
     seed: int
     down: Spec = field(init=False)
     up: Spec = field(init=False)
-    extras: bool = field(init=False)  # whether clients send more than the model
 
     def __post_init__(self) -> None:
         x = self.program.start(self.program.shared)
@@ -60,7 +59,6 @@ class Protocol:
                     "expected the same names before a client's first round and after it."
                 )
         down = pack({"": model, **broadcast})
-        object.__setattr__(self, "extras", any(extra.values()))
         object.__setattr__(self, "down", spec_of(down, self.link.down, self.exact))
         object.__setattr__(self, "up", spec_of(pack({"": model, **extra}), self.link.up, self.exact))
 
@@ -107,6 +105,11 @@ class Protocol:
         """What a client holds before its first round."""
         x = {name: model[name] for name in self.program.shared}
         return {PRIVATE: self.program.start(self.program.kept), **self.algorithm.client_init(x)}
+
+    @property
+    def extras(self) -> bool:
+        """Whether clients send more than the model."""
+        return len(self.up) > len(self.program.shared) + len(self.program.shared_buffers)
 
     @cached_property
     def keeps(self) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from fedpara.algorithms import Groups
 from fedpara.layout import by_type, cut, flat
 from fedpara.state import State
 
@@ -23,6 +24,10 @@ def bring(state: Mapping[str, Tensor], device: torch.device) -> State:
     for names in by_type(rest):
         there |= cut(flat(rest, names).to(device), rest, names)
     return {name: there[name] for name in state}
+
+
+def bring_groups(groups: Groups, device: torch.device) -> Groups:
+    return {group: bring(state, device) for group, state in groups.items()}
 
 
 def bring_all(states: Sequence[State], device: torch.device) -> State:

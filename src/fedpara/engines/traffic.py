@@ -24,14 +24,14 @@ def drive(
     places: Lanes,
     plan: Plan,
     start: State,
-    everyone: Owned | None,
     bring_own: Callable[[Sequence[int]], Owned],
+    waits: bool,
 ) -> tuple[list[Segment], list[State], list[Tensor]]:
     """The segments in the order in which they ended, their states stacked event by event, their summed losses.
 
-    Who comes and goes is on the device before the first step, and so is what `everyone` owns; states wait there for
-    the last one: a copy in between would wait for the steps. Where a cohort is too large for that, each event brings
-    what those own who come in, and takes the states of those who leave to the host.
+    Who comes and goes is on the device before the first step, and so is what everyone owns; each state `waits` there
+    for the last one: a copy in between would wait for the steps. Where a cohort is too large for that, each event
+    brings what those own who come in, and takes the states of those who leave to the host.
     """
     ended: list[Segment] = []
     states: list[State] = []
@@ -49,20 +49,20 @@ def drive(
         return torch.tensor(of, dtype=torch.int64, device=places.losses.device)
 
     lanes = [[index([s.lane for s in part]) for part in change] for change in changes]
-    clients = [index([s.client for s in coming]) for _, coming in changes]
+    everyone = bring_own(range(len(plan.segments))) if waits else None
+    owners = [index([s.client for s in coming] if waits else range(len(coming))) for _, coming in changes]
     places.counter.zero_()
     for before, event, (leaving, coming), (left, taken), who in zip(
-        [0, *events], events, changes, lanes, clients, strict=False
+        [0, *events], events, changes, lanes, owners, strict=False
     ):
         for _ in range(event - before):
             tick()
         if leaving:
             state = places.leave(left)
-            states.append(state if everyone else bring(state, HOST))
+            states.append(state if waits else bring(state, HOST))
             losses.append(places.losses.index_select(0, left))
             ended += leaving
-        if coming and everyone:
-            places.enter(taken, start, who, *everyone)
-        elif coming:
-            places.enter(taken, start, index(range(len(coming))), *bring_own([s.client for s in coming]))
+        if coming:
+            owned = everyone or bring_own([segment.client for segment in coming])
+            places.enter(taken, start, who, *owned)
     return ended, states, losses
