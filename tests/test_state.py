@@ -71,6 +71,14 @@ def test_the_mean_is_summed_in_the_order_given():
     assert torch.equal(first, by_hand)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("clients", [10, 100, 1000])
+def test_the_mean_of_equal_narrow_numbers_is_each_of_them(dtype, clients):
+    """Summed in their own type, a thousand bfloat16 ones come to an eighth."""
+    one = {"w": torch.randn(50, generator=torch.Generator().manual_seed(0)).to(dtype)}
+    assert torch.equal(state.mean([one] * clients, [1] * clients)["w"], one["w"])
+
+
 def test_counters_are_averaged_and_stay_integers():
     """BatchNorm's step counter is an int64 of no dimension."""
     a, b = (nn.BatchNorm1d(2).state_dict() for _ in range(2))

@@ -45,7 +45,8 @@ def clone(a: Mapping[str, Tensor]) -> State:
 def mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> State:
     """sum_i (w_i / sum w) a_i, summed in the order given, so that equal inputs give equal bits.
 
-    Integer tensors (BatchNorm's step counter) are averaged and rounded.
+    Numbers narrower than float32 are summed in it: a hundred bfloat16 terms would lose percents. Integer tensors
+    (BatchNorm's step counter) are averaged and rounded.
     """
     if not states or len(states) != len(weights):
         raise StateError(
@@ -59,16 +60,21 @@ def mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> St
     first = states[0]
     if not first:
         return {}
-    exact = [t if t.is_floating_point() else t.double() for t in first.values()]
-    sums = [t * (weights[0] / total) for t in exact]
+    sums = [t.to(_summed_in(t.dtype)) * (weights[0] / total) for t in first.values()]
     for state, weight in zip(states[1:], weights[1:], strict=True):
         theirs = [state[name] for name in first]
         others = [t if t.dtype == s.dtype else t.to(s.dtype) for t, s in zip(theirs, sums, strict=True)]
         torch._foreach_add_(sums, others, alpha=weight / total)
     return {
-        name: sum_ if t.is_floating_point() else sum_.round().to(t.dtype)
+        name: (sum_ if t.is_floating_point() else sum_.round()).to(t.dtype)
         for (name, t), sum_ in zip(first.items(), sums, strict=True)
     }
+
+
+def _summed_in(dtype: torch.dtype) -> torch.dtype:
+    if not dtype.is_floating_point:
+        return torch.float64
+    return dtype if dtype.itemsize >= 4 else torch.float32
 
 
 def same_names(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
