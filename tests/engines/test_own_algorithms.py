@@ -172,6 +172,30 @@ def test_memory_that_runs_out_in_the_servers_part_ends_the_run_with_a_cure(engin
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
+    ("correct", "said"),
+    [
+        (lambda g: None, "returned NoneType: expected a dict of tensors"),
+        (lambda g: {}, "returned nothing for '0.weight': expected float32 (8, 4)"),
+        (lambda g: {f"model.{n}": t for n, t in g.items()}, "returned nothing for '0.weight'"),
+        (lambda g: {n: t.sum() for n, t in g.items()}, "returned float32 () for '0.weight'"),
+        (lambda g: {n: t.double() for n, t in g.items()}, "returned float64 (8, 4) for '0.weight'"),
+    ],
+    ids=["nothing", "empty", "misspelt", "sums", "wider"],
+)
+def test_what_is_no_gradient_is_refused_before_the_first_round(correct, said, engine):
+    own = replace(algorithms.fedavg(lr=0.1), name="own", correct=lambda g, *_: correct(g))
+    with pytest.raises(ConfigError, match=re.escape(f"algorithm 'own': correct {said}")):
+        simulate(own, engine)
+
+
+@pytest.mark.parametrize(("field", "value"), [("local", None), ("name", 5)])
+def test_a_field_of_another_kind_is_refused(field, value):
+    with pytest.raises(ConfigError, match=f"{field} is of type"):
+        replace(algorithms.fedavg(lr=0.1), **{field: value})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
     ("function", "made", "said"),
     [
         ("server_init", None, "returned NoneType: expected groups"),

@@ -136,6 +136,10 @@ class Algorithm:
     aggregate: Callable[[State, Groups, Sequence[Update], int], tuple[State, Groups]]
     """(x, server's variables, updates, N) -> the new x, the server's new variables"""
 
+    def __post_init__(self) -> None:
+        expect_kind("name", self.name, str, ConfigError)
+        expect_kind("local", self.local, Local, ConfigError)
+
     @property
     def on_any_device(self) -> bool:
         """Whether `finish` and `aggregate` are marked so: else they are given tensors on the host."""
@@ -187,6 +191,23 @@ def expect_groups(algorithm: str, function: str, made: object) -> Groups:
         if not (isinstance(state, dict) and all(isinstance(tensor, Tensor) for tensor in state.values())):
             raise ConfigError(f"{said} {type(state).__name__} for {group!r}: expected tensors by name.")
     return made
+
+
+def expect_like(algorithm: str, function: str, made: object, x: State) -> None:
+    """ConfigError where a function of one's own returned something else than x's names, shapes and types."""
+    said = f"algorithm {algorithm!r}: {function} returned"
+    if not isinstance(made, dict):
+        raise ConfigError(f"{said} {type(made).__name__}: expected a dict of tensors by the model's names.")
+    for name in {**x, **made}:
+        got, expected = (_kind(state.get(name)) for state in (made, x))
+        if got != expected:
+            raise ConfigError(f"{said} {got} for {name!r}: expected {expected}.")
+
+
+def _kind(tensor: object) -> str:
+    if isinstance(tensor, Tensor):
+        return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    return "nothing" if tensor is None else type(tensor).__name__
 
 
 def mean_y(x: State, updates: Sequence[Update], weights: Sequence[float]) -> State:

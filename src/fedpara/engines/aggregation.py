@@ -5,10 +5,8 @@ x, server = algorithm.aggregate(x, server, updates, N), checked, and from there 
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from fedpara.algorithms import Algorithm, Groups, Update
-from fedpara.algorithms.core import expect_groups
+from fedpara.algorithms.core import expect_groups, expect_like
 from fedpara.engines.freight import HOST, bring, bring_groups, place_of
 from fedpara.errors import ConfigError
 from fedpara.state import State
@@ -30,15 +28,6 @@ def _checked(algorithm: Algorithm, made: tuple[State, Groups], x: State) -> tupl
         raise ConfigError(
             f"{said} {type(made).__name__}: expected (the new x, the server's new variables), two dicts."
         )
-    for name in {**x, **made[0]}:
-        got, expected = (_kind(state.get(name)) for state in (made[0], x))
-        if got != expected:
-            raise ConfigError(f"{said} {got} for {name!r}: expected {expected}.")
+    expect_like(algorithm.name, "aggregate", made[0], x)
     expect_groups(algorithm.name, "aggregate", made[1])
     return made
-
-
-def _kind(tensor: object) -> str:
-    if isinstance(tensor, Tensor):
-        return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-    return "nothing" if tensor is None else type(tensor).__name__

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from fedpara.algorithms import Algorithm, Groups
-from fedpara.algorithms.core import expect_groups
+from fedpara.algorithms.core import expect_groups, expect_like
 from fedpara.data import Examples
 from fedpara.engines.program import Program
 from fedpara.engines.streams import torch_numbers
 from fedpara.engines.worker import Score, Trained, Worker
 from fedpara.errors import ConfigError, RunError, UpdateRejected
-from fedpara.state import State, finite
+from fedpara.state import State, finite, zeros_like
 from fedpara.wire import Header, Letter, Link, Message, Spec, admit, guard, letter, pack, spec_of, unpack
 
 PRIVATE = "private"
@@ -65,11 +65,12 @@ class Protocol:
     def _tried(self, x: State) -> tuple[Groups, Groups, Groups, Groups]:
         """What a client has at first, what travels to it, what it sends beside the model, what it keeps.
 
-        Each function of the algorithm but `correct` and `aggregate`, tried before the first round."""
+        Each function of the algorithm but `aggregate`, tried before the first round."""
         a = self.algorithm
         server = expect_groups(a.name, "server_init", a.server_init(x))
         broadcast = expect_groups(a.name, "broadcast", a.broadcast(server))
         first = expect_groups(a.name, "client_init", a.client_init(x))
+        expect_like(a.name, "correct", a.correct(zeros_like(x), x, x, broadcast, first), x)
         made = a.finish(x, x, broadcast, first, 1, 1.0)
         if not (isinstance(made, tuple) and len(made) == 2):
             raise ConfigError(
