@@ -200,6 +200,55 @@ def test_what_cannot_be_exported_is_explained_and_not_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("source", [nn.Linear(3, 2).state_dict(), "model.pt", None])
+def test_a_source_that_is_none_is_named(tmp_path, source):
+    with pytest.raises(
+        UsageError, match=r"the source is of type \w+: expected a torch.nn.Module, or a SavedState"
+    ):
+        export(source, tmp_path / "m.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"example": torch.tensor(1.0)}, "the example is no batch"),
+        ({"example": torch.randn(2, 3).numpy()}, "the example is no batch"),
+        ({"example": torch.randn(2, 3), "tolerance": "x"}, "the tolerance is 'x'"),
+    ],
+)
+def test_wrong_arguments_are_named(tmp_path, options, said):
+    with pytest.raises(UsageError, match=said):
+        export(nn.Linear(3, 2), tmp_path / "m.pt2", "pt2", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_types_that_onnxruntime_does_not_run_are_named(tmp_path):
+    example = torch.randn(2, 3, dtype=torch.bfloat16)
+    with pytest.raises(UsageError, match=r"onnxruntime does not run Linear.*model\.float\(\)") as found:
+        export(nn.Linear(3, 2).bfloat16(), tmp_path / "m.onnx", "onnx", example=example)
+    assert ".part" not in str(found.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_hold_no_numbers_or_cannot_be_copied_are_named(tmp_path):
+    with pytest.raises(UsageError, match="meta device"):
+        export(nn.Linear(3, 2, device="meta"), tmp_path / "m.safetensors")
+    with pytest.warns(FutureWarning):
+        normed = nn.utils.weight_norm(nn.Linear(3, 2))
+    normed(torch.randn(2, 3))
+    with pytest.raises(UsageError, match="weight is computed from other tensors"):
+        export(normed, tmp_path / "m.safetensors")
+
+
+def test_an_export_under_autocast_keeps_the_type(tmp_path):
+    model, saved = factorized("cnn", (1, 8, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        export(saved, tmp_path / "a.safetensors")
+        export(model, tmp_path / "b.safetensors")
+    for name in ("a", "b"):
+        assert {t.dtype for t in load_file(tmp_path / f"{name}.safetensors").values()} == {torch.float32}
+
+
 class Noisy(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + torch.rand(x.shape[0], 2)

@@ -2,6 +2,7 @@
 
 import json
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import peft
 import pytest
@@ -200,6 +201,52 @@ def test_only_fedpara_without_nonlinearity_is_an_adapter(tmp_path, scheme):
 def test_layers_that_peft_does_not_know_are_refused(tmp_path, model, text):
     with pytest.raises(SchemeError, match=text):
         write_adapter(tmp_path, fp.factorize(model, fp.FedPara(gamma=0.1)))
+
+
+def attention(name, module, parameter):
+    return name.endswith("out_proj") and parameter == "weight"
+
+
+def feed_forward(name, module, parameter):
+    return name.endswith(("linear1", "linear2")) and parameter == "weight"
+
+
+@pytest.mark.parametrize("where", [attention, feed_forward])
+def test_layers_that_are_read_past_peft_are_refused(tmp_path, where):
+    model = nn.Sequential(nn.TransformerEncoderLayer(40, 4, 80))
+    with pytest.raises(SchemeError, match=r"is read by the \w+ around it"):
+        write_adapter(tmp_path / "a", fp.factorize(model, fp.FedPara(gamma=0.1), where))
+    assert not (tmp_path / "a").exists()
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@dataclass(frozen=True)
+class Own(fp.FedPara):
+    def join(self, inner):
+        return 2 * super().join(inner)
+
+
+def test_weights_that_are_more_than_their_factors_are_refused(tmp_path):
+    model = fp.factorize(Network(), fp.FedPara(gamma=0.1))
+    nn.utils.parametrize.register_parametrization(model.fc, "weight", Doubled())
+    with pytest.raises(SchemeError, match="another parametrization on top"):
+        write_adapter(tmp_path / "a", model)
+    with pytest.raises(SchemeError, match="FedPara without nonlinearity"):
+        write_adapter(tmp_path / "a", fp.factorize(Network(), Own(gamma=0.1)))
+
+
+def test_places_and_bases_that_are_none(tmp_path):
+    model = fp.factorize(Network(), fp.FedPara(gamma=0.1))
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot be made"):
+        write_adapter(tmp_path / "file", model)
+    write_adapter(tmp_path / "a", model)
+    with pytest.raises(UsageError, match="base is of type dict"):
+        read_adapter(tmp_path / "a", base={})
 
 
 def test_kernels_of_two_styles_are_refused(tmp_path):

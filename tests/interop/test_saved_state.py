@@ -4,6 +4,7 @@ import json
 import os
 import stat
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -206,6 +207,19 @@ def test_a_state_without_its_factors_is_never_written(tmp_path):
     with pytest.raises(StateError, match=r"0\.weight itself and its form"):
         SavedState(compose_state(model.state_dict(), forms(model)), forms(model))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("state", [None, {"a": 3}, nn.Linear(2, 2)], ids=["none", "number", "module"])
+def test_what_is_no_state_is_never_written(tmp_path, state):
+    with pytest.raises(StateError, match="is of type"):
+        save_state(tmp_path / "s.safetensors", state, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_of_numpys_is_saved(tmp_path):
+    model = fp.factorize(nn.Linear(40, 40), fp.FedPara(rank=np.int64(3)))
+    save_state(tmp_path / "s.safetensors", model.state_dict(), forms(model))
+    assert read_state(tmp_path / "s.safetensors").forms == forms(model)
 
 
 def test_a_scheme_of_the_users_own_cannot_be_named(tmp_path):

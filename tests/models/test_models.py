@@ -320,3 +320,19 @@ def test_twenty_steps_on_digits_lower_the_loss(name: str, lr: float) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "shape"),
+    [
+        (5, 10, (1, 8, 8)),
+        (["mlp"], 10, (1, 8, 8)),
+        ("mlp", "10", (1, 8, 8)),
+        ("mlp", 1.5, (1, 8, 8)),
+        ("mlp", 10, None),
+        ("mlp", 10, (3.5,)),
+    ],
+)
+def test_arguments_of_another_kind_are_named(name, classes, shape):
+    with pytest.raises(ConfigError, match=r"expected (str|int|whole numbers)"):
+        models.build(name, classes=classes, shape=shape)

@@ -1,5 +1,8 @@
 """Bad input: a FedParaError that says what, expected, got and cure, and a model left as it was."""
 
+from dataclasses import dataclass
+
+import numpy as np
 import pytest
 import torch
 from snapshot import Snapshot, network
@@ -366,3 +369,38 @@ def test_an_initialiser_may_return_one_tensor_twice():
 def test_merge_is_for_a_model():
     with pytest.raises(SchemeError, match="model is of type NoneType"):
         fp.merge(None)
+
+
+@dataclass(frozen=True)
+class Choosing(fp.FedPara):
+    """Somebody's own rule for the rank."""
+
+    chosen: object = 0
+
+    def rank_of(self, m, n, k):
+        return self.chosen
+
+
+@pytest.mark.parametrize("chosen", [0, 2.5, None, True])
+def test_a_rank_of_ones_own_that_is_none(chosen):
+    with pytest.raises(SchemeError, match="expected a whole number of at least 1"):
+        fp.factorize(nn.Linear(40, 40), Choosing(gamma=0.1, chosen=chosen))
+
+
+def test_a_nonlinearity_and_an_init_of_another_kind():
+    with pytest.raises(SchemeError, match="nonlinearity must be None or 'tanh'"):
+        fp.FedPara(gamma=0.1, nonlinearity=["tanh"])
+    with pytest.raises(SchemeError, match="init must be a name or a function"):
+        fp.factorize(nn.Linear(40, 40), fp.FedPara(gamma=0.1), init=np.ones(3))
+
+
+def test_pfedpara_is_of_full_rank_one_rank_sooner():
+    """rank(W) <= r (r + 1): 2 is enough for 6, where FedPara needs 3."""
+    own, other = (
+        plan(nn.Linear(64, 6, bias=False), scheme)[0] for scheme in (fp.PFedPara(1.0), fp.FedPara(1.0))
+    )
+    assert own.form is not None
+    assert own.form.rank == 2
+    assert own.form.max_rank == 6
+    assert other.form is None
+    assert "not of full rank" in other.reason

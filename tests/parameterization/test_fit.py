@@ -1,5 +1,6 @@
 """Factors of a trained weight: how near they come, and what a converted network keeps."""
 
+from dataclasses import dataclass
 from statistics import median
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 import fedpara as fp
 from fedpara import data, models
+from fedpara.errors import SchemeError
 from fedpara.parameterization import fit, fit_errors, forms, write
 from fedpara.parameterization.fit import truncation_error
 
@@ -112,6 +114,40 @@ def test_the_scale_of_the_weight_does_not_matter(scheme, scale):
     assert relative(form, factors, scale * w) == pytest.approx(error, abs=1e-4)
     assert error < 0.75
     assert all(f.isfinite().all() for f in factors)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e21, 1e36])
+@pytest.mark.parametrize("scheme", [fp.FedPara(rank=3), fp.PFedPara(rank=3), fp.LowRank(rank=3)])
+def test_nor_where_its_square_is_no_float32(scheme, scale):
+    w = torch.randn(20, 20, generator=seeded(0))
+    form = write(scheme, w.shape)
+    factors, error = fit(form, w * scale)
+    assert all(factor.isfinite().all() for factor in factors)
+    composed = form.compose([factor.double() for factor in factors])
+    target = w.double() * scale
+    assert float((composed - target).norm() / target.norm()) == pytest.approx(error, rel=1e-2)
+
+
+def test_what_no_tanh_reaches_is_missed_and_said():
+    factors, error = fit(write(fp.FedPara(rank=3, nonlinearity="tanh"), (20, 20)), torch.full((20, 20), 1e30))
+    assert all(factor.isfinite().all() for factor in factors)
+    assert error == pytest.approx(1.0)
+
+
+@dataclass(frozen=True)
+class Shifted(fp.FedPara):
+    """Somebody's own, which no scale of its factors scales."""
+
+    def join(self, inner):
+        return 3 + super().join(inner)
+
+
+def test_a_scheme_of_ones_own_is_not_fitted_by_formulas_of_ours():
+    layer = nn.Linear(40, 40)
+    before = layer.weight.clone()
+    with pytest.raises(SchemeError, match=r"weight: factors of Shifted.*cannot be fitted"):
+        fp.factorize(layer, Shifted(rank=4), init="fit")
+    assert torch.equal(layer.weight, before)
 
 
 @each_scheme

@@ -22,7 +22,7 @@ from fedpara.errors import FedParaError, MissingExtraError, UsageError, in_a_lin
 from fedpara.files import replacing
 from fedpara.interop.rebuild import Description, rebuild, refuse_misfit, shape_of
 from fedpara.interop.saved import SavedState, read_state, save_state
-from fedpara.parameterization import forms, load, merge
+from fedpara.parameterization import forms, load, merge, refuse_old_norms
 from fedpara.state import State, nbytes
 
 Format = Literal["safetensors", "onnx", "pt2"]
@@ -66,6 +66,13 @@ def export(
     A state that does not fit the network is refused. Only safetensors calls no `target` to find that out.
     """
     path = Path(path)
+    if not isinstance(source, SavedState | nn.Module):
+        raise UsageError(
+            f"the source is of type {type(source).__name__}: expected a torch.nn.Module, or a SavedState, which "
+            "holds a state and its forms."
+        )
+    if not isinstance(tolerance, int | float) or not tolerance > 0:
+        raise UsageError(f"the tolerance is {tolerance!r}: expected a number above 0.")
     if format not in get_args(Format):
         raise UsageError(f"unknown format {format!r}: expected one of {', '.join(get_args(Format))}.")
     if path.is_dir():
@@ -90,6 +97,11 @@ def export(
 
 
 def _plain(model: nn.Module) -> nn.Module:
+    refuse_old_norms(model)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise UsageError(
+            f"{type(model).__name__} is on the meta device and holds no numbers: expected a model with weights."
+        )
     return (merge(model) if forms(model) else deepcopy(model)).cpu().eval()
 
 
@@ -117,6 +129,8 @@ def _inputs(network: nn.Module, example: Tensor | Inputs | None, description: De
     """Two examples or more: torch.export takes a batch of one for a constant."""
     if example is not None:
         given = (example,) if isinstance(example, Tensor) else example
+        if not isinstance(given, tuple | list) or not all(isinstance(x, Tensor) and x.dim() for x in given):
+            raise UsageError("the example is no batch: expected a tensor, or a tuple of them, batch first.")
         return tuple(x if len(x) > 1 else torch.cat([x, x]) for x in given)
     shape = shape_of(description) if description else None
     if shape is None:
@@ -165,12 +179,14 @@ def _write_onnx(network: nn.Module, inputs: Inputs, path: Path) -> Runner:
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()
     program.save(path, external_data=False)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    with _run_by_onnxruntime(network):
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [entry.name for entry in session.get_inputs()]
 
     def run(inputs: Inputs) -> list[Tensor]:
         feed = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
-        return [torch.from_numpy(y) for y in session.run(None, feed)]
+        with _run_by_onnxruntime(network):
+            return [torch.from_numpy(y) for y in session.run(None, feed)]
 
     return run
 
@@ -202,6 +218,17 @@ def _traced(network: nn.Module, format: str) -> Iterator[None]:
         raise UsageError(
             f"{type(network).__name__} could not be exported as {format} ({in_a_line(error)}): expected a network "
             "that torch.export can trace with a free batch size. Safetensors needs no tracing."
+        ) from error
+
+
+@contextmanager
+def _run_by_onnxruntime(network: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise UsageError(
+            f"onnxruntime does not run {type(network).__name__} ({in_a_line(error)}): expected a network and an "
+            "example of one type that it computes in, such as float32. Use model.float(), or another format."
         ) from error
 
 

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedpara.errors import SchemeError, StateError, UsageError
-from fedpara.files import read_tensors, replacing, write_tensors
+from fedpara.errors import SchemeError, StateError, UsageError, expect_kind
+from fedpara.files import make_folder, read_tensors, replacing, write_tensors
 from fedpara.interop.saved import check_factors, form_of
-from fedpara.parameterization import FedPara, Form
+from fedpara.parameterization import FedPara, Form, covered
 from fedpara.parameterization import forms as forms_of
 from fedpara.parameterization.schemes import ConvStyle
 from fedpara.state import State
@@ -51,6 +51,11 @@ def write_adapter(
     if isinstance(source, nn.Module):
         state, forms = source.state_dict(), forms_of(source)
         _check_layers(source, forms)
+        if over := covered(source):
+            raise SchemeError(
+                f"{over} has another parametrization on top of its factors, which an adapter does not hold: merge the "
+                "model and export the plain weights instead."
+            )
     else:
         state = dict(source)
     if not forms:
@@ -66,7 +71,7 @@ def write_adapter(
         factors = [state[f"{weight}.{factor}"].detach().cpu() for factor in form.factors]
         for name, tensor in _to_hada(form, factors).items():
             tensors[f"{PREFIX}{_module(weight)}.{name}"] = tensor.clone(memory_format=torch.contiguous_format)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, cure="another one")
     write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     with replacing(folder / CONFIG) as temporary:
         temporary.write_text(json.dumps(_config(forms), indent=2) + "\n", encoding="utf-8")
@@ -81,6 +86,8 @@ def read_adapter(
     given the `base` model, the forms have the shapes of its weights.
     """
     folder = Path(folder)
+    if base is not None:
+        expect_kind("base", base, nn.Module, UsageError)
     config = _read_config(folder)
     tensors, _ = read_tensors(folder / WEIGHTS)
     layers: defaultdict[str, State] = defaultdict(dict)
@@ -127,11 +134,17 @@ def _check_layers(model: nn.Module, forms: Mapping[str, Form]) -> None:
                 f"{weight} belongs to a layer of type {type(module).__mro__[1].__name__}: PEFT's LoHa takes Linear, "
                 "Conv1d and Conv2d. Leave it dense with `where`."
             )
+        parent = model.get_submodule(_module(_module(weight)))
+        if isinstance(parent, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+            raise SchemeError(
+                f"{weight} is read by the {type(parent).__name__} around it, past the layer that PEFT puts in its "
+                "place: its adapter would do nothing. Leave it dense with `where`."
+            )
 
 
 def _check_forms(forms: Mapping[str, Form]) -> None:
     for weight, form in forms.items():
-        if not isinstance(form.scheme, FedPara) or form.scheme.nonlinearity is not None:
+        if type(form.scheme) is not FedPara or form.scheme.nonlinearity is not None:
             raise SchemeError(
                 f"{weight} is written by {form.scheme}: a LoHa adapter is W1 * W2, FedPara without nonlinearity. "
                 "Merge the model and export the plain weights instead."

@@ -42,7 +42,7 @@ def is_description(value: object) -> bool:
 def rebuild(description: Description) -> nn.Module:
     """The described model with fresh weights. A target is imported and called: trust where it comes from."""
     if not is_description(description):
-        raise UsageError(f"a model cannot be built from {dict(description)}: {EXPECTED}.")
+        raise UsageError(f"a model cannot be built from {description!r}: {EXPECTED}.")
     if "target" in description:
         return build_target(str(description["target"]))
     classes = description["classes"]

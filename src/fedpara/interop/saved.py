@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedpara.errors import SchemeError, StateError
+from fedpara.errors import SchemeError, StateError, expect_kind
 from fedpara.files import read_tensors, write_tensors
 from fedpara.interop.rebuild import EXPECTED, Description, is_description
-from fedpara.parameterization import SCHEMES, Form, Scheme, compose_state
+from fedpara.parameterization import SCHEMES, Form, Scheme, as_they_are, compose_state
 from fedpara.state import State
 
 VERSION = "1"
@@ -42,13 +42,16 @@ class SavedState:
     model: Description | None = None
 
     def __post_init__(self) -> None:
+        expect_kind("state", self.state, Mapping, StateError)
+        for name, tensor in self.state.items():
+            expect_kind(name, tensor, Tensor, StateError)
         check_factors(self.state, self.forms)
         if self.model is not None and not is_description(self.model):
             raise StateError(f"the description of the model is {self.model}: {EXPECTED}.")
 
     def merged(self) -> State:
         """The state of the plain model."""
-        with torch.no_grad():
+        with torch.no_grad(), as_they_are():
             return compose_state(self.state, self.forms)
 
 
@@ -60,6 +63,7 @@ def save_state(
     model: Description | None = None,
 ) -> None:
     """Write the state so that `read_state` gives it back, whole or not at all, over what was there."""
+    expect_kind("state", state, Mapping, StateError)
     saved = SavedState(dict(state), forms, model)
     metadata = {"format": "pt", "fedpara": VERSION}
     metadata["forms"] = json.dumps({weight: _describe(weight, form) for weight, form in forms.items()})

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fedpara.errors import ConfigError, among
+from fedpara.errors import ConfigError, among, expect_kind
 from fedpara.models.cnn import cnn
 from fedpara.models.lstm import lstm
 from fedpara.models.mlp import mlp
@@ -120,6 +120,10 @@ def build(name: str, *, classes: int, shape: Shape) -> nn.Module:
 
     The lstm predicts the next character, so its vocabulary is its `classes`.
     """
+    expect_kind("the model's name", name, str, ConfigError)
+    expect_kind("classes", classes, int, ConfigError)
+    if not isinstance(shape, tuple | list) or not all(isinstance(side, int) for side in shape):
+        raise ConfigError(f"the shape is {shape!r}: expected whole numbers, such as (3, 32, 32).")
     entry = _entry(name)
     if classes < 1:
         raise ConfigError(f"model {name!r} with {classes} classes: expected 1 or more.")

@@ -1,6 +1,7 @@
 """How a weight is written as factors, and back."""
 
 from fedpara.parameterization.convert import (
+    as_they_are,
     compose_state,
     composed_once,
     covered,
@@ -26,6 +27,7 @@ __all__ = [
     "LowRank",
     "PFedPara",
     "Scheme",
+    "as_they_are",
     "calibrated",
     "compose_state",
     "composed_once",

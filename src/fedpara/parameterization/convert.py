@@ -6,7 +6,7 @@ and its other parameters. In every state dict they are called after the weight t
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from fedpara.state import State
 
 M = TypeVar("M", bound=nn.Module)
 
+AUTOCAST = ("cpu", "cuda", "mps", "xpu")
 ORDER = "_fedpara_order"
 """The owner's parameters in the order it was built with: optimizers and state dicts go by it."""
 
@@ -53,6 +54,10 @@ class Factors(nn.Module):
         factors, self.error = fit(self.form, weight)
         return factors
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy composes for itself."""
+        return {**vars(self), "_composed": None}
+
     def extra_repr(self) -> str:
         return f"{self.form.scheme}, shape={self.form.shape}, rank={self.form.rank}"
 
@@ -74,6 +79,18 @@ def composed_once(model: nn.Module) -> Iterator[None]:
             factors._composed = None
 
 
+@contextmanager
+def as_they_are() -> Iterator[None]:
+    """Within, no autocast and no inference mode of a caller: tensors keep their types, and can be trained."""
+    with ExitStack() as outside:
+        outside.enter_context(torch.inference_mode(False))
+        for kind in AUTOCAST:
+            if torch.is_autocast_enabled(kind):
+                outside.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@as_they_are()
 def factorize(
     model: M,
     scheme: Scheme,
@@ -128,6 +145,7 @@ def factorize(
     return model
 
 
+@as_they_are()
 def merge(model: M, state: Mapping[str, Tensor] | None = None) -> M:
     """A copy of `model` with plain weights, equal to what it composes now (or from `state`)."""
     expect_kind("model", model, nn.Module, SchemeError)
@@ -159,17 +177,24 @@ def merge(model: M, state: Mapping[str, Tensor] | None = None) -> M:
 
 def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """`model.load_state_dict(state)` that checks every name and shape before it copies anything."""
-    expect(state, {name: tensor.shape for name, tensor in model.state_dict().items()})
+    expect_kind("state", state, Mapping, StateError)
+    own = model.state_dict()
+    tensors = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor)}  # not extra state
+    expect(
+        {name: tensor for name, tensor in state.items() if name in tensors or name not in own},
+        {name: tensor.shape for name, tensor in tensors.items()},
+    )
+    if meta := [name for name, tensor in tensors.items() if tensor.is_meta and not state[name].is_meta]:
+        raise StateError(
+            f"{meta[0]} is on the meta device, where nothing can be loaded: expected a model with memory. Use "
+            "model.to_empty(device=...) first."
+        )
     model.load_state_dict(dict(state))
 
 
 def forms(model: nn.Module) -> dict[str, Form]:
-    """The form of every factorized weight, by the weight's name."""
-    named = {module: name for name, module in model.named_modules(remove_duplicate=True)}
-    return {
-        f"{named[owner]}.{parameter}".lstrip("."): factors.form
-        for owner, parameter, factors in _owners(model)
-    }
+    """The form of every factorized weight, by each name that a state dict has for it."""
+    return {weight: factors.form for weight, factors in _weights(model)}
 
 
 def covered(model: nn.Module) -> str:
@@ -190,12 +215,7 @@ def private(model: nn.Module) -> frozenset[str]:
 
 def fit_errors(model: nn.Module) -> dict[str, float]:
     """||W - compose|| / ||W|| of every weight that was factorized with init="fit"."""
-    named = {module: name for name, module in model.named_modules()}
-    return {
-        f"{named[owner]}.{parameter}".lstrip("."): factors.error
-        for owner, parameter, factors in _owners(model)
-        if factors.error is not None
-    }
+    return {weight: factors.error for weight, factors in _weights(model) if factors.error is not None}
 
 
 def compose_state(state: Mapping[str, Tensor], forms: Mapping[str, Form]) -> State:
@@ -219,7 +239,7 @@ def compose_state(state: Mapping[str, Tensor], forms: Mapping[str, Form]) -> Sta
 def _prepare(choice: Choice, init: initialise.Init | str | None, generator: Generator | None) -> Factors:
     form, weight = choice.form, choice.weight
     assert form is not None
-    if init == "fit":
+    if isinstance(init, str) and init == "fit":
         try:
             return Factors(form, *fit(form, weight))
         except SchemeError as error:
@@ -236,10 +256,22 @@ def _prepare(choice: Choice, init: initialise.Init | str | None, generator: Gene
 
 def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, str, Factors]]:
     for module in model.modules():
-        if is_parametrized(module):
-            for parameter, chain in module.parametrizations.items():  # type: ignore[union-attr, operator]
-                if isinstance(chain[0], Factors):
-                    yield module, parameter, chain[0]
+        for parameter, factors in _own_factors(module):
+            yield module, parameter, factors
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Factors]]:
+    """By name. A module that the model holds under two is here under both, as in its state dict."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        for parameter, factors in _own_factors(module):
+            yield f"{name}.{parameter}".lstrip("."), factors
+
+
+def _own_factors(module: nn.Module) -> Iterator[tuple[str, Factors]]:
+    if is_parametrized(module):
+        for parameter, chain in module.parametrizations.items():  # type: ignore[union-attr, operator]
+            if isinstance(chain[0], Factors):
+                yield parameter, chain[0]
 
 
 def _chain(owner: nn.Module, parameter: str) -> Any:

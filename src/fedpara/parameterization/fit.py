@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedpara.errors import SchemeError
-from fedpara.parameterization.schemes import Form
+from fedpara.parameterization.schemes import SCHEMES, Form
 
 STEPS = 300
 NOISE = 0.3
@@ -26,6 +26,16 @@ SATURATION = 0.96
 
 def fit(form: Form, weight: Tensor, steps: int = STEPS) -> tuple[list[Tensor], float]:
     """The factors, in the form's order, and ||W - compose(factors)|| / ||W||."""
+    if type(form.scheme) not in SCHEMES.values():
+        raise SchemeError(
+            f"factors of {form.scheme!r} cannot be fitted to a weight: expected one of {', '.join(SCHEMES)}, whose "
+            "formulas the fit inverts. Give `init` a function of your own."
+        )
+    if weight.is_meta:
+        raise SchemeError(
+            "the weight is on the meta device and holds no numbers: expected a trained weight to fit. Load the "
+            "weights first, or start from scratch with another init."
+        )
     w = weight.detach().float().cpu()
     if tuple(w.shape) != form.shape:
         raise SchemeError(
@@ -36,25 +46,34 @@ def fit(form: Form, weight: Tensor, steps: int = STEPS) -> tuple[list[Tensor], f
             f"{int((~w.isfinite()).sum())} of {w.numel():,} entries are NaN or infinite: expected a trained weight to "
             "fit. Start from scratch with another init, or leave this weight out with `where`."
         )
-    unit = float(w.square().mean().sqrt())
-    if unit == 0 or form.scheme.nonlinearity:
-        unit = 1.0
+    unit = _rms(w) if form.scheme.nonlinearity is None else 1.0
     w = w / unit
+    with torch.device("cpu"):  # where w is, whatever torch's default
+        best = _best(form, w, steps)
+    error = _distance(form, w, best) / max(float(w.double().norm()), torch.finfo(w.dtype).tiny)
+    return [factor.to(weight) for factor in _rescaled(form, best, unit)], error
+
+
+def _best(form: Form, w: Tensor, steps: int) -> list[Tensor]:
     truncation = _truncation_start(form, w)
     candidates = [truncation]
     starts = [_stirred(form, truncation)]
     if form.scheme.name == "fedpara":
         starts.append(_root_start(form, w))
     candidates += [_descend(form, w, start, steps) for start in starts]
-    best = min(candidates, key=lambda factors: _distance(form, w, factors))
-    error = _distance(form, w, best) / max(float(w.norm()), torch.finfo(w.dtype).tiny)
-    return [factor.to(weight) for factor in _rescaled(form, best, unit)], error
+    return min(candidates, key=lambda factors: _distance(form, w, factors))
 
 
 def truncation_error(form: Form, weight: Tensor) -> float:
     """||W - compose|| / ||W|| of the truncated SVD (HOSVD) alone: what `fit` starts from."""
     w = weight.detach().float().cpu()
     return _distance(form, w, _truncation_start(form, w)) / float(w.norm())
+
+
+def _rms(w: Tensor) -> float:
+    """Of the largest first, whose square float32 may not hold; 1 where every entry is 0."""
+    largest = float(w.abs().max())
+    return largest * float((w / largest).square().mean().sqrt()) if largest else 1.0
 
 
 def _truncation_start(form: Form, w: Tensor) -> list[Tensor]:
@@ -133,7 +152,7 @@ def _rescaled(form: Form, factors: list[Tensor], unit: float) -> list[Tensor]:
 
 
 def _distance(form: Form, w: Tensor, factors: Sequence[Tensor]) -> float:
-    distance = float((form.compose(factors) - w).norm())
+    distance = float((form.compose(factors).double() - w).norm())
     return distance if distance == distance else float("inf")
 
 

@@ -38,7 +38,7 @@ def calibrated(form: Form, generator: Generator | None = None) -> list[Tensor]:
     FedPara gives both inner weights the same deviation; pFedPara's W2 starts at PRIVATE_SCALE and W1
     carries the rest. Each factor of an inner weight takes the same part of its scale.
     """
-    factors = [torch.randn(shape, generator=generator) for shape in form.factors.values()]
+    factors = [_normal(shape, generator) for shape in form.factors.values()]
     inner = form.inner(factors)
     norms = [_rms(w) for w in inner]
     units = [w / norm for w, norm in zip(inner, norms, strict=True)]
@@ -64,7 +64,12 @@ def he(form: Form, generator: Generator | None = None) -> list[Tensor]:
 
 def _drawn(form: Form, generator: Generator | None, fan: Callable[[Sequence[int]], int]) -> list[Tensor]:
     """Every factor from N(0, 2 / fan)."""
-    return [torch.randn(s, generator=generator) * sqrt(2 / fan(s)) for s in form.factors.values()]
+    return [_normal(shape, generator) * sqrt(2 / fan(shape)) for shape in form.factors.values()]
+
+
+def _normal(shape: Sequence[int], generator: Generator | None) -> Tensor:
+    """Where the generator is, whatever torch's default device: on "meta" there would be no numbers to scale by."""
+    return torch.randn(shape, generator=generator, device=generator.device if generator else "cpu")
 
 
 def _solve(rms: Callable[[float], float], target: float, power: int) -> float:

@@ -12,6 +12,7 @@ from torch import Size, Tensor, nn
 from torch.nn.utils import parametrize
 
 from fedpara.errors import StateError
+from fedpara.parameterization.schemes import Form
 
 HOOKS = "_fedpara_hooks"
 
@@ -22,8 +23,9 @@ def attach(module: nn.Module) -> None:
             module.register_state_dict_post_hook(_to_readable),
             module.register_load_state_dict_pre_hook(_to_internal),
         )
-        setattr(module, HOOKS, handles)
-        module.load_state_dict = MethodType(_load_state_dict, module)  # type: ignore[method-assign]
+        # Not setattr: a wrapper, such as torch.compile's, would set it on what it wraps.
+        vars(module)[HOOKS] = handles
+        vars(module)["load_state_dict"] = MethodType(_load_state_dict, module)
         if isinstance(module, nn.RNNBase) and is_parametrized(module):
             _drop_flat_weights_on_copy(module)
 
@@ -32,7 +34,7 @@ def detach(module: nn.Module) -> None:
     if HOOKS in vars(module):
         for handle in vars(module).pop(HOOKS):
             handle.remove()
-        del module.load_state_dict
+        del vars(module)["load_state_dict"]
 
 
 def is_parametrized(module: nn.Module, parameter: str | None = None) -> bool:
@@ -76,16 +78,16 @@ def _to_internal(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
             state[prefix + internal] = state.pop(prefix + readable)
 
 
-def _load_state_dict(
-    self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-) -> Any:
+def _load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
     """The factors of the whole subtree are checked before the first tensor is copied.
 
     In the method and not in a hook: torch tells its hooks nothing of `strict`.
     """
-    for name, module in self.named_modules():
-        _check_factors(module, state_dict, f"{name}." if name else "", strict)
-    return type(self).load_state_dict(self, state_dict, strict=strict, assign=assign)
+    strict = options.get("strict", args[0] if args else True)
+    if isinstance(state_dict, Mapping):  # else torch says what it expects
+        for name, module in self.named_modules():
+            _check_factors(module, state_dict, f"{name}." if name else "", strict)
+    return type(self).load_state_dict(self, state_dict, *args, **options)
 
 
 def _check_factors(module: nn.Module, state: Mapping[str, Tensor], prefix: str, strict: bool) -> None:
@@ -109,7 +111,7 @@ def _names(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         return
     for parameter, chain in module.parametrizations.items():  # type: ignore[union-attr, operator]
         form = getattr(chain[0], "form", None)
-        for i, factor in enumerate(form.factors if form else ()):
+        for i, factor in enumerate(form.factors if isinstance(form, Form) else ()):
             name = f"original{i}"
             yield f"{parameter}.{factor}", f"parametrizations.{parameter}.{name}", getattr(chain, name)
 

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fedpara.errors import SchemeError, expect_kind
-from fedpara.parameterization.ranks import r_min
 from fedpara.parameterization.schemes import Form, Scheme, write
 
 Where = Callable[[str, nn.Module, str], "bool | Scheme"]
@@ -40,7 +39,9 @@ def plan(
     if where is not None and not callable(where):
         raise SchemeError(f"`where` is {where!r}: expected a function of (name, module, parameter name).")
     for name, module in model.named_modules():
-        if isinstance(module, parametrize.ParametrizationList) and hasattr(module[0], "form"):
+        if isinstance(module, parametrize.ParametrizationList) and isinstance(
+            getattr(module[0], "form", None), Form
+        ):
             raise SchemeError(
                 f"{type(model).__name__} is factorized already ({name.replace('.parametrizations', '')} is made of "
                 "factors): expected plain weights. Merge it first, or factorize a fresh model."
@@ -117,7 +118,7 @@ def _too_thin(form: Form) -> bool:
     if getattr(form.scheme, "gamma", None) is None or len(form.scheme.suffixes) < 2:
         return False
     m, n = form.shape[0], form.shape[1] if form.is_kernel else prod(form.shape[1:])
-    return form.rank < r_min(m, n)
+    return form.scheme.rank_bound(form.rank) < min(m, n)
 
 
 def _of_one_filter(form: Form) -> bool:
@@ -128,7 +129,7 @@ def _of_one_filter(form: Form) -> bool:
 def _parameters(model: nn.Module) -> list[tuple[list[str], list[tuple[nn.Module, str]], nn.Parameter]]:
     found: dict[int, tuple[list[str], list[tuple[nn.Module, str]], nn.Parameter]] = {}
     for prefix, module in model.named_modules():
-        for parameter, weight in module.named_parameters(recurse=False):
+        for parameter, weight in module.named_parameters(recurse=False, remove_duplicate=False):
             if isinstance(weight, nn.UninitializedParameter):
                 raise SchemeError(
                     f"{prefix}.{parameter}".lstrip(".")

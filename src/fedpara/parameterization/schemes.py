@@ -103,6 +103,9 @@ def write(scheme: Scheme, shape: Sequence[int]) -> Form:
         )
     m, n, k = _sides(scheme, shape)
     r = scheme.rank_of(m, n, k)
+    if not _is_rank(r):
+        raise SchemeError(f"{scheme!r} chose the rank {r!r}: expected a whole number of at least 1.")
+    r = int(r)
     factors: dict[str, tuple[int, ...]] = {}
     for suffix in scheme.suffixes:
         factors |= {f"x{suffix}": (m, r), f"y{suffix}": (n, r)}
@@ -133,15 +136,19 @@ def _check(scheme: "FedPara | PFedPara | LowRank", sizes: Mapping[str, object]) 
         raise SchemeError(
             f"ratio must lie in (0, 1]: got {ratio!r}. It is the share of the dense parameters to keep."
         )
-    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, Integral) or rank < 1):
+    if rank is not None and not _is_rank(rank):
         raise SchemeError(
             f"rank must be a whole number of at least 1: got {rank!r}. With gamma instead, each weight's rank is "
             "chosen from its shape."
         )
-    if scheme.nonlinearity not in compose.NONLINEARITIES:
+    if scheme.nonlinearity not in tuple(compose.NONLINEARITIES):
         raise SchemeError(f"nonlinearity must be None or 'tanh': got {scheme.nonlinearity!r}.")
     if scheme.conv not in ("tensor", "reshape"):
         raise SchemeError(f"conv must be 'tensor' (Prop. 3) or 'reshape' (Prop. 1): got {scheme.conv!r}.")
+
+
+def _is_rank(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
 
 
 def _given_rank(rank: int, limit: int, m: int, n: int, k: int | None) -> int:
