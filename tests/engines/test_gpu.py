@@ -139,7 +139,7 @@ def test_a_letter_on_the_gpu_is_the_same_message():
     ours, theirs = letter(there, header), letter(state, header)
     assert bytes(ours) == bytes(theirs)
     assert len(ours) == len(bytes(ours))
-    checks = {"spec": spec_of(state), "round": 1, "method": "fedavg", "scheme": "original"}
+    checks = {"spec": spec_of(state), "round": 1, "method": "fedavg", "scheme": "original", "link": "float32"}
     _, read = admit(ours, **checks, max_norm=1e-6, reference=state)
     assert all(read[name].is_cuda and torch.equal(read[name].cpu(), state[name]) for name in state)
     with pytest.raises(UpdateRejected, match="NaN"):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedpara.errors import UpdateRejected, UsageError
+from fedpara.errors import UpdateRejected, UsageError, WireError
 from fedpara.state import State
 from fedpara.wire import Header, admit, encode, spec_of
 
@@ -25,6 +25,7 @@ def judge(state: State, header: Header = HEADER, dtype: str = "float32", **how: 
         "round": 3,
         "method": "fedavg",
         "scheme": "fedpara(0.1)",
+        "link": dtype,
     }
     return admit(message, **(wanted | how))
 
@@ -40,6 +41,14 @@ def test_a_right_update_passes_in_the_order_of_the_spec() -> None:
 def test_a_quantized_update_passes(dtype: str) -> None:
     state = judge(STATE, dtype=dtype)[1]
     torch.testing.assert_close(state["z.weight"], STATE["z.weight"])
+
+
+@pytest.mark.parametrize(
+    ("sent", "agreed"), [("int8", "float32"), ("float32", "int8"), ("float16", "bfloat16")]
+)
+def test_another_precision_than_the_links_is_refused(sent: str, agreed: str) -> None:
+    with pytest.raises(WireError, match=f"a message of precision {sent}: expected {agreed}"):
+        judge(STATE, dtype=sent, link=agreed)
 
 
 def test_float64_is_asked_for_as_it_was_sent() -> None:

@@ -34,9 +34,15 @@ STATE: State = {
 Mutation = Callable[[random.Random, bytes], bytes]
 
 
-def judge(message: bytes) -> tuple[Header, State]:
+def judge(message: bytes, link: str = "float32") -> tuple[Header, State]:
     return admit(
-        message, spec=spec_of(STATE), round=3, method="fedavg", scheme="fedpara(0.1)", max_norm=100.0
+        message,
+        spec=spec_of(STATE),
+        round=3,
+        method="fedavg",
+        scheme="fedpara(0.1)",
+        link=link,
+        max_norm=100.0,
     )
 
 
@@ -307,7 +313,7 @@ def test_every_bit_of_a_quantized_message_is_guarded(dtype: str) -> None:
         damaged = bytearray(message)
         damaged[place // 8] ^= 1 << place % 8
         with pytest.raises(WireError):
-            judge(bytes(damaged))
+            judge(bytes(damaged), dtype)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +333,7 @@ def test_false_scales_are_refused(scales: torch.Tensor | None, complaint: str) -
     header = header.replace(b'"dtype":"float32"', b'"dtype":"int8"')
     entries = {name.replace("scales__", "__scales__"): entry for name, entry in json.loads(index).items()}
     with pytest.raises(WireError, match=complaint):
-        judge(forge(header, dump(entries), data))
+        judge(forge(header, dump(entries), data), "int8")
 
 
 @pytest.mark.parametrize("shape", [[0, 2**40, 2**40], [2**62, 0], [0] + [1] * 16, [0, -1]])

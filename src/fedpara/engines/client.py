@@ -30,6 +30,8 @@ class Reply:
     loss: float = float("nan")
     before: Score | None = None
     after: Score | None = None
+    reached: bool = True  # the server's message was sent to it
+    unread: int = 0  # bytes that came and are no message
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Protocol:
             round=round,
             method=self.algorithm.name,
             scheme=self.program.scheme,
+            link=self.link.down,
             exact=self.exact,
         )
         own = self.program.initial

@@ -25,8 +25,11 @@ from fedpara.engines.worker import Score, Worker
 from fedpara.errors import ConfigError, RunError, WireError
 from fedpara.state import State
 from fedpara.wire import Letter
+from fedpara.wire.tensors import in_one_line, shown
 
 ACCEPTED = "accepted"
+LONGEST = 100_000_000
+"""Seconds, three years: clocks and timers take no more than some."""
 
 
 class Courier(Interface):
@@ -53,12 +56,18 @@ class Terms:
     threads: int = 0  # of each client; 0 leaves it to the node
 
     def __post_init__(self) -> None:
-        for name in ("deadline", "hello", "poll"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}: expected a number of seconds above 0.")
-        for name in ("oversample", "wait", "threads"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}: expected 0 or more.")
+        for name in ("deadline", "hello", "poll", "wait"):
+            seconds = getattr(self, name)
+            least = "0 or more" if name == "wait" else "above 0"
+            if not (0 < seconds <= LONGEST or (seconds == 0 and name == "wait")):
+                raise ConfigError(
+                    f"{name} is {seconds}: expected a number of seconds {least}, up to {LONGEST:,}."
+                )
+        for name in ("minimum", "oversample", "threads"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                shown_as = "min_replies" if name == "minimum" else name
+                raise ConfigError(f"{shown_as} is {value}: expected a whole number of 0 or more.")
 
     def schedule(self, schedule: Schedule) -> Schedule:
         if not 1 <= self.minimum <= schedule.cohort:
@@ -140,7 +149,9 @@ class Flower:
             if name:
                 open_.letters[name] = order.client
             else:
-                open_.replies[order.client] = Reply(order.client, reason="its order could not be sent")
+                open_.replies[order.client] = Reply(
+                    order.client, reason="its order could not be sent", reached=False
+                )
         self._await(open_, round, end)
         for name, client in open_.letters.items():
             self._late[name] = client, round
@@ -148,7 +159,9 @@ class Flower:
                 # Dead or hanging: whether it is there is asked anew, which takes less than a round's deadline.
                 self._known.pop(hosts[client], None)
         for client in clients:
-            yield open_.replies.get(client) or Reply(client, reason=self._absence(client, hosts, end))
+            yield open_.replies.get(client) or Reply(
+                client, reason=self._absence(client, hosts, end), reached=client in hosts
+            )
 
     def keep(self, round: int, clients: Sequence[int]) -> None:
         """Told to a client with its next order; noted here so that a resumed server tells it the same."""
@@ -175,7 +188,7 @@ class Flower:
 
     def _reply(self, got: Parcel | str, client: int, round: int) -> Reply:
         if isinstance(got, str):
-            return Reply(client, reason=got)
+            return Reply(client, reason=in_one_line(got))
         try:
             answer = unpacked(got, Answer, self._limit)
             if (answer.client, answer.round) != (client, round):
@@ -183,11 +196,13 @@ class Flower:
                     f"it answers for client {answer.client} in round {answer.round}: expected client {client} "
                     f"in round {round}."
                 )
+            if answer.message and not math.isfinite(answer.loss):
+                raise WireError(f"its loss is {answer.loss}: expected a finite number.")
         except WireError as error:
-            return Reply(client, reason=str(error))
+            return Reply(client, reason=str(error), unread=len(got.body))
         if not answer.message and not answer.reason:
             return Reply(client, reason="its answer is empty: expected a message or a reason")
-        return answer.reply
+        return replace(answer.reply, reason=in_one_line(answer.reason))
 
     def _absence(self, client: int, hosts: Mapping[int, int], end: float) -> str:
         if client not in hosts:
@@ -276,18 +291,19 @@ class Flower:
         except WireError as error:
             return self._refuse(node, f"its hello cannot be read: {error}")
         if hello is None:
-            return self._refuse(node, str(got))
+            return self._refuse(node, in_one_line(str(got)))
         if not 0 <= hello.first < hello.every:
             return self._refuse(node, f"it is number {hello.first} of {hello.every}: expected 0 to one less")
         wanted = (self._blank.version, self.protocol.program.scheme, digest(self.protocol))
         if hello.version != wanted[0]:
             return self._refuse(
-                node, f"it runs fedpara {hello.version}, the server {wanted[0]}: install the same"
+                node,
+                f"it runs fedpara {in_one_line(hello.version)}, the server {wanted[0]}: install the same",
             )
         if hello.reason:
-            return self._refuse(node, hello.reason)
+            return self._refuse(node, in_one_line(hello.reason))
         if hello.scheme != wanted[1]:
-            return self._refuse(node, f"its model is {hello.scheme!r}, the server's {wanted[1]!r}")
+            return self._refuse(node, f"its model is {shown(hello.scheme)}, the server's {wanted[1]!r}")
         if hello.digest != wanted[2]:
             return self._refuse(node, "its model has other names, shapes or types than the server's")
         self._refused.pop(node, None)

@@ -126,11 +126,9 @@ def _round(
     t = progress.round + 1
     chosen = cohort(protocol.seed, t, schedule.clients, schedule.cohort)
     message, sent = _broadcast(protocol, progress, t)
-    meter = Meter()
-    for client in chosen:
-        meter.down(t, client, message)
-    replies = engine.train(t, chosen, message, personal and schedule.evaluates(t))
-    got = _collect(protocol, schedule, t, chosen, sent, replies, meter)
+    meter, scored = Meter(), personal and schedule.evaluates(t)
+    replies = engine.train(t, chosen, message, scored)
+    got = _collect(protocol, schedule, t, chosen, message, sent, replies, meter)
     x, server, averages = progress.x, progress.server, progress.buffers
     if protocol.link.down != "float32":
         got.updates = [_as_moved(update, x, sent) for update in got.updates]
@@ -138,6 +136,7 @@ def _round(
         x, server = aggregated(protocol.algorithm, x, server, got.updates, schedule.clients)
         if averages:
             averages = bring(mean(got.buffers, [float(update.examples) for update in got.updates]), HOST)
+        _refuse_overflow(t, [x, averages, *server.values()])
     else:
         few = f"{len(got.updates)} of {schedule.minimum}" if got.updates else "no"
         got.notes.append(
@@ -158,7 +157,7 @@ def _round(
         notes=tuple(got.notes),
         kept=tuple(reply.client for reply in got.replies) if protocol.keeps else (),
     )
-    return _evaluated(protocol, engine, schedule, got.replies, result)
+    return _evaluated(protocol, engine, schedule, got.replies if scored else [], result)
 
 
 @dataclass
@@ -177,6 +176,7 @@ def _collect(
     schedule: Schedule,
     round: int,
     chosen: Sequence[int],
+    message: Letter,
     sent: State,
     replies: Iterable[Reply],
     meter: Meter,
@@ -202,7 +202,10 @@ def _collect(
             got.notes.append(f"client {reply.client} answered twice or was not asked: that reply is dropped")
             continue
         del waiting[reply.client]
+        if reply.reached:
+            meter.down(round, reply.client, message)
         if reply.message is None:
+            meter.up(round, reply.client, reply.unread)
             got.refused.append((reply.client, reply.reason))
             continue
         meter.up(round, reply.client, reply.message)
@@ -213,8 +216,19 @@ def _collect(
         got.updates.append(verdict[0])
         got.buffers.append(verdict[1])
         got.replies.append(replace(reply, message=None))
-    got.refused += [(client, "it sent no reply") for client in waiting]
+    for client in waiting:
+        meter.down(round, client, message)
+        got.refused.append((client, "it sent no reply"))
     return got
+
+
+def _refuse_overflow(round: int, states: Iterable[State]) -> None:
+    """RunError before it is saved: finite updates can have a sum, or squares, that are not."""
+    if not all(finite(state) for state in states):
+        raise RunError(
+            f"round {round}: the aggregated model, or what the server keeps beside it, holds NaN or infinity. The "
+            "state before it is kept. Lower the learning rates; where an update may be wrong, bound them (max_norm)."
+        )
 
 
 def _judged(replies: Iterable[Reply], judge: Callable[[Reply], Verdict]) -> Iterator[tuple[Reply, Verdict]]:
@@ -263,6 +277,7 @@ def _admit(
         round=round,
         method=protocol.algorithm.name,
         scheme=protocol.program.scheme,
+        link=protocol.link.up,
         examples=schedule.examples(reply.client) if schedule.examples is not None else None,
         max_norm=schedule.max_norm,
         reference={name: sent[name] for name in protocol.exact} if changes else sent,

@@ -1,8 +1,8 @@
 """admit: what came off the wire is judged here before anything uses it.
 
-Right round, method and scheme; a client's examples, as many as it is known to have; then names, shapes, types and
-finite values, each against the spec, and no negative variance of a BatchNorm; last ||state - reference|| <= max_norm.
-The first thing wrong is the reason given.
+The link's precision, the right round, method and scheme; a client's examples, as many as it is known to have; then
+names, shapes, types and finite values, each against the spec, and no negative variance of a BatchNorm; last
+||state - reference|| <= max_norm. The first thing wrong is the reason given.
 """
 
 from typing import NoReturn
@@ -34,6 +34,7 @@ def admit(
     round: int,
     method: str,
     scheme: str,
+    link: str,
     examples: int | None = None,
     max_norm: float | None = None,
     reference: State | None = None,
@@ -46,7 +47,7 @@ def admit(
     """
     if max_norm is not None and not max_norm > 0:
         raise UsageError(f"max_norm is {max_norm}: expected a positive bound, or None for no bound.")
-    header, state = decode(message, exact)
+    header, state = decode(message, exact, link)
     wanted = {"round": round, "method": method, "scheme": scheme}
     for field, expected in wanted.items():
         if getattr(header, field) != expected:

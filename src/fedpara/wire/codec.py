@@ -130,14 +130,19 @@ def letter(
     return Letter(head, tensors)
 
 
-def decode(message: Message, exact: frozenset[str] = frozenset()) -> tuple[Header, State]:
+def decode(
+    message: Message, exact: frozenset[str] = frozenset(), link: str | None = None
+) -> tuple[Header, State]:
     """Floating tensors come back as float32, or float64 where float64 was carried; by name within a type.
 
-    `exact` are the names that both ends agreed on for `letter`: WireError for another tensor that is not of the link.
+    `exact` and `link` are the names and the precision that both ends agreed on for `letter`: WireError for another
+    tensor that is not of the link, and for a message of another precision.
     """
     view = memoryview(message.head) if isinstance(message, Letter) else _unsealed(message)
     length = int.from_bytes(view[4:8], "little")
     header, dtype = _parse(bytes(view[8 : 8 + length]))
+    if link not in (None, dtype):
+        raise WireError(f"a message of precision {dtype}: expected {link}, as the link has it.")
     payload = dict(message.joined) if isinstance(message, Letter) else read(*split_index(view[8 + length :]))
     return header, _restore(payload, dtype, exact)
 

@@ -41,10 +41,11 @@ class Meter:
         self._client(round, client).down += len(message)
         self._add(down=len(message))
 
-    def up(self, round: int, client: int, message: Sized) -> None:
-        """Client to server."""
-        self._client(round, client).up += len(message)
-        self._add(up=len(message))
+    def up(self, round: int, client: int, message: Sized | int) -> None:
+        """Client to server; the bytes alone, where they were no message."""
+        size = message if isinstance(message, int) else len(message)
+        self._client(round, client).up += size
+        self._add(up=size)
 
     @property
     def total_up(self) -> int:

@@ -117,6 +117,12 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def in_one_line(text: str, most: int = 300) -> str:
+    """For logs: a stranger's sentence as it is, but that it cannot break a line, move a cursor or fill a disk."""
+    cut = text if len(text) <= most else text[: most - 3] + "..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+
+
 def as_json(value: dict[str, object]) -> bytes:
     return _compact.encode(value).encode()
 
