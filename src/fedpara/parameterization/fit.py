@@ -48,8 +48,7 @@ def fit(form: Form, weight: Tensor, steps: int = STEPS) -> tuple[list[Tensor], f
         )
     unit = _rms(w) if form.scheme.nonlinearity is None else 1.0
     w = w / unit
-    with torch.device("cpu"):  # where w is, whatever torch's default
-        best = _best(form, w, steps)
+    best = _best(form, w, steps)
     error = _distance(form, w, best) / max(float(w.double().norm()), torch.finfo(w.dtype).tiny)
     return [factor.to(weight) for factor in _rescaled(form, best, unit)], error
 
@@ -80,9 +79,9 @@ def _truncation_start(form: Form, w: Tensor) -> list[Tensor]:
     if form.scheme.name == "lowrank":
         return _truncate(form, w)
     if form.scheme.name == "pfedpara":
-        return _truncate(form, _preimage(form, w)) + _constant(form, 0.0)
-    one = _preimage(form, torch.ones(()))
-    return _truncate(form, _preimage(form, w / _image(form, one))) + _constant(form, float(one))
+        return _truncate(form, _preimage(form, w)) + _constant(form, w, 0.0)
+    one = _preimage(form, w.new_ones(()))
+    return _truncate(form, _preimage(form, w / _image(form, one))) + _constant(form, w, float(one))
 
 
 def _root_start(form: Form, w: Tensor) -> list[Tensor]:
@@ -110,10 +109,10 @@ def _padded(x: Tensor, r: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, r - x.shape[1])).contiguous()
 
 
-def _constant(form: Form, value: float) -> list[Tensor]:
+def _constant(form: Form, like: Tensor, value: float) -> list[Tensor]:
     """The factors of an inner weight that is `value` everywhere: first columns of ones, the rest zero."""
     shapes = list(form.factors.values())[len(form.factors) // 2 :]
-    factors = [torch.zeros(shape) for shape in shapes]
+    factors = [like.new_zeros(shape) for shape in shapes]
     factors[0][:, 0] = value
     factors[1][:, 0] = 1.0
     if form.is_kernel:
@@ -124,7 +123,9 @@ def _constant(form: Form, value: float) -> list[Tensor]:
 def _stirred(form: Form, factors: list[Tensor]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     scale = NOISE / form.rank**0.5
-    return [f + scale * torch.randn(f.shape, generator=generator) * (f == 0) for f in factors]
+    return [
+        f + scale * torch.randn(f.shape, generator=generator, device=f.device) * (f == 0) for f in factors
+    ]
 
 
 def _descend(form: Form, w: Tensor, start: Sequence[Tensor], steps: int) -> list[Tensor]:
