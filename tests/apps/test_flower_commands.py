@@ -12,11 +12,13 @@ from dataclasses import replace
 
 import pytest
 
+from fedpara.apps import flower, flower_drive
 from fedpara.apps.flower_app import CLIENT, SERVER
 from fedpara.apps.flower_settings import DEFAULT_OUT, read
 from fedpara.engines.flower import Terms
-from fedpara.errors import ConfigError
-from fedpara.experiments import Experiment, run
+from fedpara.errors import ConfigError, RunError
+from fedpara.experiments import Experiment, read_run, resume, run
+from fedpara.experiments.store import final_state
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
 x509 = pytest.importorskip("cryptography.x509")
@@ -223,6 +225,36 @@ def test_a_folder_of_this_experiment_that_is_finished_says_so(cli, tmp_path, wor
     assert code == 0, err
     assert "try holds this experiment already, finished after round 2: nothing is run." in err
     assert json.loads(out)["rounds"] == 2
+
+
+def without_its_last_checkpoint(folder):
+    """As a kill between a round's metrics and its checkpoint leaves a run."""
+    done = Experiment(model="mlp", clients=3, cohort=3, rounds=3, engine="sequential")
+    run(done, folder)
+    (folder / "checkpoint.previous.safetensors").replace(folder / "checkpoint.safetensors")
+    assert (read_run(folder).rounds, final_state(folder).round) == (3, 2)
+
+
+def test_a_round_without_its_checkpoint_is_run_again(cli, tmp_path, monkeypatch):
+    without_its_last_checkpoint(tmp_path / "try")
+
+    def federate(experiment, out, *_):
+        return resume(out, rounds=experiment.rounds, engine="sequential")
+
+    monkeypatch.setattr(flower, "_federate", federate)
+    code, out, err = cli("flower", "up", "--nodes", 2, *TINY, "--set", "rounds=3", "--out", "try", "--json")
+    assert code == 0, err
+    assert "try holds this experiment already, up to round 2: going on to 3." in err
+    assert json.loads(out)["rounds"] == final_state(tmp_path / "try").round == 3
+
+
+def test_a_server_that_died_before_its_last_checkpoint_has_not_finished(tmp_path):
+    without_its_last_checkpoint(tmp_path / "try")
+    with (
+        subprocess.Popen([sys.executable, "-c", ""]) as submitted,
+        pytest.raises(RunError, match=r"ended the run in .* before its last round"),
+    ):
+        flower_drive.follow(tmp_path / "try", submitted, tmp_path / "run.log", 3, None, None)
 
 
 def test_a_folder_in_use_is_said_before_a_federation_is_up(cli, tmp_path):

@@ -2,6 +2,7 @@
 
 import tempfile
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ from fedpara.experiments.build import build
 from fedpara.experiments.config import read_toml, with_values
 from fedpara.experiments.presets import preset as find_preset
 from fedpara.experiments.run import lay_out
-from fedpara.experiments.store import RunFolder
+from fedpara.experiments.store import RunFolder, read_config
 
 app = typer.Typer(
     cls=PlainGroup,
@@ -91,19 +92,11 @@ def up(
     clients = len(build(experiment, data_dir).data)
     granted.schedule(Schedule(experiment.rounds, clients, experiment.cohort))
     require()
-    from fedpara.apps.flower_drive import is_finished
-
     if there is None:
         lay_out(experiment, out, data_dir=data_dir)
-    elif is_finished(out, experiment.rounds):
-        say(f"{out} holds this experiment already, finished after round {there.rounds}: nothing is run.")
-        finish(out, {"flower": there}, as_json)
+    elif _is_finished(out, replace(there, rounds=experiment.rounds)):
+        finish(out, {"flower": read_run(out)}, as_json)
         return
-    else:
-        RunFolder(out, there.experiment).close()  # the server would say what is wrong in Flower's own log
-        say(
-            f"{out} holds this experiment already, up to round {there.rounds}: going on to {experiment.rounds}."
-        )
     terms = {"deadline": deadline, "min-replies": min_replies, "oversample": oversample}
     with Show("flower", experiment.rounds) as show:
         summary = _federate(experiment, out, nodes, terms, data_dir, show)
@@ -132,20 +125,37 @@ def _federate(
         return follow(out, submitted, federation.folder / "run.log", experiment.rounds, show, say)
 
 
-def _refuse_another(out: Path, experiment: Experiment) -> Summary | None:
-    """What `out` holds of this experiment; ConfigError where it holds another or more of it."""
+def _is_finished(out: Path, experiment: Experiment) -> bool:
+    """Says so, or from where it goes on; ConfigError where more rounds are done than asked for.
+
+    By the folder's checkpoint, as the server goes by it: a kill may leave a line of metrics without one. What is wrong
+    with the folder is said here; the server would say it in Flower's own log.
+    """
+    folder = RunFolder(out, experiment)
+    done = folder.progress.round if folder.progress else 0
+    finished = folder.finished
+    folder.close()
+    if experiment.rounds < done:
+        raise ConfigError(
+            f"rounds is {experiment.rounds}: expected at least the {done} that are done in {out}."
+        )
+    if finished:
+        say(f"{out} holds this experiment already, finished after round {done}: nothing is run.")
+    else:
+        say(f"{out} holds this experiment already, up to round {done}: going on to {experiment.rounds}.")
+    return finished
+
+
+def _refuse_another(out: Path, experiment: Experiment) -> Experiment | None:
+    """What `out` holds; ConfigError where it is another experiment, but for its rounds."""
     if not (out / "config.toml").exists():
         return None
-    there = read_run(out)
-    told = difference(there.experiment, experiment)
+    there = read_config(out)
+    told = difference(there, experiment)
     if told:
         raise ConfigError(
             f"{out} holds a run of another experiment, and nothing is overwritten: {told}. Choose another --out; or go "
             f"on with that one: fedpara flower up --config {out / 'config.toml'} --out {out}."
-        )
-    if experiment.rounds < there.rounds:
-        raise ConfigError(
-            f"rounds is {experiment.rounds}: expected at least the {there.rounds} that are done in {out}."
         )
     return there
 

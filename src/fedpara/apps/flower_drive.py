@@ -25,7 +25,7 @@ from fedpara.errors import RunError
 from fedpara.experiments import Summary, read_run
 from fedpara.experiments.lines import read_lines
 from fedpara.experiments.run import Speaker, Watcher
-from fedpara.experiments.store import is_locked, read_config
+from fedpara.experiments.store import final_state, is_locked, read_config
 
 LOOK = 0.2
 # A slow machine is no reason to leave a simulated client out.
@@ -116,7 +116,7 @@ def follow(
     read = begun
     while True:
         ended = submitted.poll() is not None or (_is_stopped(log, begun) and not is_locked(path))
-        done = is_finished(path, rounds) and not is_locked(path)
+        done = _has_its_lines(path, rounds) and not is_locked(path) and _is_saved(path)
         if say is not None:
             read = _say_new(log, read, say)
         if watch is not None:
@@ -128,11 +128,19 @@ def follow(
         time.sleep(LOOK)
 
 
-def is_finished(path: Path, rounds: int | None) -> bool:
+def _has_its_lines(path: Path, rounds: int | None) -> bool:
     summary = read_run(path)
     target = summary.experiment.target
     met = target is not None and summary.reached(target) is not None
     return met or summary.rounds >= (rounds or summary.experiment.rounds)
+
+
+def _is_saved(path: Path) -> bool:
+    """A server that was killed before its checkpoint leaves a line of metrics for a round that is run again."""
+    try:
+        return final_state(path).round == read_run(path).rounds
+    except RunError:
+        return False
 
 
 def _is_stopped(log: Path, begun: int) -> bool:
