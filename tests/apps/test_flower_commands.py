@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import math
 import os
 import stat
 import subprocess
@@ -88,6 +89,17 @@ def test_run_config_says_an_experiment(tmp_path):
         ({"rounds": "many"}, "rounds is 'many'"),
         ({"deadline": "soon"}, "deadline is 'soon'"),
         ({"deadline": -1}, "deadline is -1"),
+        ({"deadline": 2e10}, "deadline is 2.*: expected a number of seconds above 0, at most 1e"),
+        ({"hello": 10**400}, "hello is 1"),
+        ({"poll": 1e10}, "poll is 1"),
+        ({"wait": math.nan}, "wait is nan"),
+        ({"wait": math.inf}, "wait is inf"),
+        ({"min-replies": math.nan}, "min-replies is nan: expected a whole number"),
+        ({"min-replies": 1.9}, "min-replies is 1.9: expected a whole number"),
+        ({"oversample": math.inf}, "oversample is inf"),
+        ({"oversample": -1}, "oversample is -1"),
+        ({"threads": 10**400}, "threads is 1"),
+        ({"threads": 1e30}, "threads is 1e.30: expected at most 4096"),
         ({"preset": "quikstart"}, "did you mean 'quickstart'"),
         ({"preset": "quickstart", "config": "a.toml"}, "both given"),
         ({"options": "mu"}, "expected name=number"),
@@ -178,6 +190,7 @@ def test_certificates_that_could_not_all_be_written_leave_nothing(cli, tmp_path,
         (["certs", "keys", "--host", ""], 2, "--host '': expected an IP address, or a name"),
         (["certs", "keys", "--host", "a.example", "--host", "ä b"], 2, "--host 'ä b': expected"),
         (["up", *TINY, "--deadline", "-1"], 2, "deadline is -1.0: expected"),
+        (["up", *TINY, "--deadline", "2e10"], 2, "seconds above 0, at most 1e+08"),
         (["up", *TINY, "--deadline", "inf"], 2, "deadline is inf: expected"),
         (["up", *TINY, "--min-replies", "4"], 2, "min_replies is 4: expected 1 to the cohort of 3"),
         (["up", *TINY, "--oversample", "1"], 2, "oversample is 1"),

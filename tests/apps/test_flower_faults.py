@@ -217,6 +217,13 @@ def test_a_node_must_say_whom_it_serves(config, says):
     assert says in unpacked(answer(packed(order), config), Hello, 0).reason
 
 
+@pytest.mark.parametrize("seconds", [1e10, float("nan"), -1.0])
+def test_a_node_answers_an_order_whose_seconds_mean_nothing(seconds):
+    order = Order("hello", to_toml(BASE), fedpara.__version__, "0", seconds)
+    given = unpacked(answer(packed(order), {"partition-id": 0, "num-partitions": 3}), Hello, 0)
+    assert given.reason.startswith(f"the order grants {seconds:g} s: expected above 0, at most ")
+
+
 OWN = """
 import torch
 from fedpara.data import Examples

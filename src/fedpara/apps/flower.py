@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fedpara.apps.flower_processes import require
-from fedpara.apps.flower_settings import difference
+from fedpara.apps.flower_settings import difference, terms_of
 from fedpara.apps.named_model import refuse_users
 from fedpara.apps.plain_help import PlainGroup
 from fedpara.apps.progress import Show, say
@@ -88,7 +88,8 @@ def up(
     if nodes < 1 or nodes > experiment.clients:
         raise ConfigError(f"{nodes} nodes for {experiment.clients} clients: expected 1 to as many.")
     # The server checks its terms too, but a federation would be up by then and the folder laid out.
-    granted = Terms(deadline, min_replies, oversample)
+    terms = {"deadline": deadline, "min-replies": min_replies, "oversample": oversample}
+    granted = terms_of(terms)
     clients = len(build(experiment, data_dir).data)
     granted.schedule(Schedule(experiment.rounds, clients, experiment.cohort))
     require()
@@ -97,7 +98,6 @@ def up(
     elif _is_finished(out, replace(there, rounds=experiment.rounds)):
         finish(out, {"flower": read_run(out)}, as_json)
         return
-    terms = {"deadline": deadline, "min-replies": min_replies, "oversample": oversample}
     with Show("flower", experiment.rounds) as show:
         summary = _federate(experiment, out, nodes, terms, data_dir, show)
     finish(out, {"flower": summary}, as_json)

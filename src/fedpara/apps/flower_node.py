@@ -159,6 +159,10 @@ def _site(experiment_toml: str, node_config: tuple[tuple[str, Any], ...]) -> Sit
 
 def _in_time(order: Order, work: Callable[[], T], failed: Callable[[str], T]) -> T:
     """The work's result, or why there is none, within the seconds the server waits."""
+    if not 0 < order.seconds <= threading.TIMEOUT_MAX:
+        return failed(
+            f"the order grants {order.seconds:g} s: expected above 0, at most {threading.TIMEOUT_MAX:g}"
+        )
     result: list[T] = []
 
     def run() -> None:

@@ -23,6 +23,10 @@ TERMS = {
     "poll": "poll",
     "threads": "threads",
 }
+COUNTS = ("min-replies", "oversample", "threads")
+LONGEST = 1e8
+"""Seconds: three years. Python's own waits overflow at some hundred times that."""
+MOST_THREADS = 4096
 OWN = ("preset", "config", "out", "data-dir", *TERMS)
 FIELDS = {field.name.replace("_", "-"): field.name for field in fields(Experiment) if field.name != "engine"}
 DEFAULT_OUT = "runs/flower"
@@ -77,19 +81,35 @@ def read(run_config: Mapping[str, Any]) -> Settings:
     given = {FIELDS[name]: value for name, value in said.items() if name in FIELDS}
     if "options" in given:
         given["options"] = read_options(str(given["options"]).split())
-    terms = {TERMS[name]: _number(name, value) for name, value in said.items() if name in TERMS}
-    for name in ("minimum", "oversample", "threads"):
-        if name in terms:
-            terms[name] = int(terms[name])
     data_dir = said.get("data-dir")
     return Settings(
         tuple(Path(line).expanduser().absolute() for line in str(said.get("out", DEFAULT_OUT)).splitlines()),
         Path(str(data_dir)).expanduser() if data_dir else None,
-        Terms(**terms),  # type: ignore[arg-type]
+        terms_of({name: value for name, value in said.items() if name in TERMS}),
         str(said.get("preset", "")),
         str(said.get("config", "")),
         given,
     )
+
+
+def terms_of(said: Mapping[str, Any]) -> Terms:
+    """By their run-config names. ConfigError for what no federation could keep to."""
+    given = {TERMS[name]: (_count if name in COUNTS else _seconds)(name, said[name]) for name in said}
+    return Terms(**given)  # type: ignore[arg-type]
+
+
+def _seconds(name: str, value: Any) -> float:
+    if not 0 < _number(name, value) <= LONGEST:
+        raise ConfigError(f"{name} is {value}: expected a number of seconds above 0, at most {LONGEST:g}.")
+    return float(value)
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(_number(name, value), float) and not value.is_integer():
+        raise ConfigError(f"{name} is {value}: expected a whole number.")
+    if name == "threads" and value > MOST_THREADS:
+        raise ConfigError(f"{name} is {value}: expected at most {MOST_THREADS}.")
+    return int(value)
 
 
 def _number(name: str, value: Any) -> float:
