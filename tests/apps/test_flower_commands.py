@@ -270,6 +270,25 @@ def test_a_server_that_died_before_its_last_checkpoint_has_not_finished(tmp_path
         flower_drive.follow(tmp_path / "try", submitted, tmp_path / "run.log", 3, None, None)
 
 
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("Started\nRun 7 failed.\n", "Run 7 failed."),
+        (
+            "╭─ Error ─────────╮\n│ The SuperLink   │\n│ cannot be read. │\n╰─────────────────╯\n",
+            "The SuperLink cannot be read.",
+        ),
+        ("Run 7 failed.\n\n---- 12:00\n", "Run 7 failed."),
+        ("", "nothing."),
+    ],
+)
+def test_the_cause_shown_is_words(tmp_path, said, shown):
+    (tmp_path / "run.log").write_text(said)
+    assert f"the last it said: {shown} What was" in flower_drive._why(
+        tmp_path / "log.txt", tmp_path / "run.log"
+    )
+
+
 def test_a_folder_in_use_is_said_before_a_federation_is_up(cli, tmp_path):
     run(Experiment(model="mlp", clients=3, cohort=3, rounds=1, engine="sequential"), tmp_path / "try")
     with (tmp_path / "try" / ".lock").open("w") as file:

@@ -21,7 +21,8 @@ from fedpara.apps.flower_app import write_home
 from fedpara.apps.flower_certs import make_certificates
 from fedpara.apps.flower_drive import follow
 from fedpara.apps.flower_federation import NAME, Federation
-from fedpara.apps.flower_processes import Processes, descendants, environment, free_port, program
+from fedpara.apps.flower_processes import Processes, environment, free_port, program
+from fedpara.apps.flower_watchdog import descendants
 from fedpara.experiments import Experiment
 from fedpara.experiments.run import lay_out, resume
 from fedpara.experiments.store import final_state

@@ -11,7 +11,7 @@ import pytest
 import torch
 from living import alive
 
-from fedpara.apps.flower_processes import descendants
+from fedpara.apps.flower_watchdog import descendants
 from fedpara.experiments import Experiment, read_run
 from fedpara.experiments.run import lay_out, resume
 from fedpara.experiments.store import final_state

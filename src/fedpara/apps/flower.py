@@ -1,6 +1,5 @@
 """fedpara flower: the app for `flwr run`, certificates, a federation on this machine."""
 
-import tempfile
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -115,8 +114,8 @@ def _federate(
     env = {RUNS: str(out.absolute())}
     if data_dir is not None:
         given["data-dir"] = env["FEDPARA_DATA"] = str(data_dir.absolute())
-    with tempfile.TemporaryDirectory(prefix="fedpara-") as folder, Processes() as processes:
-        federation = Federation(Path(folder), nodes, processes, given, env)
+    with Processes() as processes:
+        federation = Federation(processes.folder(), nodes, processes, given, env)
         federation.start_link()
         federation.register()
         for i in range(nodes):

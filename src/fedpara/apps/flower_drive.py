@@ -7,10 +7,10 @@ SuperLink of our own runs it, and what the run folder says is shown as if the ro
 import os
 import re
 import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -80,12 +80,11 @@ class Simulation:
         if self._data_dir is not None:
             given["data-dir"] = extra["FEDPARA_DATA"] = str(self._data_dir.absolute())
         short = "/tmp" if os.path.isdir("/tmp") else None  # Ray's sockets need a short path
-        name = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="fedpara-", dir=short))
         processes = self._stack.enter_context(Processes())
-        home, port = Path(name), free_port()
+        home, port = processes.folder(short), free_port()
         write_app(home / "app", given)
         write_home(home / "flwr", port)
-        env = environment(home / "flwr", {**extra, "RAY_TMPDIR": name})
+        env = environment(home / "flwr", {**extra, "RAY_TMPDIR": str(home)})
         words = ["--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
         link = processes.start(["flower-superlink", *words], env, home / "superlink.log")
         wait_for_port(port, link, home / "superlink.log")
@@ -195,8 +194,14 @@ def _why(log: Path, output: Path) -> str:
     if lines and " stopped: " in lines[-1]:
         kind, _, text = lines[-1].partition(" stopped: ")[2].partition(": ")
         return text or kind
-    said = (tail(output).splitlines() or ["nothing"])[-1]
     return (
-        f"Flower ended the run in {log.parent} before its last round; the last it said: {said} What was finished is "
-        "saved: `fedpara resume` goes on with it."
+        f"Flower ended the run in {log.parent} before its last round; the last it said: {_last(tail(output, 2000))} "
+        "What was finished is saved: `fedpara resume` goes on with it."
     )
+
+
+def _last(said: str) -> str:
+    """Its last line that has a word in it; where Flower drew a box around its words, all of them."""
+    lines = [line for line in said.splitlines() if re.search(r"[^\W\d_]", line)]
+    boxed = [*takewhile(lambda line: line.startswith("│"), reversed(lines))]
+    return " ".join(line.strip("│ ") for line in reversed(boxed or lines[-1:])) or "nothing."

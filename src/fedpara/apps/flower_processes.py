@@ -1,10 +1,13 @@
 """Flower's programs as children of this one: started with their own home and log, stopped by pid."""
 
 import os
+import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -15,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from fedpara.apps import flower_watchdog
-from fedpara.apps.flower_watchdog import descendants, kill
+from fedpara.apps.flower_watchdog import MARKED, PATIENCE, end, family, kill
 from fedpara.errors import MissingExtraError, RunError, install
 
 QUIET = {
@@ -27,8 +30,6 @@ QUIET = {
     # Flower asks Ray not to set this for clients without a GPU; Ray warns about its own future default.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-PATIENCE = 10.0
-"""Seconds a program has to end by itself."""
 
 
 def require() -> None:
@@ -58,11 +59,13 @@ class Processes:
     """What was started here, and whatever each of them started; leaving the block stops it all.
 
     The server goes first, and at once: nodes that went before it would count as a round without replies. If this
-    program is itself killed, a watchdog ends the others.
+    program is itself killed, a watchdog ends the others and removes the folders.
     """
 
     def __init__(self) -> None:
         self.running: list[subprocess.Popen[bytes]] = []
+        self._marks: dict[int, str] = {}
+        self._folders: list[Path] = []
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Processes":
@@ -83,40 +86,53 @@ class Processes:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in self.running.copy():
-            kill(descendants(process.pid))
-            self.stop(process)
-        self._watchdog.communicate()
-        for number, before in self._before.items():
-            signal.signal(number, before)
+        try:
+            for process in self.running.copy():
+                kill(self._family(process))
+                self.stop(process)
+        finally:  # after a second Ctrl-C too: the watchdog asks nobody, it kills what is left
+            self._watchdog.communicate()
+            for folder in self._folders:  # had the watchdog itself been killed
+                shutil.rmtree(folder, ignore_errors=True)
+            for number, before in self._before.items():
+                signal.signal(number, before)
+
+    def folder(self, within: str | None = None) -> Path:
+        """A temporary one, which goes when the processes are gone, however this program ends."""
+        path = Path(tempfile.mkdtemp(prefix="fedpara-", dir=within)).absolute()
+        self._folders.append(path)
+        self._tell(str(path))
+        return path
 
     def start(self, arguments: list[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
         """In a session of its own: Ctrl-C is for this program, which then stops the others in order."""
+        mark = secrets.token_hex(16)
         with log.open("ab") as output:
             process = subprocess.Popen(
                 [program(arguments[0]), *arguments[1:]],
-                env=dict(env),
+                env={MARKED: mark, **{name: value for name, value in env.items() if name != MARKED}},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         self.running.append(process)
-        self._tell(f"+{process.pid}")
+        self._marks[process.pid] = mark
+        self._tell(f"+{process.pid} {mark}")
         return process
 
     def stop(self, process: subprocess.Popen[bytes], patience: float = PATIENCE) -> None:
         """Asked first, then killed; its own children too, which it may have left behind."""
-        family = descendants(process.pid)
+        before = self._family(process)
         if process.poll() is None:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(patience)
-        self._end(process, family)
+        self._end(process, before)
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
         """At once and without warning, as a crash would."""
-        self._end(process, descendants(process.pid))
+        self._end(process, set())
 
     def forget(self, process: subprocess.Popen[bytes]) -> None:
         """It has ended."""
@@ -124,15 +140,18 @@ class Processes:
             self.running.remove(process)
             self._tell(f"-{process.pid}")
 
-    def _end(self, process: subprocess.Popen[bytes], family: list[int]) -> None:
-        kill([process.pid] * (process.poll() is None) + family)
+    def _family(self, process: subprocess.Popen[bytes]) -> set[int]:
+        return family(process.pid, self._marks.get(process.pid, ""))
+
+    def _end(self, process: subprocess.Popen[bytes], before: set[int]) -> None:
+        end(process.pid, self._marks.get(process.pid, ""), before)
         process.wait()
         self.forget(process)
 
     def _tell(self, line: str) -> None:
         assert self._watchdog.stdin is not None
         with suppress(OSError):
-            self._watchdog.stdin.write(f"{line}\n".encode())
+            self._watchdog.stdin.write(os.fsencode(f"{line}\n"))
             self._watchdog.stdin.flush()
 
 
