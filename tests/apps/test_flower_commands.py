@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -306,6 +307,14 @@ def test_the_server_names_the_difference_too(tmp_path):
         _laid_out(
             read({"out": str(tmp_path / "try"), "model": "mlp", "clients": 4, "cohort": 3, "rounds": 7})
         )
+
+
+def test_the_guide_makes_a_folder_before_it_is_used():
+    """A SuperLink does not make that of its --database: it ends with a traceback."""
+    guide = Path(__file__).parents[2] / "docs" / "deployment.md"
+    commands = [line for line in guide.read_text().splitlines() if line.startswith("    ")]
+    first = next(line for line in commands if "/var/lib/fedpara" in line)
+    assert first.split() == ["mkdir", "-p", "/var/lib/fedpara"]
 
 
 def test_a_client_imports_nothing_but_what_training_needs():
