@@ -151,7 +151,16 @@ def test_the_door_lets_nodes_in_and_nothing_else(deployed, tmp_path):
     assert flwr(federation.folder / "flwr", "supernode", "register", key).returncode == 0
 
 
+def a_node(family):
+    """One of the SuperNodes among these processes."""
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,args="], capture_output=True, text=True, check=True)
+    rows = [line.split(None, 1) for line in listed.stdout.splitlines()]
+    return next(int(pid) for pid, words in rows if int(pid) in family and "flower-supernode" in words)
+
+
 def test_ctrl_c_takes_a_federation_down(tmp_path):
+    """With what a node that was killed has left, and with the folder that holds the keys."""
+    (tmp_path / "tmp").mkdir()
     words = [
         "flower",
         "up",
@@ -169,6 +178,7 @@ def test_ctrl_c_takes_a_federation_down(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", "from fedpara.apps.cli import main; main()", *words],
         cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
         stderr=subprocess.PIPE,
         text=True,
         # A shell that starts the suite in the background has SIGINT ignored, and children inherit that.
@@ -182,8 +192,11 @@ def test_ctrl_c_takes_a_federation_down(tmp_path):
         time.sleep(0.2)
     family = descendants(process.pid)
     assert len(alive(family)) >= 4  # the SuperLink and three nodes at the least
+    assert list((tmp_path / "tmp").glob("fedpara-*/certificates/ca.key"))
+    os.kill(a_node(family), signal.SIGKILL)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert not alive(family)
+    assert not list((tmp_path / "tmp").glob("fedpara-*"))
