@@ -24,8 +24,6 @@ TERMS = {
     "threads": "threads",
 }
 COUNTS = ("min-replies", "oversample", "threads")
-LONGEST = 1e8
-"""Seconds: three years. Python's own waits overflow at some hundred times that."""
 MOST_THREADS = 4096
 OWN = ("preset", "config", "out", "data-dir", *TERMS)
 FIELDS = {field.name.replace("_", "-"): field.name for field in fields(Experiment) if field.name != "engine"}
@@ -94,14 +92,8 @@ def read(run_config: Mapping[str, Any]) -> Settings:
 
 def terms_of(said: Mapping[str, Any]) -> Terms:
     """By their run-config names. ConfigError for what no federation could keep to."""
-    given = {TERMS[name]: (_count if name in COUNTS else _seconds)(name, said[name]) for name in said}
+    given = {TERMS[name]: (_count if name in COUNTS else _number)(name, said[name]) for name in said}
     return Terms(**given)  # type: ignore[arg-type]
-
-
-def _seconds(name: str, value: Any) -> float:
-    if not 0 < _number(name, value) <= LONGEST:
-        raise ConfigError(f"{name} is {value}: expected a number of seconds above 0, at most {LONGEST:g}.")
-    return float(value)
 
 
 def _count(name: str, value: Any) -> int:
