@@ -4,6 +4,7 @@ import re
 import tomllib
 from dataclasses import asdict, fields, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,11 +21,11 @@ from fedpara.parameterization import FedPara, LowRank, PFedPara
 positive = st.floats(1e-30, 1e30)
 maybe = {
     "lr": positive,
-    "alpha": positive | st.just(float("inf")),
+    "alpha": positive | st.sampled_from([float("inf"), np.float64("inf"), np.float64(0.3), 2]),
     "gamma": st.floats(0, 1),
     "max_norm": positive | st.just(float("inf")),
     "target": st.floats(0.001, 1),
-    "dataset": st.text(max_size=20).filter(lambda text: "\x7f" not in text),
+    "dataset": st.text(max_size=20),
     "rounds": st.integers(1, 10**12),
     "seed": st.integers(0, 2**62),
     "personal": st.booleans(),
@@ -32,9 +33,16 @@ maybe = {
 }
 
 
+work = st.sampled_from(
+    [{}, {"steps": 2}, {"epochs": 1, "steps": 2}, {"epochs": None, "steps": 3}, {"epochs": 5}]
+)
+mus = st.none() | st.floats(0, 1e10) | st.sampled_from([1, np.float32(0.1), np.float64(0.1), np.int64(2)])
+
+
 @settings(deadline=None, max_examples=100)
-@given(values=st.fixed_dictionaries({}, optional=maybe), mu=st.none() | st.floats(0, 1e10))
-def test_what_is_written_is_read(tmp_path_factory, values, mu):
+@given(values=st.fixed_dictionaries({}, optional=maybe), work=work, mu=mus)
+def test_what_is_written_is_read(tmp_path_factory, values, work, mu):
+    values |= work
     if mu is not None:
         values |= {"algorithm": "fedprox", "options": {"mu": mu}}
     experiment = Experiment(**values)
@@ -42,6 +50,17 @@ def test_what_is_written_is_read(tmp_path_factory, values, mu):
     path.write_text(to_toml(experiment), encoding="utf-8")
     assert read_toml(path) == experiment
     assert read_toml(path).identity == experiment.identity
+
+
+@pytest.mark.parametrize("work", [{"epochs": 2, "steps": 3}, {"epochs": None}])
+def test_epochs_or_steps_are_one_of_the_two_before_anything_is_trained(work):
+    with pytest.raises(ConfigError, match="expected one of the two"):
+        Experiment(**work)
+
+
+def test_an_option_is_named_by_a_word():
+    with pytest.raises(ConfigError, match="an option is named 1: expected a word"):
+        Experiment(options={1: 2.0})
 
 
 def test_every_preset_is_written_and_read(tmp_path):

@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -78,9 +79,12 @@ class Experiment:
             _check_type(f.name, value, hints[f.name])
             if float in (hints[f.name], *get_args(hints[f.name])) and value is not None:
                 object.__setattr__(self, f.name, _as_float(f.name, value))
-        object.__setattr__(
-            self, "options", {name: _as_float(name, value) for name, value in self.options.items()}
-        )
+        options = {name: _as_float(str(name), value) for name, value in self.options.items()}
+        object.__setattr__(self, "options", options)
+        if self.steps is not None and self.epochs == Experiment.epochs:  # as `Local` takes it
+            object.__setattr__(self, "epochs", None)
+        if (self.epochs is None) == (self.steps is None):
+            raise ConfigError(f"epochs is {self.epochs} and steps is {self.steps}: expected one of the two.")
         _known("scheme", self.scheme, SCHEMES)
         _known("split", self.split, SPLITS)
         _known("model", self.model, models.names())
@@ -206,8 +210,8 @@ def _check_type(name: str, value: Any, expected: Any) -> None:
 
 
 def _as_float(name: str, value: Any) -> Any:
-    """1 and 1.0 are one experiment."""
-    if not isinstance(value, int) or isinstance(value, bool):
+    """1 and 1.0 are one experiment, and numpy's numbers are written as Python's."""
+    if isinstance(value, bool) or not isinstance(value, Real):
         return value
     try:
         return float(value)
@@ -218,6 +222,9 @@ def _as_float(name: str, value: Any) -> Any:
 
 
 def _check_options(algorithm: str, options: dict[str, float]) -> None:
+    for name in options:
+        if not isinstance(name, str):
+            raise ConfigError(f"an option is named {name!r}: expected a word, such as 'mu'.")
     for name in {"name", "local"} & options.keys():  # the words `build` keeps for itself
         raise ConfigError(f"{algorithm} has no hyper-parameter {name!r}.")
     algorithms.build(algorithm, algorithms.Local(), **options)
@@ -229,8 +236,10 @@ def _known(what: str, value: str, known: tuple[str, ...] | list[str]) -> None:
 
 
 def _literal(value: bool | int | float | str) -> str:
-    """JSON's words are TOML's, but for infinity."""
-    return repr(value) if type(value) is float else json.dumps(value, ensure_ascii=False)
+    """JSON's words are TOML's, but for infinity and one character."""
+    if isinstance(value, float):
+        return float.__repr__(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _line_of(text: str, error: ConfigError) -> str:
