@@ -1,5 +1,6 @@
 """A run that was stopped goes on to the same bits: kills, damage, more rounds, targets."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -84,6 +85,35 @@ def test_a_stopped_run_goes_on_to_the_same_bits(stopped, alone):
     ends_like(stopped, alone)
     assert "resumed after round 4" in log(stopped)
     assert len(read_run(stopped).timing) == 6
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (
+            {"threads": 99},
+            r"begun with threads 99, here \d+: .* may differ in their last bits. OMP_NUM_THREADS=99",
+        ),
+        ({"torch": "1.0"}, r"begun with torch 1.0, here .* may differ in their last bits.$"),
+    ],
+)
+def test_other_threads_or_another_torch_are_told(stopped, changed, says):
+    said = []
+    environment = json.loads((stopped / "environment.json").read_text())
+    (stopped / "environment.json").write_text(json.dumps(environment | changed))
+    resume(stopped, say=said.append)
+    assert [text for text in said if re.match(says, text)]
+    assert "begun with" in log(stopped)
+    said.clear()
+    resume(stopped, say=said.append)  # which is finished: nothing is to come
+    assert not [text for text in said if "begun with" in text]
+
+
+def test_the_same_threads_and_torch_need_no_word(tmp_path):
+    said = []
+    lay_out(SHORT, tmp_path / "run")
+    resume(tmp_path / "run", say=said.append)
+    assert not [text for text in said if "begun with" in text]
 
 
 def test_a_run_laid_out_and_resumed_is_the_same_run(tmp_path, alone):

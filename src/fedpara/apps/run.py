@@ -123,7 +123,8 @@ def resume(
     track: Track = "none",
     as_json: Json = False,
 ) -> None:
-    """Go on with a run where it stopped; with the same engine and precision, to the same bits as if it had not.
+    """Go on with a run where it stopped; with the same engine and precision and the same number of threads, to the same
+    bits as if it had not.
 
     Example: fedpara resume runs/first
     """

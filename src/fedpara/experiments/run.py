@@ -15,6 +15,7 @@ from fedpara.engines.simulate import build_engine, prepare, refuse_hostless
 from fedpara.errors import ConfigError, RunError, expect_kind
 from fedpara.experiments.build import Parts, build
 from fedpara.experiments.config import Experiment
+from fedpara.experiments.environment import unlike
 from fedpara.experiments.follow import Follower, opened
 from fedpara.experiments.store import RunFolder, Summary, create, open_run, read_config, read_run, refuse_used
 
@@ -85,7 +86,9 @@ def resume(
     say: Speaker | None = None,
     host: Host | None = None,
 ) -> Summary:
-    """Go on where the folder's last checkpoint is; in the same engine, to the same bits as if it had never stopped."""
+    """Go on where the folder's last checkpoint is; in the same engine and with the same number of threads, to the same
+    bits as if it had never stopped.
+    """
     path = Path(path)
     experiment = read_config(path)
     if rounds is not None:
@@ -147,6 +150,8 @@ def _go(
             tell(note)
         if folder.progress:
             tell(f"resumed after round {folder.progress.round}")
+        if host is None and not folder.finished and (note := unlike(folder.path)):
+            tell(note)
         if not folder.finished:
             _play(parts, prepared, folder, watch, tell, host)
     except BaseException as error:

@@ -4,7 +4,7 @@
     environment.json               versions, machine, threads
     model.json                     how the network is built again
     data.json                      a digest of the examples: a run goes on with the same ones
-    metrics.jsonl                  one line a round: the same bits for the same config and seed
+    metrics.jsonl                  one line a round: the same bits for the same config, seed and number of threads
     timing.jsonl                   one line a round: seconds, clients a second
     checkpoint.safetensors         round, model, server's variables, which clients keep something; .previous before it
     clients/                       what clients keep
