@@ -1,6 +1,7 @@
 """Contract: a study killed at any round goes on, nothing is run twice, and its table is the same."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -133,6 +134,19 @@ def test_a_longer_run_holds_the_shorter_one(whole):
     (job,) = jobs([STUDY], Library.of(whole[0]), seeds=1, rounds=3, scale="tiny", only=PFEDPARA)
     assert job.found is None
     assert job.begun is not None
+
+
+def test_a_longer_run_that_was_not_scored_there_does_not_hold_the_shorter_one(whole):
+    """Every fifth round of a paper's run is scored: cut to three lines it has no accuracy."""
+    library = Library.of(whole[0])
+    (job,) = jobs([STUDY], library, seeds=1, rounds=2, scale="tiny", only=PFEDPARA)
+    first, last = job.found.metrics
+    run = replace(job.found, metrics=[first | {"accuracy": None}, last])
+    rare = Library({job.experiment.identity: (run,)})
+    assert rare.find(job.experiment) == run
+    (shorter,) = jobs([STUDY], rare, seeds=1, rounds=1, scale="tiny", only=PFEDPARA)
+    assert shorter.found is None
+    assert shorter.begun is None, "it is further than that and cannot go back"
 
 
 def test_going_on_to_more_rounds_keeps_the_first(whole, tmp_path):

@@ -16,7 +16,8 @@ from fedpara.report.document import BEGIN, END, document
 from fedpara.report.figures import study_figure
 from fedpara.report.formats import csv_text, latex, markdown, plain
 from fedpara.report.others import COLUMNS, other_runs
-from fedpara.report.tables import NO_NUMBER, NOT_REACHED, NOT_RUN, half_width, table_of
+from fedpara.report.page import page
+from fedpara.report.tables import NO_NUMBER, NOT_REACHED, NOT_RUN, NOT_SCORED, half_width, table_of
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -44,6 +45,18 @@ def test_what_was_not_run_and_what_was_not_reached(tables):
     assert entry(tables, "communication", "CIFAR-10 IID, 80%", "FedPara [GB]").text == NOT_REACHED
     assert entry(tables, "communication", "CIFAR-10 non-IID, 70%", "times fewer").text == NOT_RUN
     assert entry(tables, "optimizers", "FedProx", "rounds to 80%").paper_text == "-"
+
+
+def test_only_a_target_is_not_reached(library):
+    unscored = {
+        identity: tuple(replace(r, metrics=[line | {"accuracy": None} for line in r.metrics]) for r in runs)
+        for identity, runs in library.runs.items()
+    }
+    names = ("capacity-cnn", "communication")
+    tables = [table_of(paper.study(name), Library(unscored), range(4), scale="tiny") for name in names]
+    assert entry(tables, "capacity-cnn", "FedPara", "CIFAR-10 IID").text == NOT_SCORED
+    assert entry(tables, "communication", "CIFAR-10 IID, 80%", "FedPara [GB]").text == NOT_REACHED
+    assert '"state":"unreached"' in page(Library(unscored), tables)
 
 
 def test_runs_of_another_scale_are_not_taken_for_the_papers(library):

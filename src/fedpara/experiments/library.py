@@ -43,8 +43,8 @@ class Library:
         return sorted({run.experiment.seed for run in self})
 
     def find(self, experiment: Experiment) -> Summary | None:
-        """The run that did this experiment's rounds, cut to them; None if none did them all."""
-        done = [run for run in self.runs.get(experiment.identity, ()) if finished(run, experiment.rounds)]
+        """The run that did this experiment's rounds, cut to them; None if none did them all and was scored there."""
+        done = [run for run in self.runs.get(experiment.identity, ()) if _holds(run, experiment.rounds)]
         return cut(done[0], experiment.rounds) if done else None
 
     def name_of(self, run: Summary) -> str:
@@ -52,11 +52,12 @@ class Library:
         return self._names[run.path]
 
     def begun(self, experiment: Experiment) -> Path | None:
-        """The folder, of those that can go on, which is furthest."""
+        """The folder, of those that can go on to the experiment's last round, which is furthest."""
         paths = [
             (run.rounds, run.path)
             for run in self.runs.get(experiment.identity, ())
-            if not run.metrics or any((run.path / name).exists() for name in (CHECKPOINT, PREVIOUS))
+            if run.rounds < experiment.rounds
+            and (not run.metrics or any((run.path / name).exists() for name in (CHECKPOINT, PREVIOUS)))
         ]
         return max(paths)[1] if paths else None
 
@@ -76,6 +77,13 @@ class Library:
 def finished(run: Summary, rounds: int) -> bool:
     """All rounds asked for are in its metrics, whether or not a checkpoint is there."""
     return run.rounds >= rounds
+
+
+def _holds(run: Summary, rounds: int) -> bool:
+    """Finished; and a longer one has a score of that round, which a run that ends there always has."""
+    return run.rounds == rounds or (
+        finished(run, rounds) and cut(run, rounds).metrics[-1]["accuracy"] is not None
+    )
 
 
 def cut(run: Summary, rounds: int) -> Summary:

@@ -13,7 +13,7 @@ from fedpara.experiments import Summary
 from fedpara.experiments.library import Library
 from fedpara.experiments.paper.measures import accuracy
 from fedpara.report.series import Points, Series, all_series, points
-from fedpara.report.tables import NOT_REACHED, NOT_RUN, Entry, Table
+from fedpara.report.tables import NOT_RUN, Entry, Table
 
 MOST_POINTS = 400
 PROGRAMS = ("chart.js", "page.js")
@@ -52,7 +52,7 @@ def _table(table: Table) -> dict[str, Any]:
                 continue
             state = "computed" if entry.computed else "run"
             if entry.value is None:
-                state = {NOT_RUN: "missing", NOT_REACHED: "unreached"}[entry.text]
+                state = "missing" if entry.text == NOT_RUN else "unreached"
             shown = {"paper": entry.paper_text, "ours": entry.text, "state": state, "runs": list(entry.runs)}
             cells.append(shown | _numbers(entry))
         rows.append({"name": row, "cells": cells})

@@ -12,11 +12,13 @@ from statistics import mean, stdev
 from fedpara.experiments import Experiment
 from fedpara.experiments.library import Library
 from fedpara.experiments.paper import Cell, Study, changes
+from fedpara.experiments.paper.measures import UNAIMED
 from fedpara.experiments.paper.tiny import MINIATURE, ROUNDS
 
 Change = Callable[[Experiment], Experiment]
 NOT_RUN = "not run here"
 NOT_REACHED = "not reached"
+NOT_SCORED = "not scored"
 NO_NUMBER = "–"
 
 STYLES: dict[str, Callable[[float], str]] = {
@@ -51,6 +53,7 @@ class Entry:
     style: str
     runs: tuple[str, ...]
     computed: bool
+    aimed: bool = False  # at a target, which may not be reached
 
     @property
     def value(self) -> float | None:
@@ -65,7 +68,7 @@ class Entry:
     @property
     def text(self) -> str:
         if self.value is None:
-            return NOT_REACHED if self.seeds else NOT_RUN
+            return (NOT_REACHED if self.aimed else NOT_SCORED) if self.seeds else NOT_RUN
         text = STYLES[self.style](self.value)
         if self.spread is not None:
             text += f" ± {STYLES[self.style](self.spread).strip('+×%KMsmin ')}"
@@ -154,4 +157,5 @@ def _entry(cell: Cell, study: Study, library: Library, repeats: Sequence[Change]
         cell.style,
         tuple(dict.fromkeys(names)),
         not cell.experiments,
+        cell.measure not in UNAIMED,
     )

@@ -36,6 +36,10 @@ def gain(short: Summary, long: Summary) -> float | None:
     return None if a is None or b is None else b - a
 
 
+UNAIMED: tuple[Measure, ...] = (accuracy, before, after, gain)
+"""Those without a target: a None of theirs is of a run that was not scored."""
+
+
 def rounds_to(target: float) -> Measure:
     def measure(run: Summary) -> float | None:
         reached = run.reached(target)
