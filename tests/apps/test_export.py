@@ -296,6 +296,16 @@ def test_what_cannot_be_exported_is_said(cli, tmp_path):
     assert "no readable checkpoint" in err
 
 
+def test_a_checkpoint_of_another_config_is_not_exported(cli, tmp_path):
+    """The same tensors under tanh are another model, and nobody would know."""
+    run(Experiment(**{**PERSONAL, "scheme": "fedpara"}, rounds=1), tmp_path / "run")
+    config = tmp_path / "run" / "config.toml"
+    config.write_text('nonlinearity = "tanh"\n' + config.read_text())
+    code, _, err = cli("export", "run")
+    assert (code, "belongs to another config than run/config.toml" in err) == (1, True), err
+    assert not (tmp_path / "run" / "model.merged.safetensors").exists()
+
+
 def test_an_older_model_is_not_exported_in_the_place_of_the_newest(cli, tmp_path):
     run(Experiment(**PERSONAL, rounds=3), tmp_path / "run")
     newest = tmp_path / "run" / "checkpoint.safetensors"

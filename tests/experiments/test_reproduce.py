@@ -118,6 +118,18 @@ def test_the_small_form_is_never_cut_back(whole, tmp_path):
     assert (small / "metrics.jsonl").read_bytes() == before
 
 
+def test_nor_is_one_of_a_single_round(whole, tmp_path):
+    """Which a kill before the first checkpoint leaves too, beside model.json and data.json."""
+    (one,) = carry_out([STUDY], out=tmp_path / "out", **{**TINY, "only": PFEDPARA, "rounds": 1})
+    small = keep_small(one.path, tmp_path / "small")
+    before = {path: path.read_bytes() for path in small.iterdir()}
+    with pytest.raises(
+        RunError, match="has 1 round and no checkpoint: it is kept for reading and cannot go on"
+    ):
+        resume(small, rounds=3)
+    assert {path: path.read_bytes() for path in small.iterdir()} == before
+
+
 def test_more_rounds_than_a_small_form_has_are_run_anew(whole, tmp_path):
     keep_finished(whole[0], tmp_path / "results")
     rounds = Rounds()

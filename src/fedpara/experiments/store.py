@@ -118,11 +118,7 @@ class RunFolder:
             except RunError as error:
                 reasons.append(str(error))
                 continue
-            if metadata.get("identity") != self.experiment.identity:
-                raise RunError(
-                    f"{path} belongs to another config than {self.path / 'config.toml'}: the folder was mixed up. "
-                    "Restore the config it was made with, or start a new run folder."
-                )
+            _refuse_other_config(path, metadata, self.experiment)
             progress = _unflatten(state, metadata)
             if [line["round"] for line in self.metrics()][: progress.round] != [
                 *range(1, progress.round + 1)
@@ -145,13 +141,25 @@ class RunFolder:
             raise RunError(
                 f"no checkpoint in {self.path} can be used: {' '.join(reasons)} Start the run anew in another folder."
             )
-        # A kill before the first checkpoint leaves one line at most. More are a run's small form, kept for reading.
-        if len(self.metrics()) > 1:
+        # A kill before the first checkpoint leaves one line at most, and what was laid down before it. More lines, or
+        # only lines, are a run's small form, kept for reading.
+        lines = len(self.metrics())
+        if lines > 1 or (
+            lines and not any((self.path / name).exists() for name in ("model.json", "data.json"))
+        ):
             raise RunError(
-                f"{self.path} has {len(self.metrics())} rounds and no checkpoint: it is kept for reading and cannot go "
-                "on. Start the run anew in another folder."
+                f"{self.path} has {lines} round{'s' * (lines > 1)} and no checkpoint: it is kept for reading and "
+                "cannot go on. Start the run anew in another folder."
             )
         return None
+
+
+def _refuse_other_config(checkpoint: Path, metadata: dict[str, str], experiment: Experiment) -> None:
+    if metadata.get("identity") != experiment.identity:
+        raise RunError(
+            f"{checkpoint} belongs to another config than {checkpoint.parent / 'config.toml'}: the folder was mixed "
+            "up. Restore the config it was made with, or start a new run folder."
+        )
 
 
 @dataclass(frozen=True)
@@ -287,8 +295,10 @@ class Final(NamedTuple):
 
 
 def final_state(path: Path) -> Final:
-    """RunError where the newest is damaged: the one before it is of another round, and nobody would know."""
-    reasons = []
+    """RunError where the newest is damaged or of another config: the one before it is of another round, and nobody
+    would know.
+    """
+    experiment, reasons = read_config(path), []
     for name in (CHECKPOINT, PREVIOUS):  # while a checkpoint is written, only the one before it is there
         if not (path / name).exists():
             continue
@@ -297,6 +307,7 @@ def final_state(path: Path) -> Final:
         except RunError as error:
             reasons.append(str(error))
             continue
+        _refuse_other_config(path / name, metadata, experiment)
         progress = _unflatten(state, metadata)
         if reasons:
             raise RunError(
