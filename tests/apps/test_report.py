@@ -86,6 +86,17 @@ def test_no_file_of_a_run_is_replaced(cli, tmp_path, runs):
     assert before == {path: path.read_bytes() for path in one.rglob("*") if path.is_file()}
 
 
+@pytest.mark.parametrize("left", ["model.json", "data.json", "environment.json", "metrics.jsonl"])
+def test_nor_is_anything_written_into_a_run_that_has_only_begun(cli, tmp_path, runs, left):
+    one = tmp_path / "begun"
+    one.mkdir()
+    (one / "config.toml").write_text("")
+    (one / left).write_text("")
+    code, _, err = cli("report", runs, "--out", one / "page.csv")
+    assert (code, "lies in the run folder" in err) == (2, True)
+    assert {path.name for path in one.iterdir()} == {"config.toml", left}
+
+
 def test_only_a_file_of_the_same_kind_is_replaced(cli, tmp_path, runs):
     (tmp_path / "thesis.txt").write_text("mine")
     (tmp_path / "link").symlink_to("thesis.txt")
@@ -119,7 +130,24 @@ def test_a_damaged_run_is_named(cli, tmp_path, runs, name):
     shutil.copytree(runs, tmp_path / "runs")
     path = sorted((tmp_path / "runs").rglob(name))[0]
     path.write_text('{"round": 1}\n')
-    code, _, err = cli("report", "runs")
+    code, out, err = cli("report", "runs")
     assert code == 1
+    assert "1 run cannot be read; the others are reported." in err
     assert f"{path} is damaged in line 1" in err
-    assert not (tmp_path / "page.html").exists()
+    assert "page.html: " in out
+    assert "2 runs" in out
+    code, _, err = cli("report", path.parent, "--out", "alone.html")
+    assert (code, f"1 run cannot be read. {path} is damaged" in err) == (1, True)
+    assert not (tmp_path / "alone.html").exists()
+
+
+def test_a_config_that_cannot_be_read_is_named_and_one_by_itself_is_no_run(cli, tmp_path, runs):
+    shutil.copytree(runs, tmp_path / "runs")
+    (tmp_path / "runs" / "mine").mkdir()
+    (tmp_path / "runs" / "mine" / "config.toml").write_text("of another program = [")
+    assert cli("report", "runs")[0] == 0
+    path = sorted((tmp_path / "runs").rglob("metrics.jsonl"))[0].with_name("config.toml")
+    path.write_text("scheme = 'of a later version'")
+    code, out, err = cli("report", "runs", "--format", "svg")
+    assert (code, f"{path}, line 1: unknown scheme" in err) == (1, True), err
+    assert "personalization.svg" in out

@@ -200,6 +200,26 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
         carry_out([STUDY], out=tmp_path, **{**TINY, "only": broken.name})
 
 
+def test_a_folder_that_cannot_be_read_stops_no_other_run(whole, tmp_path):
+    shutil.copytree(whole[0], tmp_path / "out")
+    own, other = sorted(path for path in (tmp_path / "out").iterdir() if path.is_dir())[:2]
+    other = other.rename(other.with_name("another"))
+    (other / "metrics.jsonl").write_text("{}\n")
+    said, rounds = [], Rounds()
+    given = {**TINY, "begin": rounds, "say": said.append}
+    assert len(carry_out([STUDY], out=tmp_path / "out", **given)) == 4
+    assert len(rounds.seen) == 2, "the one that was moved away"
+    assert [text for text in said if text.startswith(f"left out: {other}/metrics.jsonl is damaged")]
+    (own / "config.toml").write_text("[")
+    with pytest.raises(
+        RunError, match=rf"1 of 4 runs failed, the others are done. {own.name}: .*is not TOML"
+    ):
+        carry_out([STUDY], out=tmp_path / "out", **given)
+    with pytest.raises(RunError, match="2 runs cannot be read; the others are kept"):
+        keep_finished(tmp_path / "out", tmp_path / "small")
+    assert len([*(tmp_path / "small").iterdir()]) == 3
+
+
 def test_a_mistake_in_the_command_is_one_line(tmp_path):
     with pytest.raises(
         SystemExit, match=r"^python -m fedpara.experiments.reproduce: the paper has no 'nosuch'"

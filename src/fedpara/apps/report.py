@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fedpara.errors import UsageError
-from fedpara.experiments.library import Library
+from fedpara.experiments.library import Library, is_run
 from fedpara.experiments.paper import STUDIES
 from fedpara.files import make_folder, write_bytes
 from fedpara.report.document import document
@@ -62,7 +62,8 @@ def report(
             raise UsageError(f"{path} is not a folder: expected run folders, or folders that hold some.")
     library = Library.of(*runs)
     if not library.runs:
-        raise UsageError(f"no run in {', '.join(map(str, runs))}: expected folders with a config.toml.")
+        library.refuse_damaged("reported")
+        raise UsageError(f"no run in {', '.join(map(str, runs))}: expected folders that `fedpara run` made.")
     _refuse(out, kind)
     make_folder(out if kind in ("png", "svg") else out.parent)
     tables = [table_of(study, library, library.seeds, scale=scale) for study in STUDIES.values()]
@@ -71,10 +72,15 @@ def report(
         tables.append(rest)
     if kind in ("png", "svg"):
         _figures(library, tables, out, kind)
-        return
+    else:
+        _file(library, tables, out, kind, " ".join(map(str, runs)))
+    library.refuse_damaged("reported")
+
+
+def _file(library: Library, tables: list[Table], out: Path, kind: str, of: str) -> None:
     text = {
         "html": lambda: page(library, tables),
-        "markdown": lambda: document(tables, " ".join(map(str, runs)), str(out)),
+        "markdown": lambda: document(tables, of, str(out)),
         "csv": lambda: csv_text(tables),
         "latex": lambda: "\n\n".join(f"% {t.study.name}: {t.study.title}\n{latex(t)}" for t in tables) + "\n",
     }[kind]()
@@ -87,7 +93,7 @@ def _refuse(out: Path, kind: str) -> None:
     """UsageError for a place where a run's own file or someone else's would be lost."""
     place = Path(os.path.realpath(out))
     for folder in (place, *place.parents):
-        if all(os.path.exists(folder / name) for name in ("config.toml", "metrics.jsonl")):
+        if is_run(folder):
             raise UsageError(
                 f"{out} lies in the run folder {folder}, which is the run's own: choose another --out."
             )

@@ -6,34 +6,53 @@ The small form, what `results/` keeps, is a finished run without its checkpoint:
 """
 
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from fedpara.errors import ConfigError, RunError
+from fedpara.errors import ConfigError, FedParaError, RunError, in_a_line
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.store import CHECKPOINT, PREVIOUS, Summary, read_run
 from fedpara.files import write_bytes
 
 SMALL = ("config.toml", "metrics.jsonl", "timing.jsonl")
+BESIDE = ("environment.json", "model.json", "data.json", "metrics.jsonl", CHECKPOINT, PREVIOUS)
+"""Of these a run has at least one beside its config: the first is written before it."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """The run folders below some roots, by the identity of their experiments."""
+    """The run folders below some roots, by the identity of their experiments. One that cannot be read keeps nobody from
+    the others: `damaged` says why."""
 
     runs: dict[str, tuple[Summary, ...]]
+    damaged: dict[Path, RunError] = field(default_factory=dict)
 
     @classmethod
     def of(cls, *roots: Path) -> "Library":
         found: dict[str, list[Summary]] = {}
+        damaged: dict[Path, RunError] = {}
         for path in _folders(roots):
-            summary = read_run(path)
-            found.setdefault(summary.experiment.identity, []).append(summary)
-        return cls({identity: tuple(runs) for identity, runs in found.items()})
+            try:
+                summary = read_run(path)
+            except FedParaError as error:
+                damaged[path] = RunError(str(error))
+            except OSError as error:
+                damaged[path] = RunError(f"{path} cannot be read ({in_a_line(error)}).")
+            else:
+                found.setdefault(summary.experiment.identity, []).append(summary)
+        return cls({identity: tuple(runs) for identity, runs in found.items()}, damaged)
+
+    def refuse_damaged(self, done: str) -> None:
+        """RunError that names them, after the others are `done`."""
+        if self.damaged:
+            count, rest = len(self.damaged), f"; the others are {done}" * bool(self.runs)
+            told = " ".join(map(str, self.damaged.values()))
+            raise RunError(f"{count} run{'s' * (count > 1)} cannot be read{rest}. {told}")
 
     def __iter__(self) -> Iterator[Summary]:
         return (run for runs in self.runs.values() for run in runs)
@@ -120,13 +139,16 @@ def keep_small(run: Path, into: Path) -> Path:
 
 
 def _folders(roots: Iterable[Path]) -> list[Path]:
-    """Each run folder once: a root itself or anything below it that has a config."""
+    """Each run folder once: a root itself or anything below it that is one."""
     found: dict[Path, None] = {}
     for root in roots:
         if not root.is_dir():
             continue
-        paths = (
-            [root] if (root / "config.toml").exists() else sorted(p.parent for p in root.rglob("config.toml"))
-        )
-        found |= dict.fromkeys(path.resolve() for path in paths)
+        paths = [root] if is_run(root) else sorted(p.parent for p in root.rglob("config.toml"))
+        found |= dict.fromkeys(path.resolve() for path in paths if is_run(path))
     return list(found)
+
+
+def is_run(folder: Path) -> bool:
+    """A config by itself is someone's own, to be given with --config."""
+    return os.path.exists(folder / "config.toml") and any(os.path.exists(folder / name) for name in BESIDE)

@@ -83,7 +83,7 @@ def carry_out(
     """The runs of the named studies, finished. Those found under `out` or `kept` are not run again.
 
     ConfigError where `only` fits none of them. A run that fails (it diverged) does not keep the others from being
-    run; RunError at the end names it.
+    run; RunError at the end names it. Nor does a folder that cannot be read, which fails the run it is named for.
     """
     library = Library.of(out, *kept)
     summaries: list[Summary] = []
@@ -92,6 +92,10 @@ def carry_out(
     if only is not None and not listed:
         every = [job.name for job in jobs(names, library, seeds=seeds, rounds=rounds, scale=scale)]
         raise ConfigError(_no_match(only, names, every))
+    damaged = {path.name: error for path, error in library.damaged.items()}
+    if say is not None and join().rank == 0:
+        for name in damaged.keys() - {job.name for job in listed}:
+            say(f"left out: {damaged[name]}")
     # Before rank 0 makes a folder that another would take for one begun earlier.
     join().gather("the list of runs")
     for job in listed:
@@ -99,6 +103,9 @@ def carry_out(
             if say is not None and (engine or precision):
                 say(f"{job.name} is in {job.found.path} and not run again; it ran {job.found.engine}")
             summaries.append(job.found)
+            continue
+        if job.name in damaged:
+            failed[job.name] = damaged[job.name]
             continue
         watch = begin(job.name, job.experiment) if begin else None
         try:
@@ -148,8 +155,11 @@ def _done(
 
 
 def keep_finished(out: Path, into: Path) -> list[Path]:
-    """The small form of every finished run under `out`."""
-    return [keep_small(s.path, into) for s in Library.of(out) if finished(s, s.experiment.rounds)]
+    """The small form of every finished run under `out`. RunError at the end where one cannot be read."""
+    library = Library.of(out)
+    kept = [keep_small(s.path, into) for s in library if finished(s, s.experiment.rounds)]
+    library.refuse_damaged("kept")
+    return kept
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
