@@ -271,6 +271,21 @@ def test_a_folder_is_no_name_for_a_file(cli, tmp_path, more):
     assert list((tmp_path / "models").iterdir()) == []
 
 
+def test_no_file_of_a_run_is_replaced(cli, tmp_path):
+    run(Experiment(**PERSONAL, rounds=2), tmp_path / "run")
+    (tmp_path / "link").symlink_to("run")
+    before = everything(tmp_path / "run")
+    kept = next((tmp_path / "run" / "clients").rglob("*.safetensors"))
+    own = [f"run/{path.name}" for path in (tmp_path / "run").iterdir() if path.is_file()]
+    assert "run/checkpoint.safetensors" in own
+    for name in (*own, "link/config.toml", "run/nodes.txt", "run/clients/new.safetensors", kept):
+        code, _, err = cli("export", "run", "--client", 0, "--out", name, "--overwrite")
+        assert (code, "is a name of the run's own in" in " ".join(err.split())) == (2, True), (name, err)
+    assert everything(tmp_path / "run") == before
+    for _ in range(2):
+        assert cli("export", "run", "--client", 0, "--out", "run/mine.safetensors", "--overwrite")[0] == 0
+
+
 def test_what_cannot_be_exported_is_said(cli, tmp_path):
     lay = Experiment(model="mlp", scheme="original", clients=8, cohort=2, rounds=1, epochs=None, steps=1)
     run(lay, tmp_path / "run")

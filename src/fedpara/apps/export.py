@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fedpara.apps.merged import DEFAULT_CLASSES, read_run_or_state
+from fedpara.experiments.library import refuse_own
 
 
 def export(
@@ -47,6 +48,7 @@ def export(
     name = "model" if client is None else f"model-client-{client}"
     base = source / name if source.is_dir() else source.with_suffix("")
     target = out or base.with_name(base.name + ending)
+    refuse_own(target)
     report = export_model(saved, target, format, overwrite=overwrite)  # type: ignore[arg-type]
     if as_json:
         typer.echo(

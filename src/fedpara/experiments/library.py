@@ -5,6 +5,7 @@ The small form, what `results/` keeps, is a finished run without its checkpoint:
     config.toml  environment.json  metrics.jsonl  timing.jsonl
 """
 
+import fnmatch
 import json
 import os
 import shutil
@@ -14,14 +15,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from fedpara.errors import ConfigError, FedParaError, RunError, in_a_line
+from fedpara.errors import ConfigError, FedParaError, RunError, UsageError, in_a_line
 from fedpara.experiments.config import Experiment
-from fedpara.experiments.store import CHECKPOINT, PREVIOUS, Summary, read_run
+from fedpara.experiments.store import CHECKPOINT, LOCK, PREVIOUS, Summary, read_run
 from fedpara.files import write_bytes
 
 SMALL = ("config.toml", "metrics.jsonl", "timing.jsonl")
 BESIDE = ("environment.json", "model.json", "data.json", "metrics.jsonl", CHECKPOINT, PREVIOUS)
 """Of these a run has at least one beside its config: the first is written before it."""
+OWN = (*SMALL, *BESIDE, LOCK, "log.txt", "clients", "nodes*")
+"""What is the run's own in its folder, and with it all below."""
 
 
 @dataclass(frozen=True)
@@ -152,3 +155,12 @@ def _folders(roots: Iterable[Path]) -> list[Path]:
 def is_run(folder: Path) -> bool:
     """A config by itself is someone's own, to be given with --config."""
     return os.path.exists(folder / "config.toml") and any(os.path.exists(folder / name) for name in BESIDE)
+
+
+def refuse_own(path: Path) -> None:
+    """UsageError for a place that is a run's own, whatever lies there now."""
+    place = Path(os.path.realpath(path.parent), path.name)
+    for folder in place.parents:
+        first = place.relative_to(folder).parts[0]
+        if is_run(folder) and any(fnmatch.fnmatch(first, pattern) for pattern in OWN):
+            raise UsageError(f"{path} is a name of the run's own in {folder}: choose another --out.")
