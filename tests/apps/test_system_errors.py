@@ -16,6 +16,7 @@ from fedpara.engines import Progress, Round
 from fedpara.experiments import read_run, store
 
 ROOT = Path(__file__).parents[2]
+RUN = sys.modules["fedpara.experiments.run"]  # the package's own `run` is the function
 TINY = ["--model", "mlp", "--scheme", "original", "--clients", "8", "--cohort", "2", "--steps", "1"]
 
 
@@ -33,6 +34,43 @@ def test_a_disk_that_is_full_at_a_rounds_line_is_said_in_a_line(cli, monkeypatch
     assert err.splitlines()[-1] == "fedpara: No space left on device"
     monkeypatch.undo()
     assert read_run(tmp_path / "a").rounds == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 3.78 TiB for an array"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 3.78 TiB"),
+    ],
+)
+def test_memory_that_runs_out_is_said_in_a_line_and_stops_no_other_run(cli, monkeypatch, tmp_path, error):
+    for name in "ab":
+        assert cli("run", *TINY, "--rounds", "1", "--out", f"runs/{name}")[0] == 0
+    play, played = RUN.play, []
+
+    def short(*given):
+        played.append(given)
+        if len(played) == 1:
+            raise error
+        return play(*given)
+
+    monkeypatch.setattr(RUN, "play", short)
+    code, _, err = cli("resume", "runs", "--rounds", "2")
+    assert (code, read_run(tmp_path / "runs/b").rounds) == (1, 2)
+    said = err.splitlines()[-1]
+    assert said.startswith(
+        "fedpara: 1 of 2 runs failed, the others are done. a: the memory ran out in runs/a ("
+    )
+    assert "3.78 TiB" in said
+
+
+def test_memory_that_runs_out_elsewhere_is_said_too(cli, monkeypatch):
+    def short(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(RUN, "build", short)
+    code, _, err = cli("run", *TINY, "--out", "a")
+    assert (code, err) == (1, "fedpara: the memory ran out (MemoryError): something smaller was expected.\n")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from fedpara.apps.report import report
 from fedpara.apps.reproduce import reproduce
 from fedpara.apps.run import resume, run
 from fedpara.engines.group import Group, join, place
-from fedpara.errors import FedParaError, UsageError
+from fedpara.errors import FedParaError, UsageError, in_a_line
 
 INTERRUPTED = 130
 
@@ -127,6 +127,9 @@ def main() -> None:
     except OSError as error:
         if first or group.over:
             say(f"fedpara: {_told(error)}")
+        code = 1
+    except MemoryError as error:
+        say(f"fedpara: the memory ran out ({in_a_line(error)}): something smaller was expected.")
         code = 1
     if code == INTERRUPTED and first:
         say("interrupted: what was finished is saved, `fedpara resume` goes on with it.")

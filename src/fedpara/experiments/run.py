@@ -1,7 +1,8 @@
 """Run an experiment into a folder, or go on with one."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -12,7 +13,7 @@ from fedpara.engines.client import Protocol
 from fedpara.engines.group import Group, Part, join
 from fedpara.engines.loop import Engine, Round, Schedule, play
 from fedpara.engines.simulate import build_engine, prepare, refuse_hostless
-from fedpara.errors import ConfigError, RunError, expect_kind
+from fedpara.errors import ConfigError, RunError, expect_kind, in_a_line
 from fedpara.experiments.build import Parts, build
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.environment import unlike
@@ -153,7 +154,8 @@ def _go(
         if host is None and not folder.finished and (note := unlike(folder.path)):
             tell(note)
         if not folder.finished:
-            _play(parts, prepared, folder, watch, tell, host)
+            with _memory_that_runs_out(folder.path):
+                _play(parts, prepared, folder, watch, tell, host)
     except BaseException as error:
         folder.log(f"stopped: {type(error).__name__}: {error}")
         if group.over and isinstance(error, RunError):
@@ -163,6 +165,20 @@ def _go(
         raise
     finally:
         folder.close()
+
+
+@contextmanager
+def _memory_that_runs_out(path: Path) -> Iterator[None]:
+    """RunError for the host's, as for a GPU's: numpy has an error of its own for it, torch a RuntimeError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+            raise
+        raise RunError(
+            f"the memory ran out in {path} ({in_a_line(error)}): fewer steps, a smaller batch or a smaller cohort need "
+            "less, in a run of another folder. Rounds that were finished are saved."
+        ) from error
 
 
 def _play(
