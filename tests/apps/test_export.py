@@ -311,6 +311,15 @@ def test_what_cannot_be_exported_is_said(cli, tmp_path):
     assert "no readable checkpoint" in err
 
 
+@pytest.mark.parametrize("side", [10**12, 10**19, 10**400])
+def test_a_size_that_no_network_has_is_damage(cli, tmp_path, side):
+    run(Experiment(**{**PERSONAL, "scheme": "original"}, rounds=1), tmp_path / "run")
+    described = {"name": "mlp", "classes": 10, "shape": [1, 8, side]}
+    (tmp_path / "run" / "model.json").write_text(json.dumps(described))
+    code, _, err = cli("export", "run")
+    assert (code, "model.json is damaged: " in err) == (1, True), err
+
+
 def test_a_checkpoint_of_another_config_is_not_exported(cli, tmp_path):
     """The same tensors under tanh are another model, and nobody would know."""
     run(Experiment(**{**PERSONAL, "scheme": "fedpara"}, rounds=1), tmp_path / "run")

@@ -1,5 +1,6 @@
 """fedpara report, as a user calls it."""
 
+import os
 import shutil
 
 import pytest
@@ -63,6 +64,15 @@ def test_another_format_is_another_file(cli, tmp_path, runs):
 def test_one_run_is_no_runs(cli, runs):
     one = next(path.parent for path in runs.rglob("config.toml"))
     assert cli("report", one, "--out", "page.csv")[1].endswith(" kB, 1 run\n")
+
+
+@pytest.mark.parametrize("kind", ["html", "csv"])
+def test_a_folder_whose_name_is_no_text_is_reported(cli, tmp_path, runs, kind):
+    odd = tmp_path / os.fsdecode(b"od\xff")
+    shutil.copytree(next(path.parent for path in runs.rglob("config.toml")), odd / "run")
+    code, _, err = cli("report", odd, "--out", "page", "--format", kind)
+    assert code == 0, err
+    assert "od?/run" in (tmp_path / "page").read_text()
 
 
 def test_a_file_that_cannot_be_written_is_called_by_its_own_name(cli, runs):

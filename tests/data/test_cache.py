@@ -11,6 +11,7 @@ import torch
 
 from fedpara.data import cache
 from fedpara.errors import DataError
+from fedpara.files import write_tensors
 
 ARRAYS = {"a": torch.arange(10), "b": torch.zeros(3, 0)}
 
@@ -32,6 +33,18 @@ def test_another_version_of_the_format_is_not_read(tmp_path, monkeypatch):
     path = cache.location(tmp_path, "set")
     cache.write(path, ARRAYS, "s", (1, 1))
     monkeypatch.setattr(cache, "VERSION", "0")
+    assert cache.read(path, "s") is None
+
+
+@pytest.mark.parametrize("examples", ["", "7", "7 3 1", "seven three", None])
+def test_numbers_of_examples_that_are_none_are_no_cache(tmp_path, examples):
+    path = cache.location(tmp_path, "set")
+    cache.write(path, ARRAYS, "s", (7, 3))
+    metadata = {"version": cache.VERSION, "sources": "s"} | (
+        {} if examples is None else {"examples": examples}
+    )
+    write_tensors(path, ARRAYS, metadata)
+    assert cache.counts(path, "s") is None
     assert cache.read(path, "s") is None
 
 

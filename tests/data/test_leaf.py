@@ -66,6 +66,7 @@ def test_many_files_number_their_writers_across_files(tmp_path):
         (leaf({"a": ([WHITE], [1, 2])}), "1 images and labels"),
         (leaf({"a": ([WHITE[:5]], [1])}), "not FEMNIST in LEAF's form"),
         (leaf({"a": ([[2.0] * 784], [1])}), "pixels run from 2.0 to 2.0"),
+        (leaf({"a": ([[10**400, *WHITE[1:]]], [1])}), "not FEMNIST in LEAF's form: OverflowError"),
         (leaf({"a": ([[float("nan")] * 784], [1])}), "pixels run from nan"),
         (leaf({"a": ([WHITE], [62])}), "labels run from 62 to 62: expected 0 to 61"),
     ],

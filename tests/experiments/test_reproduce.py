@@ -1,6 +1,9 @@
 """Contract: a study killed at any round goes on, nothing is run twice, and its table is the same."""
 
+import shlex
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -225,6 +228,33 @@ def test_a_mistake_in_the_command_is_one_line(tmp_path):
         SystemExit, match=r"^python -m fedpara.experiments.reproduce: the paper has no 'nosuch'"
     ):
         reproduce.main(["nosuch", "--out", str(tmp_path)])
+
+
+@pytest.mark.parametrize("option", ["--seeds", "--rounds"])
+def test_less_than_one_is_refused(capsys, option):
+    with pytest.raises(SystemExit) as ended:
+        reproduce.main([STUDY, option, "-1"])
+    assert ended.value.code == 2
+    assert f"{option} is -1: expected at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("into", "says"), [("| head -c 1", ""), ("> /dev/full", "No space left on device")])
+def test_a_reader_that_has_enough_and_a_full_disk_are_no_traceback(whole, tmp_path, into, says):
+    words = [
+        sys.executable,
+        "-m",
+        "fedpara.experiments.reproduce",
+        "--out",
+        str(whole[0]),
+        "--keep",
+        str(tmp_path),
+    ]
+    line = f"set -o pipefail; {shlex.join(words)} {into}"
+    ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, timeout=100)
+    assert "Traceback" not in ended.stderr
+    assert "Exception ignored" not in ended.stderr
+    assert says in ended.stderr
+    assert (ended.returncode == 1) or into.startswith("|"), "a pipe may take all there is"
 
 
 def test_an_interrupt_says_how_to_go_on(monkeypatch, capsys):

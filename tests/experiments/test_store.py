@@ -213,7 +213,10 @@ def test_lines_that_a_kill_cut_short_are_dropped(tmp_path):
     assert read_lines(tmp_path / "none.jsonl") == []
 
 
-@pytest.mark.parametrize("damage", [b"{\n", b"3\n", b'{"x": 1}\n', b"\xff\n", b"\n"])
+DEEP = b"[" * 200_000 + b"\n"
+
+
+@pytest.mark.parametrize("damage", [b"{\n", b"3\n", b'{"x": 1}\n', b"\xff\n", b"\n", DEEP], ids=range(6))
 def test_lines_damaged_otherwise_are_named(tmp_path, damage):
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"round": 1}\n' + damage + b'{"round": 2}\n')

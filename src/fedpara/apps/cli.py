@@ -3,6 +3,7 @@
 Exit code 0 done, 1 failed, 2 wrong use, 130 interrupted.
 """
 
+import io
 import os
 import signal
 import sys
@@ -101,6 +102,8 @@ def _flush() -> None:
 
 
 def main() -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # a file's name that is no text is said as it is
     first, group = True, Group()
     try:
         first = place()[0] == 0

@@ -17,7 +17,7 @@ from fedpara.apps.named_model import is_users
 from fedpara.engines.client import PRIVATE
 from fedpara.engines.flower import ACCEPTED
 from fedpara.engines.program import shared_names, take_apart
-from fedpara.errors import FedParaError, RunError, UsageError
+from fedpara.errors import FedParaError, RunError, UsageError, in_a_line
 from fedpara.experiments.build import build_model, build_scheme
 from fedpara.experiments.clients import kept_file
 from fedpara.experiments.config import Experiment
@@ -126,7 +126,13 @@ def _start(path: Path, experiment: Experiment) -> tuple[nn.Module, dict[str, Any
     if not is_description(description) or "classes" not in description:
         raise RunError(f"{path / 'model.json'} is damaged: {EXPECTED}.")
     classes, shape = description["classes"], tuple(description["shape"])
-    return build_model(experiment, classes, shape, build_scheme(experiment)), description
+    try:
+        return build_model(experiment, classes, shape, build_scheme(experiment)), description
+    except (RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
+        raise RunError(
+            f"{path / 'model.json'} is damaged: no network has {classes} classes of examples {list(shape)} "
+            f"({in_a_line(error)}). Bring back the file it was."
+        ) from None
 
 
 def _own(path: Path, client: int | None, newest: Final) -> State:

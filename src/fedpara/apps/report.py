@@ -84,9 +84,10 @@ def _file(library: Library, tables: list[Table], out: Path, kind: str, of: str) 
         "csv": lambda: csv_text(tables),
         "latex": lambda: "\n\n".join(f"% {t.study.name}: {t.study.title}\n{latex(t)}" for t in tables) + "\n",
     }[kind]()
-    write_bytes(out, text.encode())
+    content = text.encode(errors="replace")  # a folder's name may be no text
+    write_bytes(out, content)
     count = sum(1 for _ in library)
-    typer.echo(f"{out}: {len(text.encode()) / 1e3:.0f} kB, {count} run{'s' * (count != 1)}")
+    typer.echo(f"{out}: {len(content) / 1e3:.0f} kB, {count} run{'s' * (count != 1)}")
 
 
 def _refuse(out: Path, kind: str) -> None:

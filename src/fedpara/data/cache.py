@@ -41,8 +41,11 @@ def counts(path: Path, sources: str) -> tuple[int, int] | None:
         return None
     if metadata.get("version") != VERSION or metadata.get("sources") != sources:
         return None
-    train, test = metadata["examples"].split()
-    return int(train), int(test)
+    try:
+        train, test = metadata["examples"].split()
+        return int(train), int(test)
+    except (KeyError, ValueError):
+        return None
 
 
 def read(path: Path, sources: str) -> Arrays | None:

@@ -52,7 +52,7 @@ def _users(path: Path) -> list[tuple[str, Array, Array]]:
         ) from None
     try:
         return [(user, *_samples(content["user_data"][user])) for user in content["users"]]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{path} is not FEMNIST in LEAF's form: {error!r}.") from None
 
 

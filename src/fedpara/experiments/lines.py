@@ -53,7 +53,7 @@ def _whole_lines(path: Path) -> list[tuple[bytes, Line]]:
         try:
             line = json.loads(raw)
             whole = all(type(line[name]) in types for name, types in fields.items())
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             whole = False
         if not whole:
             raise RunError(

@@ -8,8 +8,10 @@ The second line copies every finished run to its small form. Needs torch, numpy 
 
 import argparse
 import fnmatch
+import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -179,6 +181,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--precision")
     parser.add_argument("--keep", type=Path, help="copy finished runs to their small form here")
     given = vars(parser.parse_args(arguments))
+    for name in ("seeds", "rounds"):
+        if given[name] is not None and given[name] < 1:
+            parser.error(f"--{name} is {given[name]}: expected at least 1.")
     names, keep, out = given.pop("names"), given.pop("keep"), given["out"]
 
     def begin(name: str, experiment: Experiment) -> Watcher:
@@ -199,8 +204,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if keep is not None:
             for path in keep_finished(out, keep):
                 print(path)
+        sys.stdout.flush()
     except FedParaError as error:
         sys.exit(f"{parser.prog}: {error}")
+    except OSError as error:
+        with suppress(
+            OSError
+        ):  # who read what was said has enough, or the disk has; Python tries again as it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1 if isinstance(error, BrokenPipeError) else f"{parser.prog}: {error}")
     except KeyboardInterrupt:
         print("interrupted: what was finished is saved, the same command goes on with it.", file=sys.stderr)
         sys.exit(130)
