@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shlex
 
 import pytest
 
@@ -40,6 +41,29 @@ def test_one_that_fails_on_its_way_keeps_no_other_from_going_on(cli, runs):
     code, _, err = cli("resume", "runs", "--rounds", 2)
     assert (code, "1 of 3 runs failed, the others are done. a: no checkpoint in" in err) == (1, True)
     assert [read_run(runs / name).rounds for name in "bc"] == [2, 2]
+
+
+def test_a_name_is_shown_as_it_is_and_quoted_in_a_command(cli, tmp_path):
+    name = "x[red]y's ü"
+    run(TINY, tmp_path / name)
+    code, out, _ = cli("resume", name)
+    assert code == 0
+    assert name in out
+    assert f"fedpara export {shlex.quote(name)} --format" in " ".join(out.split())
+    assert f"read {shlex.quote(name + '/metrics.jsonl')}" in " ".join(out.split())
+    code, _, err = cli("run", "--out", name)
+    assert (code, f"fedpara resume {shlex.quote(name)}. " in err) == (2, True)
+    code, _, err = cli("resume", "a b")
+    assert (code, "`fedpara run --out 'a b'` makes one" in err) == (2, True)
+    (tmp_path / name / "checkpoint.previous.safetensors").write_bytes(
+        (tmp_path / name / "checkpoint.safetensors").read_bytes()
+    )
+    (tmp_path / name / "checkpoint.safetensors").write_bytes(b"torn")
+    code, _, err = cli("export", name)
+    assert (code, f"`fedpara resume {shlex.quote(name)}` goes back to it" in err) == (1, True)
+    assert cli("report", name, "--out", "my page.md")[0] == 0
+    written = (tmp_path / "my page.md").read_text()
+    assert f"`fedpara report {shlex.quote(name)} --out 'my page.md'`" in written
 
 
 def test_a_mistake_in_the_call_is_said_once(cli, runs):

@@ -165,3 +165,28 @@ def test_progress_that_nobody_sees_ends_no_run(monkeypatch, stream):
     with progress.Show("a", 2) as show:
         show(result, {"seconds": 1.0, "clients_per_second": 2.0})
         progress.say("a note")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["report", "."], "interrupted.\n"),
+        (["run", *TINY], "interrupted: what was finished is saved, `fedpara resume` goes on with it.\n"),
+    ],
+)
+def test_only_what_keeps_a_run_says_how_to_go_on(cli, monkeypatch, words, says):
+    def key(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedpara.apps.report.Library.of", key)
+    monkeypatch.setattr("fedpara.apps.run.lay_out_all", key)
+    assert cli(*words) == (130, "", says)
+
+
+def test_a_name_on_the_bar_is_shown_as_it_is(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress.Show("x[red]y", 1) as show:
+        show(Round(Progress(1, {}, {}, {}, 0, 0), (0,), 1.0, 0, 0), {"clients_per_second": 1.0})
+    assert "x[red]y" in terminal.getvalue()

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from fedpara.data import load
+from fedpara.data import load, verify
 from fedpara.errors import DataError
 
 WHITE = [1.0] * 784
@@ -45,6 +45,16 @@ def test_two_files_are_read(tmp_path):
     assert (test.labels.tolist(), test.owners.tolist()) == ([11], [1])
     assert train.inputs[0].unique().tolist() == [255]
     assert train.inputs[1].flatten().tolist() == [0] * 392 + [128] * 392
+
+
+@pytest.mark.parametrize(("train", "test"), [({}, {}), (TRAIN, {}), ({}, TEST)])
+def test_a_part_without_examples_is_no_whole_set(tmp_path, train, test):
+    write(tmp_path, [train], [test])
+    report = verify("femnist", tmp_path)
+    assert not report.ok
+    assert "some of each were expected" in " ".join(report.problems)
+    write(tmp_path, [TRAIN], [TEST])
+    assert verify("femnist", tmp_path).ok
 
 
 def test_many_files_number_their_writers_across_files(tmp_path):

@@ -27,6 +27,8 @@ from fedpara.engines.group import Group, join, place
 from fedpara.errors import FedParaError, UsageError, in_a_line
 
 INTERRUPTED = 130
+KEEPS = {"run", "resume", "reproduce"}
+"""The commands that leave a run folder to go on with."""
 
 app = typer.Typer(
     name="fedpara",
@@ -135,6 +137,9 @@ def main() -> None:
         say(f"fedpara: the memory ran out ({in_a_line(error)}): something smaller was expected.")
         code = 1
     if code == INTERRUPTED and first:
-        say("interrupted: what was finished is saved, `fedpara resume` goes on with it.")
+        kept = ": what was finished is saved, `fedpara resume` goes on with it" * bool(
+            KEEPS & {*sys.argv[1:2]}
+        )
+        say(f"interrupted{kept}.")
     group.leave()
     sys.exit(code)

@@ -1,6 +1,7 @@
 """fedpara report: run folders as one page, figures or tables."""
 
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -73,14 +74,14 @@ def report(
     if kind in ("png", "svg"):
         _figures(library, tables, out, kind)
     else:
-        _file(library, tables, out, kind, " ".join(map(str, runs)))
+        _file(library, tables, out, kind, shlex.join(map(str, runs)))
     library.refuse_damaged("reported")
 
 
 def _file(library: Library, tables: list[Table], out: Path, kind: str, of: str) -> None:
     text = {
         "html": lambda: page(library, tables),
-        "markdown": lambda: document(tables, of, str(out)),
+        "markdown": lambda: document(tables, of, shlex.quote(str(out))),
         "csv": lambda: csv_text(tables),
         "latex": lambda: "\n\n".join(f"% {t.study.name}: {t.study.title}\n{latex(t)}" for t in tables) + "\n",
     }[kind]()

@@ -1,6 +1,7 @@
 """fedpara run and fedpara resume."""
 
 import json
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -295,8 +296,8 @@ def finish(folder: Path, runs: dict[str, Summary], as_json: bool) -> None:
     else:
         first = next(iter(runs.values()))
         private = first.experiment.scheme == "pfedpara" or first.experiment.share != "all"
-        words = f"fedpara export {first.path} --format safetensors{' --client N' * private}"
-        typer.echo(f"look deeper: {words}, or read {first.path}/metrics.jsonl")
+        words = f"fedpara export {shlex.quote(str(first.path))} --format safetensors{' --client N' * private}"
+        typer.echo(f"look deeper: {words}, or read {shlex.quote(str(first.path / 'metrics.jsonl'))}")
 
 
 def _json(folder: Path, runs: dict[str, Summary]) -> dict[str, Any]:
@@ -328,6 +329,7 @@ def _row(summary: Summary) -> dict[str, Any]:
 def _table(runs: dict[str, Summary]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     most = max(summary.bytes_up + summary.bytes_down for summary in runs.values())
     several = len(runs) > 1
@@ -339,7 +341,7 @@ def _table(runs: dict[str, Summary]) -> None:
         sent = s.bytes_up + s.bytes_down
         accuracy = "-" if s.accuracy is None else f"{s.accuracy:.1%}"
         table.add_row(
-            name,
+            Text(name),  # as it is: [red] in it is no colour
             str(s.rounds),
             accuracy,
             f"{sent / 1e6:.2f}",

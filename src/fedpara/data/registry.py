@@ -160,6 +160,10 @@ def check(source: Source, root: Path) -> Report:
             problems.append(
                 f"{source.name} has {counts} train and test examples: {source.counts} were published."
             )
+        elif not all(counts):
+            problems.append(
+                f"{source.name} has {counts[0]} train and {counts[1]} test examples: some of each were expected."
+            )
         cached = cache.read(cache.location(root, source.name), cache.fingerprint(root, files))
         if cached is not None and not _equal(cached, arrays):
             problems.append(f"{cache.location(root, source.name)} differs from its source: delete it.")

@@ -1,5 +1,6 @@
 """Run an experiment into a folder, or go on with one."""
 
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -160,7 +161,8 @@ def _go(
         folder.log(f"stopped: {type(error).__name__}: {error}")
         if group.over and isinstance(error, RunError):
             raise RunError(
-                f"{error} What was finished is saved: `fedpara resume {folder.path}` goes on, on any number of ranks."
+                f"{error} What was finished is saved: `fedpara resume {shlex.quote(str(folder.path))}` goes on, on any "
+                "number of ranks."
             ) from None
         raise
     finally:

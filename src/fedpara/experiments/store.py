@@ -18,6 +18,7 @@ import fcntl
 import json
 import math
 import os
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,8 +233,8 @@ def refuse_used(path: Path) -> None:
         return
     if (path / "config.toml").exists():
         raise ConfigError(
-            f"{path} holds a run already, and nothing is overwritten. Go on with it: fedpara resume {path}. "
-            "Or choose another --out."
+            f"{path} holds a run already, and nothing is overwritten. Go on with it: fedpara resume "
+            f"{shlex.quote(str(path))}. Or choose another --out."
         )
     if any(entry.name not in LAID_FIRST and not entry.match(PART) for entry in path.iterdir()):
         raise ConfigError(f"{path} is not empty and holds no run: choose an empty or new folder for --out.")
@@ -281,7 +282,8 @@ def read_run(path: str | os.PathLike[str]) -> Summary:
 def read_config(path: Path) -> Experiment:
     if not (path / "config.toml").exists():
         raise ConfigError(
-            f"{path} is not a run folder: it has no config.toml. `fedpara run --out {path}` makes one."
+            f"{path} is not a run folder: it has no config.toml. `fedpara run --out {shlex.quote(str(path))}` makes "
+            "one."
         )
     return read_toml(path / "config.toml")
 
@@ -311,7 +313,8 @@ def final_state(path: Path) -> Final:
         progress = _unflatten(state, metadata)
         if reasons:
             raise RunError(
-                f"{reasons[0]} The one before it is of round {progress.round}: `fedpara resume {path}` goes back to it."
+                f"{reasons[0]} The one before it is of round {progress.round}: `fedpara resume "
+                f"{shlex.quote(str(path))}` goes back to it."
             )
         kept = dict(state[CLIENTS].tolist()) if CLIENTS in state else {}
         return Final({**progress.x, **progress.buffers}, progress.round, kept)
