@@ -343,6 +343,17 @@ def test_an_older_model_is_not_exported_in_the_place_of_the_newest(cli, tmp_path
     assert cli("export", "run", "--client", 0)[0] == 0
 
 
+def test_anothers_part_is_not_exported_as_a_clients_own(cli, tmp_path):
+    run(Experiment(**PERSONAL, rounds=1), tmp_path / "run")
+    paths = [kept_file(tmp_path / "run" / "clients", client, 1) for client in range(2)]
+    shutil.copyfile(*paths)
+    code, _, err = cli("export", "run", "--client", 1)
+    assert (code, "kept by client 0, round 1: expected that of client 1" in " ".join(err.split())) == (
+        1,
+        True,
+    )
+
+
 def test_a_clients_older_part_is_not_exported_in_the_place_of_its_newest(cli, tmp_path):
     run(Experiment(**PERSONAL, rounds=3), tmp_path / "run")
     _, _, kept = final_state(tmp_path / "run")

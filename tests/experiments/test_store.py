@@ -14,10 +14,11 @@ from fedpara.engines.memory import InMemory
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import Experiment, read_run, resume, run
 from fedpara.experiments.build import build
-from fedpara.experiments.clients import OnDisk
+from fedpara.experiments.clients import OnDisk, kept_file
 from fedpara.experiments.lines import append_line, keep_rounds, read_lines
 from fedpara.experiments.run import lay_out
 from fedpara.experiments.store import RunFolder, create, final_state, metrics_of, open_run, read_config
+from fedpara.experiments.tensor_files import write_groups
 
 TINY = Experiment(
     model="mlp", scheme="original", clients=8, cohort=2, rounds=3, batch_size=32, epochs=None, steps=1
@@ -299,6 +300,23 @@ def test_memory_on_disk_keeps_what_two_checkpoints_need_and_no_more(tmp_path):
     for checkpoint, expected in ((5, 5.0), (4, 4.0)):
         assert value(OnDisk(tmp_path, checkpoint), 1) == expected
         assert value(OnDisk(tmp_path, checkpoint), 2) == 20.0
+
+
+def test_memory_on_disk_under_anothers_name_is_named(tmp_path):
+    disk = OnDisk(tmp_path)
+    disk.put(7, 1, groups(1.0))
+    disk.put(8, 1, groups(2.0))
+    file = kept_file(tmp_path, 8, 1)
+    shutil.copyfile(kept_file(tmp_path, 7, 1), file)
+    with pytest.raises(
+        RunError, match=r"holds what was kept by client 7, round 1: expected that of client 8"
+    ):
+        disk.get(8)
+    file.rename(kept_file(tmp_path, 7, 2))
+    with pytest.raises(RunError, match="expected that of client 7, round 2"):
+        OnDisk(tmp_path, 2).get(7)
+    write_groups(kept_file(tmp_path, 7, 2), groups(3.0))  # as an earlier version wrote it
+    assert OnDisk(tmp_path, 2).get(7).keys() == groups(3.0).keys()
 
 
 def test_memory_on_disk_that_is_damaged_is_named(tmp_path):

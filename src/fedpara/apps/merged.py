@@ -168,7 +168,7 @@ def _kept(path: Path, client: int | None, files: dict[int, int]) -> State:
     file = kept_file(path / "clients", client, files[client])
     if not file.exists():
         raise RunError(f"{file} is missing: client {client} kept it in round {files[client]}. Bring it back.")
-    groups = read_groups(file)
+    groups = read_groups(file, (client, files[client]))
     if ACCEPTED in groups:
         groups = _at_its_node(path, client, int(groups[ACCEPTED]["round"]))
     return groups[PRIVATE]

@@ -50,12 +50,12 @@ class OnDisk:
         rounds = self._versions.get(client)
         if not rounds:
             return None
-        return read_groups(self._path(client, rounds[-1]))
+        return read_groups(self._path(client, rounds[-1]), (client, rounds[-1]))
 
     def put(self, client: int, round: int, groups: Groups) -> None:
         path = self._path(client, round)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_groups(path, groups, durable=False)
+        write_groups(path, groups, durable=False, whose=(client, round))
         rounds = self._versions.setdefault(client, [])
         if not rounds or rounds[-1] != round:
             rounds.append(round)

@@ -14,7 +14,7 @@ from fedpara.errors import RunError, StateError, WireError
 from fedpara.state import State
 from fedpara.wire import tensors
 
-_DIGEST, _EACH, _BEFORE = "digest", "sha256", b'{"__metadata__":'
+_DIGEST, _EACH, _BEFORE, _WHOSE = "digest", "sha256", b'{"__metadata__":', "whose"
 
 
 def write_tensors(path: Path, state: State, metadata: Mapping[str, str], durable: bool = True) -> None:
@@ -100,14 +100,27 @@ def _digest_of_each(state: State) -> str:
     return digest.hexdigest()
 
 
-def write_groups(path: Path, groups: Groups, durable: bool = True) -> None:
-    """What a client keeps, as one file: tensors under `group/name`; a group without tensors is named too."""
+def write_groups(
+    path: Path, groups: Groups, durable: bool = True, whose: tuple[int, int] | None = None
+) -> None:
+    """What a client keeps, as one file: tensors under `group/name`; a group without tensors is named too. `whose` is
+    the client and the round, so that a file under another's name is found out.
+    """
     state = {f"{group}/{name}": t for group, members in groups.items() for name, t in members.items()}
-    write_tensors(path, state, {"groups": json.dumps(list(groups))}, durable)
+    own = {} if whose is None else {_WHOSE: f"client {whose[0]}, round {whose[1]}"}
+    write_tensors(path, state, {"groups": json.dumps(list(groups)), **own}, durable)
 
 
-def read_groups(path: Path) -> Groups:
+def read_groups(path: Path, whose: tuple[int, int] | None = None) -> Groups:
+    """RunError for a file that says it is another's; one of an earlier version says nothing."""
     state, metadata = read_tensors(path)
+    if whose is not None and _WHOSE in metadata:
+        expected = f"client {whose[0]}, round {whose[1]}"
+        if metadata[_WHOSE] != expected:
+            raise RunError(
+                f"{path} holds what was kept by {metadata[_WHOSE]}: expected that of {expected}. Bring back the file "
+                "it was, or start the run anew."
+            )
     groups: Groups = {group: {} for group in json.loads(metadata["groups"])}
     for name, tensor in state.items():
         group, _, rest = name.partition("/")
