@@ -23,7 +23,7 @@ import torch
 from fedpara.apps.flower_app import CLIENT
 from fedpara.apps.flower_federation import Child, Federation, ended
 from fedpara.apps.flower_processes import Processes
-from fedpara.apps.flower_watchdog import descendants
+from fedpara.apps.flower_watchdog import family
 from fedpara.experiments import Experiment, read_run, run
 from fedpara.experiments.run import lay_out
 from fedpara.experiments.store import final_state, is_locked
@@ -141,11 +141,11 @@ def misbehaving(trial: Trial) -> None:
 def server_app(link: Child) -> int:
     """The process of the ServerApp, below its SuperLink."""
     listed = subprocess.run(
-        ["ps", "-A", "-o", "pid=,args="], capture_output=True, text=True, check=True
+        ["ps", "axww", "-o", "pid=,args="], capture_output=True, text=True, check=True
     ).stdout
-    family = set(descendants(link.pid))
+    below = family(link.pid)
     named = [line.split(None, 1) for line in listed.splitlines()]
-    return next(int(pid) for pid, words in named if int(pid) in family and "flwr-serverapp" in words)
+    return next(int(pid) for pid, words in named if int(pid) in below and "flwr-serverapp" in words)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from fedpara.apps.flower_certs import make_certificates
 from fedpara.apps.flower_drive import follow
 from fedpara.apps.flower_federation import NAME, Federation
 from fedpara.apps.flower_processes import Processes, environment, free_port, program
-from fedpara.apps.flower_watchdog import descendants
+from fedpara.apps.flower_watchdog import family as family_of
 from fedpara.experiments import Experiment
 from fedpara.experiments.run import lay_out, resume
 from fedpara.experiments.store import final_state
@@ -152,8 +152,8 @@ def test_the_door_lets_nodes_in_and_nothing_else(deployed, tmp_path):
 
 
 def a_node(family):
-    """One of the SuperNodes among these processes."""
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,args="], capture_output=True, text=True, check=True)
+    """One of the SuperNodes among these processes. (`ww`: whole lines, however wide the terminal is.)"""
+    listed = subprocess.run(["ps", "axww", "-o", "pid=,args="], capture_output=True, text=True, check=True)
     rows = [line.split(None, 1) for line in listed.stdout.splitlines()]
     return next(int(pid) for pid, words in rows if int(pid) in family and "flower-supernode" in words)
 
@@ -190,7 +190,7 @@ def test_ctrl_c_takes_a_federation_down(tmp_path):
         if log.exists() and "is number 2 of 3" in log.read_text():  # the run has begun, with every node
             break
         time.sleep(0.2)
-    family = descendants(process.pid)
+    family = family_of(process.pid)
     assert len(alive(family)) >= 4  # the SuperLink and three nodes at the least
     assert list((tmp_path / "tmp").glob("fedpara-*/certificates/ca.key"))
     os.kill(a_node(family), signal.SIGKILL)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from living import alive
 
-from fedpara.apps.flower_watchdog import descendants
+from fedpara.apps.flower_watchdog import family as family_of
 from fedpara.experiments import Experiment, read_run
 from fedpara.experiments.run import lay_out, resume
 from fedpara.experiments.store import final_state
@@ -99,7 +99,7 @@ def test_ctrl_c_stops_what_was_started(tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     end = time.monotonic() + 120
-    while len(family := descendants(process.pid)) < 4 and process.poll() is None and time.monotonic() < end:
+    while len(family := family_of(process.pid)) < 4 and process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
     assert alive(family)
     process.send_signal(signal.SIGINT)

@@ -66,11 +66,6 @@ def family(pid: int, mark: str = "") -> set[int]:
     return _family(_running(), pid, mark)
 
 
-def descendants(pid: int) -> list[int]:
-    """By parent alone: of a process that lives."""
-    return sorted(_below(_running(), {pid}))
-
-
 def _family(running: dict[int, tuple[int, str]], pid: int, mark: str) -> set[int]:
     marked = f"{MARKED}={mark}"
     own = {i for i, (_, words) in running.items() if (mark and marked in words) or _session(i) == pid}
