@@ -184,19 +184,23 @@ def test_ctrl_c_takes_a_federation_down(tmp_path):
         # A shell that starts the suite in the background has SIGINT ignored, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    end = time.monotonic() + 120
-    log = tmp_path / "run" / "log.txt"
-    while process.poll() is None and time.monotonic() < end:
-        if log.exists() and "is number 2 of 3" in log.read_text():  # the run has begun, with every node
-            break
-        time.sleep(0.2)
-    family = family_of(process.pid)
-    assert len(alive(family)) >= 4  # the SuperLink and three nodes at the least
-    assert list((tmp_path / "tmp").glob("fedpara-*/certificates/ca.key"))
-    os.kill(a_node(family), signal.SIGKILL)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=100)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    assert not alive(family)
-    assert not list((tmp_path / "tmp").glob("fedpara-*"))
+    try:
+        end = time.monotonic() + 120
+        log = tmp_path / "run" / "log.txt"
+        while process.poll() is None and time.monotonic() < end:
+            if log.exists() and "is number 2 of 3" in log.read_text():  # the run has begun, with every node
+                break
+            time.sleep(0.2)
+        family = family_of(process.pid)
+        assert len(alive(family)) >= 4  # the SuperLink and three nodes at the least
+        assert list((tmp_path / "tmp").glob("fedpara-*/certificates/ca.key"))
+        os.kill(a_node(family), signal.SIGKILL)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=100)
+        assert process.returncode == 130, err
+        assert "Traceback" not in err
+        assert not alive(family)
+        assert not list((tmp_path / "tmp").glob("fedpara-*"))
+    finally:
+        process.kill()  # where the test failed before: the watchdog ends the rest
+        process.wait()
