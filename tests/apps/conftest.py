@@ -13,6 +13,7 @@ def cli(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FEDPARA_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "80")  # however wide the terminal is that the suite was started in
     monkeypatch.setattr(sys, "path", list(sys.path))
 
     def call(*arguments):

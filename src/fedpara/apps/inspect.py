@@ -1,7 +1,6 @@
 """fedpara inspect: what a model's weights become, before anything is trained."""
 
 import json
-import sys
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from fedpara import models
 from fedpara.apps.named_model import is_users
+from fedpara.apps.terminal_table import empty_table, print_table
 from fedpara.errors import UsageError
 from fedpara.experiments.build import build_scheme
 from fedpara.experiments.config import Experiment
@@ -98,15 +98,9 @@ def _row(choice: Choice) -> dict[str, Any]:
 
 
 def _print(model: str, scheme: Scheme, choices: list[Choice]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     total = summary(choices)
-    table = Table(title=f"{model} with {scheme}", title_justify="left")
-    for heading in ("layer", "shape", "scheme"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("rank", "max rank", "parameters", "of dense"):
-        table.add_column(heading, justify="right")
+    headings = ["layer", "shape", "scheme"], ["rank", "max rank", "parameters", "of dense"]
+    table = empty_table(*headings, title=f"{model} with {scheme}")
     reasons: dict[str, list[str]] = {}
     small = [choice for choice in choices if choice.weight.dim() < 2]
     for choice, row in zip(choices, total["layers"], strict=True):
@@ -124,10 +118,8 @@ def _print(model: str, scheme: Scheme, choices: list[Choice]) -> None:
     table.add_row(f"{len(small)} biases and norms", "", "dense", "", "", f"{rest:,}", "100.0%")
     table.add_section()
     table.add_row("total", "", "", "", "", f"{total['parameters']:,}", f"{total['ratio']:.1%}")
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(table)
-    console.print(
-        f"original {total['original_parameters']:,} parameters, {1 / total['ratio']:.2f} times as many"
-    )
+    print_table(table)
+    times = f"{1 / total['ratio']:.2f}"
+    typer.echo(f"original {total['original_parameters']:,} parameters, {times} times as many")
     for reason, names in reasons.items():
-        console.print(f"dense ({reason}): {', '.join(names)}")
+        typer.echo(f"dense ({reason}): {', '.join(names)}")

@@ -1,7 +1,6 @@
 """fedpara reproduce: a table or figure of the paper by name."""
 
 import json
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +10,7 @@ import typer
 
 from fedpara.apps.progress import Show, say
 from fedpara.apps.run import DataDir
+from fedpara.apps.terminal_table import empty_table, print_table
 from fedpara.engines.group import join
 from fedpara.engines.simulate import ENGINES
 from fedpara.errors import UsageError
@@ -132,14 +132,7 @@ def _list(as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"studies": rows, "all": _sum(whole)}))
         return
-    from rich.console import Console
-    from rich.table import Table as Rich
-
-    table = Rich()
-    for heading in ("name", "in the paper", "what"):
-        table.add_column(heading, no_wrap=heading == "name")
-    for heading in ("runs", "seeds", "GPU minutes", "GB sent"):
-        table.add_column(heading, justify="right")
+    table = empty_table(["name", "in the paper", "what"], ["runs", "seeds", "GPU minutes", "GB sent"])
     for name, row in rows.items():
         numbers = (str(row["runs"]), str(row["seeds"]), _whole(row["gpu_minutes"]), _whole(row["gigabytes"]))
         table.add_row(name, row["source"], row["title"], *(numbers if row["runs"] else ("", "", "", "")))
@@ -154,7 +147,7 @@ def _list(as_json: bool) -> None:
         _whole(total["gpu_minutes"]),
         _whole(total["gigabytes"]),
     )
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    print_table(table)
     typer.echo(
         "GPU minutes and GB are of one seed: an estimate for one H200, and the length of a message times their number."
     )

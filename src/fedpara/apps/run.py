@@ -16,6 +16,7 @@ import typer
 from fedpara import data, models
 from fedpara.apps.named_model import refuse_users
 from fedpara.apps.progress import Show, say
+from fedpara.apps.terminal_table import empty_table, print_table
 from fedpara.engines.group import Part, join
 from fedpara.engines.simulate import ENGINES, check_precision
 from fedpara.errors import ConfigError, FedParaError, UsageError, of_several
@@ -327,25 +328,19 @@ def _row(summary: Summary) -> dict[str, Any]:
 
 
 def _table(runs: dict[str, Summary]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     most = max(summary.bytes_up + summary.bytes_down for summary in runs.values())
     several = len(runs) > 1
-    table = Table()
-    table.add_column("run")
-    for heading in ("rounds", "accuracy", "sent [MB]", *["times fewer bytes"] * several, "seconds"):
-        table.add_column(heading, justify="right")
+    fewer = ["times fewer bytes"] * several
+    table = empty_table(["run"], ["rounds", "accuracy", "sent [MB]", *fewer, "seconds"])
     for name, s in runs.items():
         sent = s.bytes_up + s.bytes_down
         accuracy = "-" if s.accuracy is None else f"{s.accuracy:.1%}"
         table.add_row(
-            Text(name),  # as it is: [red] in it is no colour
+            name,
             str(s.rounds),
             accuracy,
             f"{sent / 1e6:.2f}",
             *[f"{most / max(1, sent):.1f}"] * several,
             f"{s.seconds:.1f}",
         )
-    Console().print(table)
+    print_table(table)
