@@ -1,5 +1,6 @@
 """Contract: the Flower engine against the sequential one, with nodes in this process and no Flower in between."""
 
+import shutil
 from collections import Counter
 from dataclasses import replace
 
@@ -89,6 +90,18 @@ def test_a_late_round_leaves_a_newer_one_on_the_node(tmp_path):
     assert sorted(path.stem for path in memory.folder.iterdir()) == ["1", "3", "5", "6"]
     memory.put(8, held[8], 6)
     assert sorted(path.stem for path in memory.folder.iterdir()) == ["5", "6", "8"]
+
+
+def test_a_memory_under_anothers_name_is_refused(tmp_path):
+    one, other = (NodeMemory(tmp_path, "a", client) for client in (0, 1))
+    for memory in (one, other):
+        memory.put(1, {"private": {"w": torch.full((2,), float(memory.client))}}, 0)
+    shutil.copyfile(*(memory.folder / "1.safetensors" for memory in (one, other)))
+    with pytest.raises(RunError, match="kept by client 0, round 1: expected that of client 1, round 1"):
+        other.get(1)
+    shutil.copyfile(one.folder / "1.safetensors", one.folder / "2.safetensors")
+    with pytest.raises(RunError, match="expected that of client 0, round 2"):
+        one.get(2)
 
 
 def test_a_memory_that_is_gone_is_named(tmp_path):

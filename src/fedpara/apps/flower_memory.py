@@ -20,7 +20,8 @@ class NodeMemory:
     def __init__(self, folder: Path, run: str, client: int) -> None:
         if not re.fullmatch(r"[0-9a-f]{1,64}", run):
             raise RunError(f"a run called {run[:80]!r}: expected hexadecimal digits.")
-        self.folder = folder / f"nodes-{run}" / str(int(client))
+        self.client = int(client)
+        self.folder = folder / f"nodes-{run}" / str(self.client)
 
     def get(self, accepted: int) -> Groups | None:
         """What the client kept in its round `accepted`; None before its first."""
@@ -32,14 +33,14 @@ class NodeMemory:
                 f"what the client kept in round {accepted} is not on this node ({path}). Bring the folder back, "
                 "or begin a new run."
             )
-        return read_groups(path)
+        return read_groups(path, (self.client, accepted))
 
     def put(self, round: int, groups: Groups, accepted: int) -> None:
         if not any(groups.values()):
             return
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         sweep(self.folder, older_than=3600.0)
-        write_groups(self._path(round), groups)
+        write_groups(self._path(round), groups, whose=(self.client, round))
         rounds = sorted(int(path.stem) for path in self.folder.glob("*.safetensors") if path.stem.isdigit())
         taken = [known for known in rounds if known <= accepted]
         for old in {*rounds} - {*taken[-2:]}:
