@@ -25,8 +25,9 @@ from fedpara.apps.flower_federation import Child, Federation, ended
 from fedpara.apps.flower_processes import Processes
 from fedpara.apps.flower_watchdog import family
 from fedpara.experiments import Experiment, read_run, run
+from fedpara.experiments.checkpoint import final_checkpoint
 from fedpara.experiments.run import lay_out
-from fedpara.experiments.store import final_state, is_locked
+from fedpara.experiments.store import is_locked
 
 NODES, ROUNDS, DEADLINE, LONGEST = 3, 4, 30, 300.0
 EXPERIMENT = Experiment(
@@ -187,7 +188,7 @@ def trial(event: Event, scratch: Path, expected: dict[str, torch.Tensor]) -> tup
         wrong.append(f"only {read_run(folder).rounds} rounds")
     if event.log not in (folder / "log.txt").read_text():
         wrong.append(f"the log does not say {event.log!r}: {(folder / 'log.txt').read_text()}")
-    state, *_ = final_state(folder)
+    state = final_checkpoint(folder).state
     same = all(torch.equal(state[name], tensor) for name, tensor in expected.items())
     if event.same and not same:
         wrong.append("the final state is another one")
@@ -206,7 +207,7 @@ def main() -> int:
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         run(replace(EXPERIMENT, engine="sequential"), Path(name) / "undisturbed")
-        expected, *_ = final_state(Path(name) / "undisturbed")
+        expected = final_checkpoint(Path(name) / "undisturbed").state
         print("| event | finished, named in the log, state as it must be | seconds |\n|---|---|---|")
         for key in chosen:
             scratch = Path(name) / key

@@ -26,8 +26,8 @@ from fedpara.apps.flower_federation import Federation
 from fedpara.apps.flower_processes import Processes
 from fedpara.experiments import Experiment, Summary, run
 from fedpara.experiments.build import build
+from fedpara.experiments.checkpoint import PREVIOUS, final_checkpoint
 from fedpara.experiments.run import lay_out
-from fedpara.experiments.store import PREVIOUS, final_state
 from fedpara.experiments.tensor_files import read_tensors
 
 WINDOW = 64
@@ -134,7 +134,7 @@ def rounds(scratch: Path) -> int:
     ):
         times = [line["seconds"] for line in summary.timing]
         print(f"| {name} | {times[0]:.2f} s | {median(times[1:]):.3f} s |")
-    states = [final_state(scratch / name)[0] for name in ("sequential", "simulated", "deployed")]
+    states = [final_checkpoint(scratch / name).state for name in ("sequential", "simulated", "deployed")]
     same = all(torch.equal(state[name], tensor) for state in states[1:] for name, tensor in states[0].items())
     print(f"\nThe three final states are {'equal, bit for bit' if same else 'NOT equal'}.")
     return 0 if same else 1

@@ -12,10 +12,11 @@ from fedpara import data, models
 from fedpara.apps import merged
 from fedpara.data import normalise
 from fedpara.engines.flower import ACCEPTED
+from fedpara.engines.loop import Progress
 from fedpara.experiments import Experiment, read_run, run
 from fedpara.experiments.build import build, build_model, build_scheme
+from fedpara.experiments.checkpoint import Checkpoint, final_checkpoint
 from fedpara.experiments.clients import kept_file
-from fedpara.experiments.store import Final, final_state
 from fedpara.experiments.tensor_files import write_groups
 
 PERSONAL = {"model": "mlp", "scheme": "pfedpara", "clients": 2, "cohort": 2, "epochs": None, "steps": 1}
@@ -36,7 +37,7 @@ def test_an_exported_run_is_a_plain_model(cli, tmp_path, scheme):
     assert report["parameters"] == sum(p.numel() for p in plain.parameters())
 
     trained = build_model(experiment, 10, (1, 8, 8), build_scheme(experiment))
-    trained.load_state_dict(final_state(tmp_path / "run")[0])
+    trained.load_state_dict(final_checkpoint(tmp_path / "run").state)
     _, test = data.load("digits")
     images = normalise(test.inputs, test.mean, test.std)
     with torch.no_grad():
@@ -111,11 +112,11 @@ def test_a_run_that_goes_on_is_exported_at_one_checkpoint(cli, tmp_path, monkeyp
     seen = []
 
     def moving(path):
-        newest = final_state(path)
+        newest = final_checkpoint(path)
         seen.append(newest.round)
-        return newest if len(seen) > 1 else Final({}, 0, {})
+        return newest if len(seen) > 1 else Checkpoint(Progress(0, {}, {}, {}), {}, "")
 
-    monkeypatch.setattr(merged, "final_state", moving)
+    monkeypatch.setattr(merged, "final_checkpoint", moving)
     assert cli("export", "run", "--client", 0)[0] == 0
     assert seen == [3, 3]
 
@@ -356,7 +357,7 @@ def test_anothers_part_is_not_exported_as_a_clients_own(cli, tmp_path):
 
 def test_a_clients_older_part_is_not_exported_in_the_place_of_its_newest(cli, tmp_path):
     run(Experiment(**PERSONAL, rounds=3), tmp_path / "run")
-    _, _, kept = final_state(tmp_path / "run")
+    kept = final_checkpoint(tmp_path / "run").kept
     client, round = next((c, r) for c, r in kept.items() if r == 3)
     path = kept_file(tmp_path / "run" / "clients", client, round)
     path.rename(path.with_name(f"{client}-{round - 1}.safetensors"))

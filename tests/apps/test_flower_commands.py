@@ -20,7 +20,7 @@ from fedpara.apps.flower_settings import DEFAULT_OUT, read
 from fedpara.engines.flower import Terms
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import Experiment, read_run, resume, run
-from fedpara.experiments.store import final_state
+from fedpara.experiments.checkpoint import final_checkpoint
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
 x509 = pytest.importorskip("cryptography.x509")
@@ -246,7 +246,7 @@ def without_its_last_checkpoint(folder):
     done = Experiment(model="mlp", clients=3, cohort=3, rounds=3, engine="sequential")
     run(done, folder)
     (folder / "checkpoint.previous.safetensors").replace(folder / "checkpoint.safetensors")
-    assert (read_run(folder).rounds, final_state(folder).round) == (3, 2)
+    assert (read_run(folder).rounds, final_checkpoint(folder).round) == (3, 2)
 
 
 def test_a_round_without_its_checkpoint_is_run_again(cli, tmp_path, monkeypatch):
@@ -259,7 +259,7 @@ def test_a_round_without_its_checkpoint_is_run_again(cli, tmp_path, monkeypatch)
     code, out, err = cli("flower", "up", "--nodes", 2, *TINY, "--set", "rounds=3", "--out", "try", "--json")
     assert code == 0, err
     assert "try holds this experiment already, up to round 2: going on to 3." in err
-    assert json.loads(out)["rounds"] == final_state(tmp_path / "try").round == 3
+    assert json.loads(out)["rounds"] == final_checkpoint(tmp_path / "try").round == 3
 
 
 def test_a_server_that_died_before_its_last_checkpoint_has_not_finished(tmp_path):

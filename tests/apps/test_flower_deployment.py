@@ -24,8 +24,8 @@ from fedpara.apps.flower_federation import NAME, Federation
 from fedpara.apps.flower_processes import Processes, environment, free_port, program
 from fedpara.apps.flower_watchdog import family as family_of
 from fedpara.experiments import Experiment
+from fedpara.experiments.checkpoint import final_checkpoint
 from fedpara.experiments.run import lay_out, resume
-from fedpara.experiments.store import final_state
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
@@ -94,8 +94,8 @@ def test_the_model_is_the_sequential_engines(deployed, tmp_path):
     finally:
         torch.set_num_threads(threads)
     assert (folder / "metrics.jsonl").read_bytes() == (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    ours = final_state(tmp_path / "run").state
-    theirs = final_state(folder).state
+    ours = final_checkpoint(tmp_path / "run").state
+    theirs = final_checkpoint(folder).state
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     for i in range(3):
         memory = federation.folder / f"node-{i}" / "memory"

@@ -14,9 +14,9 @@ from fedpara.engines.flower import Terms
 from fedpara.engines.parcels import Answer, Hello, Order, Parcel, packed, unpacked
 from fedpara.errors import ConfigError, RunError, WireError
 from fedpara.experiments import read_run, run
+from fedpara.experiments.checkpoint import final_checkpoint
 from fedpara.experiments.config import to_toml
 from fedpara.experiments.run import lay_out, resume
-from fedpara.experiments.store import final_state
 from fedpara.wire import decode, encode
 
 
@@ -76,7 +76,7 @@ def test_a_bad_answer_is_refused_by_name_and_the_round_goes_on(tmp_path, fault):
     assert says in refused["reason"]
     assert f"round 2: client 1 refused: {refused['reason']}" in log(tmp_path / "a")
     assert read_run(tmp_path / "a").metrics[2]["clients"] == 5
-    state = final_state(tmp_path / "a").state
+    state = final_checkpoint(tmp_path / "a").state
     assert all(tensor.isfinite().all() for tensor in state.values())
 
 
@@ -90,6 +90,9 @@ def test_a_late_answer_is_refused_and_named(tmp_path):
     ]
     assert read_run(tmp_path / "a").metrics[1]["refused"] == []
     assert "round 3: client 2's reply of round 1 came too late and is refused" in log(tmp_path / "a")
+    up = [line["up"] for line in read_run(tmp_path / "a").metrics]
+    assert up[0] == up[1] / 5 * 4  # five clients' messages are of one size
+    assert up[2] == up[1] / 5 * 6, "what came late was sent as well"
 
 
 def test_over_sampling_does_not_wait_for_the_slowest(tmp_path):
@@ -112,7 +115,7 @@ def test_too_few_good_replies_keep_the_model(tmp_path, case):
     by_flower(experiment, tmp_path / "a", courier, terms=Terms(deadline=100, wait=5, minimum=3))
     by_flower(replace(experiment, rounds=1), tmp_path / "b")
     assert "round 2 had 2 of 3 usable updates: the model is kept as it was" in log(tmp_path / "a")
-    states = [final_state(tmp_path / name)[0] for name in "ab"]
+    states = [final_checkpoint(tmp_path / name).state for name in "ab"]
     assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
 
 

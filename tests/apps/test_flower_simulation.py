@@ -13,8 +13,8 @@ from living import alive
 
 from fedpara.apps.flower_watchdog import family as family_of
 from fedpara.experiments import Experiment, read_run
+from fedpara.experiments.checkpoint import final_checkpoint
 from fedpara.experiments.run import lay_out, resume
-from fedpara.experiments.store import final_state
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
 pytest.importorskip("ray", reason="Flower's simulator is not installed: pip install '.[flower]'")
@@ -49,7 +49,7 @@ def sequentially(experiment, folder):
         resume(folder, engine="sequential")
     finally:
         torch.set_num_threads(threads)
-    return final_state(folder)[0]
+    return final_checkpoint(folder).state
 
 
 def test_the_rounds_are_those_of_the_sequential_engine(tmp_path):
@@ -64,8 +64,9 @@ def test_the_rounds_are_those_of_the_sequential_engine(tmp_path):
     for name, experiment in CASES.items():
         folder, expected = tmp_path / "all" / name, tmp_path / "sequential" / name
         ours = sequentially(experiment, expected)
-        theirs, round, _ = final_state(folder)
-        assert round == 3
+        newest = final_checkpoint(folder)
+        theirs = newest.state
+        assert newest.round == 3
         assert (folder / "metrics.jsonl").read_bytes() == (expected / "metrics.jsonl").read_bytes()
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)

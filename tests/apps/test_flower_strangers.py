@@ -11,7 +11,7 @@ from fedpara.engines.parcels import Answer, Hello, packed, unpacked
 from fedpara.engines.worker import Score
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import read_run
-from fedpara.experiments.store import final_state
+from fedpara.experiments.checkpoint import final_checkpoint
 from fedpara.wire import decode, encode
 
 FORGED = "x\n2026-01-01T00:00:00Z round 1: client 0 refused: forged\x1b[2J\x07" + "y" * 60_000
@@ -115,7 +115,7 @@ def test_finite_updates_whose_aggregate_is_not_are_not_saved(tmp_path, algorithm
     ):
         by_flower(experiment, tmp_path / "a", courier)
     assert len(read_run(tmp_path / "a").metrics) == 1
-    assert all(tensor.isfinite().all() for tensor in final_state(tmp_path / "a").state.values())
+    assert all(tensor.isfinite().all() for tensor in final_checkpoint(tmp_path / "a").state.values())
     courier.change = lambda order, parcel: parcel
     by_flower(experiment, tmp_path / "a", courier)
     assert len(read_run(tmp_path / "a").metrics) == 3

@@ -14,10 +14,12 @@ from fedpara.engines.memory import InMemory
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import Experiment, read_run, resume, run
 from fedpara.experiments.build import build
+from fedpara.experiments.checkpoint import final_checkpoint
 from fedpara.experiments.clients import OnDisk, kept_file
 from fedpara.experiments.lines import append_line, keep_rounds, read_lines
 from fedpara.experiments.run import lay_out
-from fedpara.experiments.store import RunFolder, create, final_state, metrics_of, open_run, read_config
+from fedpara.experiments.store import RunFolder, create, metrics_of, open_run
+from fedpara.experiments.summary import read_config
 from fedpara.experiments.tensor_files import write_groups
 
 TINY = Experiment(
@@ -78,11 +80,11 @@ def test_a_summary_reads_them(finished):
     assert summary.reached(1.1) is None
 
 
-def test_the_final_state_is_the_newest_checkpoint(finished):
-    state, round, _ = final_state(finished)
-    assert round == 3
-    assert set(state) == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
-    assert all(tensor.isfinite().all() for tensor in state.values())
+def test_the_final_checkpoint_is_the_newest(finished):
+    newest = final_checkpoint(finished)
+    assert newest.round == 3
+    assert set(newest.state) == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
+    assert all(tensor.isfinite().all() for tensor in newest.state.values())
 
 
 def round_of(**values):

@@ -8,9 +8,9 @@ from fedpara.engines.flower import Flower, Terms
 from fedpara.engines.parcels import Order, unpacked
 from fedpara.engines.sequential import Sequential
 from fedpara.experiments import Experiment
+from fedpara.experiments.checkpoint import final_checkpoint
 from fedpara.experiments.config import to_toml
 from fedpara.experiments.run import NODES, lay_out, resume
-from fedpara.experiments.store import final_state
 
 BASE = Experiment(model="mlp", clients=5, cohort=3, rounds=3, epochs=None, steps=2, lr=0.05, batch_size=16)
 CASES = {
@@ -111,8 +111,8 @@ def sequentially(experiment, folder, change=None):
 
 
 def same(a, b):
-    state = final_state(a).state
-    other = final_state(b).state
+    state = final_checkpoint(a).state
+    other = final_checkpoint(b).state
     equal = state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
     return equal and (a / "metrics.jsonl").read_bytes() == (b / "metrics.jsonl").read_bytes()
 

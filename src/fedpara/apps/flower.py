@@ -1,5 +1,6 @@
 """fedpara flower: the app for `flwr run`, certificates, a federation on this machine."""
 
+import shlex
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,8 @@ from fedpara.experiments.build import build
 from fedpara.experiments.config import read_toml, with_values
 from fedpara.experiments.presets import preset as find_preset
 from fedpara.experiments.run import lay_out
-from fedpara.experiments.store import RunFolder, read_config
+from fedpara.experiments.store import RunFolder
+from fedpara.experiments.summary import read_config
 
 app = typer.Typer(
     cls=PlainGroup,
@@ -152,9 +154,10 @@ def _refuse_another(out: Path, experiment: Experiment) -> Experiment | None:
     there = read_config(out)
     told = difference(there, experiment)
     if told:
+        words = ["fedpara", "flower", "up", "--config", str(out / "config.toml"), "--out", str(out)]
         raise ConfigError(
             f"{out} holds a run of another experiment, and nothing is overwritten: {told}. Choose another --out; or go "
-            f"on with that one: fedpara flower up --config {out / 'config.toml'} --out {out}."
+            f"on with that one: {shlex.join(words)}."
         )
     return there
 

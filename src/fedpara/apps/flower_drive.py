@@ -23,9 +23,11 @@ from fedpara.apps.flower_processes import Processes, environment, free_port, req
 from fedpara.engines import Progress, Round
 from fedpara.errors import RunError
 from fedpara.experiments import Summary, read_run
+from fedpara.experiments.checkpoint import final_checkpoint
 from fedpara.experiments.lines import read_lines
 from fedpara.experiments.run import Speaker, Watcher
-from fedpara.experiments.store import final_state, is_locked, read_config
+from fedpara.experiments.store import is_locked
+from fedpara.experiments.summary import read_config
 
 LOOK = 0.2
 # A slow machine is no reason to leave a simulated client out.
@@ -137,7 +139,7 @@ def _has_its_lines(path: Path, rounds: int | None) -> bool:
 def _is_saved(path: Path) -> bool:
     """A server that was killed before its checkpoint leaves a line of metrics for a round that is run again."""
     try:
-        return final_state(path).round == read_run(path).rounds
+        return final_checkpoint(path).round == read_run(path).rounds
     except RunError:
         return False
 

@@ -19,10 +19,11 @@ from fedpara.engines.flower import ACCEPTED
 from fedpara.engines.program import shared_names, take_apart
 from fedpara.errors import FedParaError, RunError, UsageError, in_a_line
 from fedpara.experiments.build import build_model, build_scheme
+from fedpara.experiments.checkpoint import Checkpoint, final_checkpoint
 from fedpara.experiments.clients import kept_file
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.run import NODES
-from fedpara.experiments.store import Final, final_state, read_config
+from fedpara.experiments.summary import read_config
 from fedpara.experiments.tensor_files import read_groups
 from fedpara.interop import SavedState, read_state
 from fedpara.interop.rebuild import EXPECTED, is_description, rebuild, refuse_misfit
@@ -94,7 +95,7 @@ def _sides(shape: str) -> list[int]:
 def _of_run(path: Path, client: int | None) -> SavedState:
     """The global model; where parts of it are private, the client's own."""
     experiment = read_config(path)
-    newest = final_state(path)
+    newest = final_checkpoint(path)
     found = newest.state
     network, description = _start(path, experiment)
     program = take_apart(network, experiment.share)  # type: ignore[arg-type]
@@ -135,12 +136,12 @@ def _start(path: Path, experiment: Experiment) -> tuple[nn.Module, dict[str, Any
         ) from None
 
 
-def _own(path: Path, client: int | None, newest: Final) -> State:
+def _own(path: Path, client: int | None, newest: Checkpoint) -> State:
     """The shared state of the newest checkpoint and what the client kept then."""
     try:
         return {**newest.state, **_kept(path, client, newest.kept)}
     except FedParaError:
-        newer = final_state(path)
+        newer = final_checkpoint(path)
         if newer.round == newest.round:
             raise
     # A run goes on there: it has removed what belonged to the older checkpoint.

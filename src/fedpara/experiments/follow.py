@@ -8,9 +8,10 @@ from pathlib import Path
 
 from fedpara.engines.group import Group, Part
 from fedpara.engines.loop import Round
+from fedpara.experiments.checkpoint import read_progress
 from fedpara.experiments.clients import OnDisk
 from fedpara.experiments.config import Experiment
-from fedpara.experiments.store import RunFolder, read_progress
+from fedpara.experiments.store import RunFolder
 
 
 class Follower:

@@ -16,8 +16,10 @@ from functools import cached_property
 from pathlib import Path
 
 from fedpara.errors import ConfigError, FedParaError, RunError, UsageError, in_a_line
+from fedpara.experiments.checkpoint import CHECKPOINT, PREVIOUS
 from fedpara.experiments.config import Experiment
-from fedpara.experiments.store import CHECKPOINT, LOCK, PREVIOUS, Summary, read_run
+from fedpara.experiments.store import LOCK
+from fedpara.experiments.summary import Summary, read_run
 from fedpara.files import write_bytes
 
 SMALL = ("config.toml", "metrics.jsonl", "timing.jsonl")

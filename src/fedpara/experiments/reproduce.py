@@ -22,7 +22,7 @@ from fedpara.experiments.config import Experiment, with_values
 from fedpara.experiments.library import Library, cut, finished, keep_small
 from fedpara.experiments.paper import changes, merged, run_name, study
 from fedpara.experiments.run import Speaker, Watcher, resume, run
-from fedpara.experiments.store import Summary
+from fedpara.experiments.summary import Summary
 
 OUT = Path("runs/paper")
 RESULTS = Path("results/paper")
@@ -208,9 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except FedParaError as error:
         sys.exit(f"{parser.prog}: {error}")
     except OSError as error:
-        with suppress(
-            OSError
-        ):  # who read what was said has enough, or the disk has; Python tries again as it ends
+        # Who read what was said has enough, or the disk has. Python tries again as it ends.
+        with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1 if isinstance(error, BrokenPipeError) else f"{parser.prog}: {error}")
     except KeyboardInterrupt:

@@ -19,7 +19,8 @@ from fedpara.experiments.build import Parts, build
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.environment import unlike
 from fedpara.experiments.follow import Follower, opened
-from fedpara.experiments.store import RunFolder, Summary, create, open_run, read_config, read_run, refuse_used
+from fedpara.experiments.store import RunFolder, create, open_run, refuse_used
+from fedpara.experiments.summary import Summary, read_config, read_run
 
 Watcher = Callable[[Round, dict[str, float]], None]
 Speaker = Callable[[str], None]

@@ -20,27 +20,20 @@ import math
 import os
 import shlex
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from fedpara.engines.loop import Progress, Round
 from fedpara.errors import ConfigError, RunError
+from fedpara.experiments.checkpoint import CHECKPOINT, PREVIOUS, Checkpoint, read_checkpoint, write_checkpoint
 from fedpara.experiments.clients import OnDisk
-from fedpara.experiments.config import Experiment, read_toml, to_toml
+from fedpara.experiments.config import Experiment, to_toml
 from fedpara.experiments.environment import environment
 from fedpara.experiments.lines import append_line, keep_rounds, read_lines
-from fedpara.experiments.tensor_files import read_tensors, write_tensors
+from fedpara.experiments.summary import read_config
 from fedpara.files import PART, make_folder, sweep, write_bytes
-from fedpara.state import State
 
-CHECKPOINT = "checkpoint.safetensors"
-PREVIOUS = "checkpoint.previous.safetensors"
 LOCK = ".lock"
-CLIENTS = "clients"
-"""A checkpoint's table: of each client that keeps something, the round that its file is of."""
 LAID_FIRST = (LOCK, "environment.json", "model.json", "data.json")
 """What a kill may leave of a folder whose config was not written yet: it is still as good as empty."""
 
@@ -74,14 +67,8 @@ class RunFolder:
         append_line(self.path / "metrics.jsonl", metrics_of(result))
         line = {"round": result.number, **timing, "engine": engine}
         append_line(self.path / "timing.jsonl", line, durable=False)
-        current = self.path / CHECKPOINT
-        if current.exists():
-            current.replace(self.path / PREVIOUS)
         self._kept |= dict.fromkeys(result.kept, result.number)
-        state, metadata = _flatten(result.progress)
-        if self._kept:
-            state[CLIENTS] = torch.tensor(sorted(self._kept.items()))
-        write_tensors(current, state, {**metadata, "identity": self.experiment.identity})
+        write_checkpoint(self.path, Checkpoint(result.progress, self._kept, self.experiment.identity))
         self.memory.settle(self._previous)
         self._previous = result.number
 
@@ -115,29 +102,26 @@ class RunFolder:
         reasons: list[str] = []
         for path in paths:
             try:
-                state, metadata = read_tensors(path)
+                checkpoint = read_checkpoint(path)
             except RunError as error:
                 reasons.append(str(error))
                 continue
-            _refuse_other_config(path, metadata, self.experiment)
-            progress = _unflatten(state, metadata)
-            if [line["round"] for line in self.metrics()][: progress.round] != [
-                *range(1, progress.round + 1)
-            ]:
+            checkpoint.refuse_other(path, self.experiment)
+            rounds = [*range(1, checkpoint.round + 1)]
+            if [line["round"] for line in self.metrics()][: checkpoint.round] != rounds:
                 reasons.append(
-                    f"{self.path / 'metrics.jsonl'} lacks rounds up to {progress.round} of {path}."
+                    f"{self.path / 'metrics.jsonl'} lacks rounds up to {checkpoint.round} of {path}."
                 )
                 continue
             if reasons:
                 # The next checkpoint moves this name aside: it must not bury the good one under a damaged one.
                 path.replace(current)
             self.notes += [
-                f"{reason} The checkpoint before it, of round {progress.round}, is used."
+                f"{reason} The checkpoint before it, of round {checkpoint.round}, is used."
                 for reason in reasons
             ]
-            if CLIENTS in state:
-                self._kept = dict(state[CLIENTS].tolist())
-            return progress
+            self._kept = checkpoint.kept
+            return checkpoint.progress
         if paths:
             raise RunError(
                 f"no checkpoint in {self.path} can be used: {' '.join(reasons)} Start the run anew in another folder."
@@ -153,56 +137,6 @@ class RunFolder:
                 "cannot go on. Start the run anew in another folder."
             )
         return None
-
-
-def _refuse_other_config(checkpoint: Path, metadata: dict[str, str], experiment: Experiment) -> None:
-    if metadata.get("identity") != experiment.identity:
-        raise RunError(
-            f"{checkpoint} belongs to another config than {checkpoint.parent / 'config.toml'}: the folder was mixed "
-            "up. Restore the config it was made with, or start a new run folder."
-        )
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a run folder says, without opening it for writing."""
-
-    path: Path
-    experiment: Experiment
-    metrics: list[dict[str, Any]]
-    timing: list[dict[str, Any]]
-
-    @property
-    def rounds(self) -> int:
-        return int(self.metrics[-1]["round"]) if self.metrics else 0
-
-    @property
-    def accuracy(self) -> float | None:
-        measured = [line["accuracy"] for line in self.metrics if line["accuracy"] is not None]
-        return float(measured[-1]) if measured else None
-
-    @property
-    def bytes_up(self) -> int:
-        return int(self.metrics[-1]["total_up"]) if self.metrics else 0
-
-    @property
-    def bytes_down(self) -> int:
-        return int(self.metrics[-1]["total_down"]) if self.metrics else 0
-
-    @property
-    def seconds(self) -> float:
-        return float(sum(line["seconds"] for line in self.timing))
-
-    @property
-    def engine(self) -> str | None:
-        """Which engine ran the last round, how, and what could not be done and why."""
-        return self.timing[-1].get("engine") if self.timing else None
-
-    def reached(self, accuracy: float) -> dict[str, Any] | None:
-        """The first round whose accuracy is at least this."""
-        return next(
-            (m for m in self.metrics if m["accuracy"] is not None and m["accuracy"] >= accuracy), None
-        )
 
 
 def create(path: Path, experiment: Experiment, model: dict[str, Any], data: str) -> RunFolder:
@@ -273,65 +207,6 @@ def _refuse_other_data(path: Path, data: str) -> None:
         )
 
 
-def read_run(path: str | os.PathLike[str]) -> Summary:
-    path = Path(path)
-    experiment = read_config(path)
-    return Summary(path, experiment, read_lines(path / "metrics.jsonl"), read_lines(path / "timing.jsonl"))
-
-
-def read_config(path: Path) -> Experiment:
-    if not (path / "config.toml").exists():
-        raise ConfigError(
-            f"{path} is not a run folder: it has no config.toml. `fedpara run --out {shlex.quote(str(path))}` makes "
-            "one."
-        )
-    return read_toml(path / "config.toml")
-
-
-class Final(NamedTuple):
-    """A run's newest checkpoint: the model's shared state, its round, and of which round each client's file is."""
-
-    state: State
-    round: int
-    kept: dict[int, int]
-
-
-def final_state(path: Path) -> Final:
-    """RunError where the newest is damaged or of another config: the one before it is of another round, and nobody
-    would know.
-    """
-    experiment, reasons = read_config(path), []
-    for name in (CHECKPOINT, PREVIOUS):  # while a checkpoint is written, only the one before it is there
-        if not (path / name).exists():
-            continue
-        try:
-            state, metadata = read_tensors(path / name)
-        except RunError as error:
-            reasons.append(str(error))
-            continue
-        _refuse_other_config(path / name, metadata, experiment)
-        progress = _unflatten(state, metadata)
-        if reasons:
-            raise RunError(
-                f"{reasons[0]} The one before it is of round {progress.round}: `fedpara resume "
-                f"{shlex.quote(str(path))}` goes back to it."
-            )
-        kept = dict(state[CLIENTS].tolist()) if CLIENTS in state else {}
-        return Final({**progress.x, **progress.buffers}, progress.round, kept)
-    why = " ".join(reasons) or "the run has not finished its first round, or is kept for reading only."
-    raise RunError(f"{path} has no readable checkpoint: {why}")
-
-
-def read_progress(path: Path, round: int) -> Progress:
-    """The checkpoint of that round, which whoever holds the folder goes on from."""
-    for name in (CHECKPOINT, PREVIOUS):
-        if (path / name).exists():
-            progress = _unflatten(*read_tensors(path / name))
-            if progress.round == round:
-                return progress
-    raise RunError(f"{path} has no checkpoint of round {round} here: expected one folder that all ranks see.")
-
-
 def metrics_of(result: Round) -> dict[str, Any]:
     return {
         "round": result.number,
@@ -375,24 +250,3 @@ def _lock(path: Path) -> int:
 def _finite(value: float | None) -> float | None:
     """JSON has no NaN and no infinity."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def _flatten(progress: Progress) -> tuple[State, dict[str, str]]:
-    state = {f"x/{name}": tensor for name, tensor in progress.x.items()}
-    state |= {f"buffers/{name}": tensor for name, tensor in progress.buffers.items()}
-    for group, members in progress.server.items():
-        state |= {f"server/{group}/{name}": tensor for name, tensor in members.items()}
-    numbers = {"round": progress.round, "bytes_up": progress.bytes_up, "bytes_down": progress.bytes_down}
-    groups = json.dumps(sorted(progress.server))
-    return state, {**{name: str(value) for name, value in numbers.items()}, "groups": groups}
-
-
-def _unflatten(state: State, metadata: dict[str, str]) -> Progress:
-    def under(prefix: str) -> State:
-        return {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
-
-    server = {group: under(f"server/{group}/") for group in json.loads(metadata["groups"])}
-    numbers = {name: int(metadata[name]) for name in ("round", "bytes_up", "bytes_down")}
-    return Progress(
-        numbers["round"], under("x/"), under("buffers/"), server, numbers["bytes_up"], numbers["bytes_down"]
-    )

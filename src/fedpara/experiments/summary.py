@@ -1,0 +1,66 @@
+"""What a run folder says, without opening it for writing."""
+
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedpara.errors import ConfigError
+from fedpara.experiments.config import Experiment, read_toml
+from fedpara.experiments.lines import read_lines
+
+
+@dataclass(frozen=True)
+class Summary:
+    path: Path
+    experiment: Experiment
+    metrics: list[dict[str, Any]]
+    timing: list[dict[str, Any]]
+
+    @property
+    def rounds(self) -> int:
+        return int(self.metrics[-1]["round"]) if self.metrics else 0
+
+    @property
+    def accuracy(self) -> float | None:
+        measured = [line["accuracy"] for line in self.metrics if line["accuracy"] is not None]
+        return float(measured[-1]) if measured else None
+
+    @property
+    def bytes_up(self) -> int:
+        return int(self.metrics[-1]["total_up"]) if self.metrics else 0
+
+    @property
+    def bytes_down(self) -> int:
+        return int(self.metrics[-1]["total_down"]) if self.metrics else 0
+
+    @property
+    def seconds(self) -> float:
+        return float(sum(line["seconds"] for line in self.timing))
+
+    @property
+    def engine(self) -> str | None:
+        """Which engine ran the last round, how, and what could not be done and why."""
+        return self.timing[-1].get("engine") if self.timing else None
+
+    def reached(self, accuracy: float) -> dict[str, Any] | None:
+        """The first round whose accuracy is at least this."""
+        return next(
+            (m for m in self.metrics if m["accuracy"] is not None and m["accuracy"] >= accuracy), None
+        )
+
+
+def read_run(path: str | os.PathLike[str]) -> Summary:
+    path = Path(path)
+    experiment = read_config(path)
+    return Summary(path, experiment, read_lines(path / "metrics.jsonl"), read_lines(path / "timing.jsonl"))
+
+
+def read_config(path: Path) -> Experiment:
+    if not (path / "config.toml").exists():
+        raise ConfigError(
+            f"{path} is not a run folder: it has no config.toml. `fedpara run --out {shlex.quote(str(path))}` makes "
+            "one."
+        )
+    return read_toml(path / "config.toml")
