@@ -162,7 +162,7 @@ def test_a_bad_update_is_refused_with_its_reason_and_the_round_goes_on(world, ho
 def test_a_client_votes_once_and_only_if_asked(world):
     protocol = world.protocol(world.model())
     outsider = next(client for client in range(6) if client not in CHOSEN)
-    _, engine = tampered(world, protocol, lambda reply: [reply, reply, replace(reply, client=outsider)])
+    seen, engine = tampered(world, protocol, lambda reply: [reply, reply, replace(reply, client=outsider)])
     (result,) = play(protocol, engine, Schedule(1, 6, 4), personal=False)
     (fair,) = play(
         protocol, world.engine("sequential", protocol, InMemory()), Schedule(1, 6, 4), personal=False
@@ -171,6 +171,8 @@ def test_a_client_votes_once_and_only_if_asked(world):
     assert len(result.notes) == 2
     assert all("dropped" in note for note in result.notes)
     assert result.refused == ()
+    more = next(len(reply.message) for reply in seen.up[0] if reply.client == BAD)
+    assert result.bytes_up == fair.bytes_up + 2 * more, "dropped, but they came"
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "feddyn", "fedadam"])

@@ -31,7 +31,8 @@ class Reply:
     before: Score | None = None
     after: Score | None = None
     reached: bool = True  # the server's message was sent to it
-    unread: int = 0  # bytes that came and are no message
+    unread: int = 0  # bytes that came and are not read: no message, or one that came late
+    late: int = 0  # the earlier round that it answers
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class Flower:
         self._begun = False
 
     def train(self, round: int, clients: Sequence[int], message: Letter, personal: bool) -> Iterator[Reply]:
-        self._name_late(round)
+        yield from self._late_replies()
         hosts, sealed = self._find(clients), bytes(message)
         end = self._clock() + self.terms.deadline
         orders = [
@@ -211,15 +211,13 @@ class Flower:
             return "the round had enough replies without it"
         return f"no reply within {self.terms.deadline:g} s"
 
-    def _name_late(self, round: int) -> None:
-        if not self._late:
-            return
-        for name, got in self.courier.collect(list(self._late)).items():
-            client, of = self._late.pop(name)
+    def _late_replies(self) -> Iterator[Reply]:
+        """Those of earlier rounds that have come since: of no use, but they were sent."""
+        for name, got in self.courier.collect(list(self._late)).items() if self._late else ():
+            client, round = self._late.pop(name)
             if not isinstance(got, str):
-                self.tell(
-                    f"round {round}: client {client}'s reply of round {of} came too late and is refused"
-                )
+                reply = self._reply(got, client, round)
+                yield Reply(client, unread=len(reply.message or b"") or reply.unread, late=round)
 
     def _find(self, clients: Sequence[int]) -> dict[int, int]:
         """The node of each client, where one is there.

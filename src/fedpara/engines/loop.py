@@ -198,6 +198,12 @@ def _collect(
             return error
 
     for reply, verdict in _judged(replies, judge):
+        meter.up(round, reply.client, reply.unread if reply.message is None else reply.message)
+        if reply.late:
+            got.notes.append(
+                f"round {round}: client {reply.client}'s reply of round {reply.late} came too late and is refused"
+            )
+            continue
         if reply.client not in waiting:
             got.notes.append(f"client {reply.client} answered twice or was not asked: that reply is dropped")
             continue
@@ -205,10 +211,8 @@ def _collect(
         if reply.reached:
             meter.down(round, reply.client, message)
         if reply.message is None:
-            meter.up(round, reply.client, reply.unread)
             got.refused.append((reply.client, reply.reason))
             continue
-        meter.up(round, reply.client, reply.message)
         if isinstance(verdict, WireError):
             got.refused.append((reply.client, str(verdict)))
             continue
