@@ -86,6 +86,8 @@ def write_tensors(
     with replacing(path, durable) as temporary:
         try:
             save_file(dict(tensors), temporary, dict(metadata))
+        except KeyError as error:
+            raise StateError(f"{path} could not be written: safetensors has no type {error}.") from error
         except (SafetensorError, ValueError, RuntimeError) as error:
             raise StateError(f"{path} could not be written as safetensors: {error}") from error
 

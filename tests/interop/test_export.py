@@ -233,6 +233,9 @@ def test_types_that_onnxruntime_does_not_run_are_named(tmp_path):
 def test_weights_that_hold_no_numbers_or_cannot_be_copied_are_named(tmp_path):
     with pytest.raises(UsageError, match="meta device"):
         export(nn.Linear(3, 2, device="meta"), tmp_path / "m.safetensors")
+    for format in ("safetensors", "pt2"):
+        with pytest.raises(UsageError, match="lazy and not initialised yet"):
+            export(nn.LazyLinear(3), tmp_path / "m", format, example=torch.randn(2, 3))
     with pytest.warns(FutureWarning):
         normed = nn.utils.weight_norm(nn.Linear(3, 2))
     normed(torch.randn(2, 3))

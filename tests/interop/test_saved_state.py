@@ -247,6 +247,21 @@ def test_a_failed_write_leaves_the_old_file_whole(saved):
     assert [file.name for file in saved.parent.iterdir()] == [saved.name]
 
 
+@pytest.mark.parametrize(
+    ("tensor", "says"),
+    [
+        (torch.zeros(2, dtype=torch.complex128), "safetensors has no type torch.complex128"),
+        (torch.eye(2).to_sparse(), "expected a dense tensor"),
+        (nn.LazyLinear(3).weight, "not initialised yet"),
+    ],
+    ids=["complex", "sparse", "lazy"],
+)
+def test_a_tensor_that_no_file_holds_is_named(tmp_path, tensor, says):
+    with pytest.raises(StateError, match=says):
+        save_state(tmp_path / "state", {"w": tensor}, {})
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_file_is_as_readable_as_any_other(saved):
     (saved.parent / "other").touch()
     assert stat.S_IMODE(os.stat(saved).st_mode) == stat.S_IMODE(os.stat(saved.parent / "other").st_mode)

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fedpara.errors import FedParaError, MissingExtraError, UsageError, in_a_line, install
 from fedpara.files import replacing
@@ -98,6 +99,11 @@ def export(
 
 def _plain(model: nn.Module) -> nn.Module:
     refuse_old_norms(model)
+    if any(map(is_lazy, model.parameters())):
+        raise UsageError(
+            f"{type(model).__name__} is lazy and not initialised yet: expected a model with weights. Run a batch "
+            "through it first."
+        )
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise UsageError(
             f"{type(model).__name__} is on the meta device and holds no numbers: expected a model with weights."

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from fedpara.errors import SchemeError, StateError, expect_kind
 from fedpara.files import read_tensors, write_tensors
@@ -45,6 +46,11 @@ class SavedState:
         expect_kind("state", self.state, Mapping, StateError)
         for name, tensor in self.state.items():
             expect_kind(name, tensor, Tensor, StateError)
+            if is_lazy(tensor) or tensor.layout != torch.strided:
+                raise StateError(
+                    f"{name} is not initialised yet, or sparse: expected a dense tensor. Run a batch through the "
+                    "model first, or use tensor.to_dense()."
+                )
         check_factors(self.state, self.forms)
         if self.model is not None and not is_description(self.model):
             raise StateError(f"the description of the model is {self.model}: {EXPECTED}.")
