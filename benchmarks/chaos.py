@@ -203,6 +203,8 @@ def main() -> int:
     )
     parser.add_argument("events", nargs="*", metavar="EVENT", help=f"of {', '.join(EVENTS)}")
     chosen = parser.parse_args().events or list(EVENTS)
+    for name in {*chosen} - {*EVENTS}:
+        parser.error(f"no event {name!r}: expected of {', '.join(EVENTS)}.")
     torch.set_num_threads(1)
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
