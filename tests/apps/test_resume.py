@@ -4,10 +4,12 @@ import fcntl
 import json
 import os
 import shlex
+from dataclasses import replace
 
 import pytest
 
 from fedpara.apps import run as command
+from fedpara.errors import RunError
 from fedpara.experiments import Experiment, read_run, run
 
 TINY = Experiment(
@@ -109,3 +111,45 @@ def test_a_folder_in_use_is_said_before_flower_is_started(cli, runs, no_simulati
     os.close(lock)
     assert said[0] == said[1]
     assert "runs/a is in use by another process" in said[0]
+
+
+REFUSED = {
+    "rounds": (lambda folder: None, ["--rounds", 0], "rounds is 0: expected at least 1"),
+    "data": (
+        lambda folder: (folder / "data.json").write_text('{"blake2b": "another"}'),
+        ["--rounds", 2],
+        "was begun with other examples",
+    ),
+    "digest": (lambda folder: (folder / "data.json").write_text("{}"), ["--rounds", 2], "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_is_refused_is_refused_before_flower_is_started(cli, runs, no_simulation, how):
+    damage, words, says = REFUSED[how]
+    damage(runs / "a")
+    before = (runs / "a" / "config.toml").read_bytes()
+    said = [cli("resume", "runs/a", *words, "--engine", engine) for engine in ("sequential", "flower")]
+    assert said[0] == said[1]
+    assert says in said[0][2]
+    assert (runs / "a" / "config.toml").read_bytes() == before
+
+
+def test_what_clients_keep_here_no_node_goes_on_with(cli, tmp_path, no_simulation):
+    run(replace(TINY, scheme="pfedpara", gamma=0.5), tmp_path / "a")
+    before = (tmp_path / "a" / "config.toml").read_bytes()
+    code, _, err = cli("resume", "a", "--rounds", 2, "--engine", "flower")
+    assert (code, "no node has it. Go on with --engine sequential." in err) == (1, True)
+    assert (tmp_path / "a" / "config.toml").read_bytes() == before
+    assert cli("resume", "a", "--rounds", 2)[0] == 0
+
+
+def test_nor_does_flowers_server(tmp_path):
+    pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
+    from fedpara.apps.flower_server import go_through
+
+    run(replace(TINY, scheme="pfedpara", gamma=0.5), tmp_path / "a")
+    before = (tmp_path / "a" / "config.toml").read_bytes()
+    with pytest.raises(RunError, match="no node has it"):
+        go_through({tmp_path / "a": 2}, None, lambda *_: pytest.fail("a round was begun"))
+    assert (tmp_path / "a" / "config.toml").read_bytes() == before

@@ -18,7 +18,7 @@ from fedpara.apps.flower_settings import Settings, difference, read
 from fedpara.engines.client import Protocol
 from fedpara.engines.flower import Flower, Terms
 from fedpara.engines.loop import Engine, Schedule
-from fedpara.errors import ConfigError, FedParaError, RunError, of_several
+from fedpara.errors import ConfigError, FedParaError, of_several
 from fedpara.experiments import Experiment, resume
 from fedpara.experiments.build import Parts
 from fedpara.experiments.config import FREE, to_toml
@@ -108,10 +108,5 @@ def _run_name(folder: RunFolder) -> str:
     """Under which nodes keep what belongs to this run: drawn once, since two runs may share a config."""
     file = folder.path / NODES
     if not file.exists():
-        if folder.progress:
-            raise RunError(
-                f"what the clients of {folder.path} keep lies in that folder: another engine ran it so far, and no "
-                "node has it. Go on with that engine."
-            )
         write_bytes(file, f"{secrets.token_hex(16)}\n".encode())
     return file.read_text().strip()

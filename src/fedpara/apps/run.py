@@ -18,14 +18,14 @@ from fedpara.apps.named_model import refuse_users
 from fedpara.apps.progress import Show, say
 from fedpara.apps.terminal_table import empty_table, print_table
 from fedpara.engines.group import Part, join
-from fedpara.engines.simulate import ENGINES, check_precision
+from fedpara.engines.simulate import ENGINES
 from fedpara.errors import ConfigError, FedParaError, UsageError, of_several
 from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments import resume as resume_run
 from fedpara.experiments.config import SPLITS, read_options, read_toml, with_values
 from fedpara.experiments.presets import preset as find_preset
-from fedpara.experiments.run import lay_out_all
-from fedpara.experiments.store import RunFolder, refuse_used
+from fedpara.experiments.run import lay_out_all, look_over
+from fedpara.experiments.store import refuse_used
 from fedpara.experiments.track import require, tracker
 from fedpara.files import make_folder
 
@@ -215,7 +215,7 @@ def _go_on(
     _refuse_ranks(*engines.values())
     for name in [name for name in before if engines[name] == "flower"]:
         with trying(name):
-            _refuse_under_flower(before[name], precision)
+            look_over(paths[name], rounds, engine, precision, data_dir)  # Flower would say it in its own log
     left = [name for name in before if name not in failed]
     by_flower = [paths[name] for name in left if engines[name] == "flower"]
     with _simulation(by_flower, rounds, data_dir) as simulated:
@@ -245,12 +245,6 @@ def _raise(failed: dict[str, FedParaError], of: int) -> None:
         raise next(iter(failed.values()))  # a mistake in the call
     if failed:
         raise of_several(failed, of)
-
-
-def _refuse_under_flower(run: Summary, precision: str | None) -> None:
-    """What Flower's server would find out, and say in Flower's own log only."""
-    check_precision(precision or run.experiment.precision, "flower")
-    RunFolder(run.path, run.experiment).close()
 
 
 def _say_if_met(name: str, run: Summary, rounds: int) -> None:

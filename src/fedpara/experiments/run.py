@@ -16,10 +16,11 @@ from fedpara.engines.loop import Engine, Round, Schedule, play
 from fedpara.engines.simulate import build_engine, prepare, refuse_hostless
 from fedpara.errors import ConfigError, RunError, expect_kind, in_a_line
 from fedpara.experiments.build import Parts, build
+from fedpara.experiments.checkpoint import CHECKPOINT, PREVIOUS
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.environment import unlike
 from fedpara.experiments.follow import Follower, opened
-from fedpara.experiments.store import RunFolder, create, open_run, refuse_used
+from fedpara.experiments.store import RunFolder, checked_run, create, open_run, refuse_used
 from fedpara.experiments.summary import Summary, read_config, read_run
 
 Watcher = Callable[[Round, dict[str, float]], None]
@@ -93,16 +94,12 @@ def resume(
     bits as if it had never stopped.
     """
     path = Path(path)
-    experiment = read_config(path)
-    if rounds is not None:
-        experiment = replace(experiment, rounds=rounds)
-    if engine is not None:
-        experiment = replace(experiment, engine=engine)
-    if precision is not None:
-        experiment = replace(experiment, precision=precision)
+    experiment = _as_told(path, rounds, engine, precision)
     if host is None:
         refuse_hostless(experiment.engine)
-        _refuse_elsewhere(path)
+        _refuse_on_nodes(path)
+    else:
+        _refuse_kept_here(path)
     group = join()
     with group.in_step(f"the end of {path}"):
         parts = build(experiment, data_dir)
@@ -110,6 +107,22 @@ def resume(
         folder = opened(group, path, experiment, lambda: open_run(path, experiment, parts.digest))
         _go(group, parts, prepared, folder, watch, say, host)
     return read_run(path)
+
+
+def look_over(
+    path: Path, rounds: int | None, engine: str | None, precision: str | None, data_dir: Path | None
+) -> None:
+    """What `resume` on a host would refuse, found out before there is one; nothing in the folder is changed."""
+    experiment = _as_told(path, rounds, engine, precision)
+    _refuse_kept_here(path)
+    parts = build(experiment, data_dir)
+    _prepared(experiment, parts)
+    checked_run(path, experiment, parts.digest).close()
+
+
+def _as_told(path: Path, rounds: int | None, engine: str | None, precision: str | None) -> Experiment:
+    told = {"rounds": rounds, "engine": engine, "precision": precision}
+    return replace(read_config(path), **{name: value for name, value in told.items() if value is not None})  # type: ignore[arg-type]
 
 
 def _prepared(experiment: Experiment, parts: Parts) -> Prepared:
@@ -232,7 +245,18 @@ def _surprising(asked: str, ran: str) -> bool:
     return asked != ran if asked != "auto" else ran == "sequential" and torch.cuda.is_available()
 
 
-def _refuse_elsewhere(path: Path) -> None:
+def _refuse_kept_here(path: Path) -> None:
+    """RunError where what clients keep is in the folder: no node could go on with it."""
+    begun = any((path / name).exists() for name in (CHECKPOINT, PREVIOUS))
+    if begun and not (path / NODES).exists() and any((path / "clients").rglob("*.safetensors")):
+        engine = read_config(path).engine
+        raise RunError(
+            f"what the clients of {path} keep lies in that folder: another engine ran it so far, and no node has it. "
+            f"Go on with --engine {engine if engine != 'flower' else 'auto'}."
+        )
+
+
+def _refuse_on_nodes(path: Path) -> None:
     """RunError where what clients keep is on Flower's nodes: no engine here could go on with it."""
     if (path / NODES).exists():
         raise RunError(

@@ -176,14 +176,24 @@ def refuse_used(path: Path) -> None:
 
 def open_run(path: Path, experiment: Experiment, data: str) -> RunFolder:
     """The folder to go on with. `experiment` may differ from its config in FREE fields, and is written there."""
+    folder = checked_run(path, experiment, data)
+    try:
+        if experiment != read_config(path):
+            write_bytes(path / "config.toml", to_toml(experiment).encode())
+    except BaseException:
+        folder.close()
+        raise
+    return folder
+
+
+def checked_run(path: Path, experiment: Experiment, data: str) -> RunFolder:
+    """The folder, where this experiment can go on in it with these examples."""
     folder = RunFolder(path, experiment)
     try:
         _refuse_other_data(path, data)
         done = folder.progress.round if folder.progress else 0
         if experiment.rounds < done:
             raise ConfigError(f"rounds is {experiment.rounds}: expected at least the {done} that are done.")
-        if experiment != read_config(path):
-            write_bytes(path / "config.toml", to_toml(experiment).encode())
     except BaseException:
         folder.close()
         raise
