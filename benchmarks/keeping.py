@@ -7,6 +7,7 @@ a state a client in a file; SCAFFOLD does too, and sends twice as much. Three tu
 within a turn; the first two rounds of a turn do not count.
 """
 
+import argparse
 import random
 import tempfile
 import time
@@ -57,6 +58,7 @@ def seconds(name: str, rounds: int = 10) -> list[float]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     where = (
         torch.cuda.get_device_name()
         if torch.cuda.is_available()

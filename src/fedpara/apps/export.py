@@ -39,7 +39,7 @@ def export(
 ) -> None:
     """Write the merged model: plain layers, no factors.
 
-    Example: fedpara export runs/quickstart/fedpara --format onnx
+    Example: fedpara export runs/first --format onnx
     """
     from fedpara.interop.export import export as export_model
 
