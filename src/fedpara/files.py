@@ -83,6 +83,7 @@ def write_tensors(
     """A safetensors file. Tensors are contiguous and share no memory."""
     if "__metadata__" in tensors:
         raise StateError("a tensor is named '__metadata__', which safetensors keeps for itself: rename it.")
+    _refuse_no_text(path)
     with replacing(path, durable) as temporary:
         try:
             save_file(dict(tensors), temporary, dict(metadata))
@@ -93,6 +94,7 @@ def write_tensors(
 
 
 def read_tensors(path: Path) -> tuple[State, dict[str, str]]:
+    _refuse_no_text(path)
     try:
         with safe_open(path, framework="pt") as file:
             # A copy each: what is mapped from the file would change with it.
@@ -100,3 +102,12 @@ def read_tensors(path: Path) -> tuple[State, dict[str, str]]:
             return state, file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise StateError(f"{path} cannot be read ({error}): expected a whole safetensors file.") from error
+
+
+def _refuse_no_text(path: Path) -> None:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise StateError(
+            f"{path} is no text in UTF-8, as safetensors expects of a name: choose another."
+        ) from None

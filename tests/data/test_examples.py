@@ -92,6 +92,12 @@ def test_normalise_passes_ids_as_int64_and_leaves_features_alone():
     assert torch.equal(normalise(features, None, None), features)
 
 
+@pytest.mark.parametrize(("mean", "std"), [((0.5,), None), (None, (0.5,))])
+def test_a_mean_and_a_std_come_together(mean, std):
+    with pytest.raises(DataError, match="come together"):
+        normalise(torch.zeros(2, 1, 4, 4), mean, std)
+
+
 def test_a_mean_is_a_number_a_channel():
     images = torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), 2
     assert Examples(*images, mean=[0.5], std=np.array([0.25])).std == (0.25,)

@@ -235,6 +235,11 @@ def test_hub_sets_become_examples(tmp_path, monkeypatch):
         hub.examples(uneven, part)
 
 
+def test_a_folder_is_named_by_a_text_or_a_path():
+    with pytest.raises(ConfigError, match="data_dir is 3: expected a folder's name"):
+        load("mnist", 3)
+
+
 def test_a_user_that_is_not_there_has_no_folder(monkeypatch):
     with pytest.raises(DataError, match="the data folder ~nosuchuser/x cannot be found"):
         data_folder("~nosuchuser/x")

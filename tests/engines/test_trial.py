@@ -98,6 +98,7 @@ def test_extra_state_is_refused_by_name():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        ({"on_round": 3}, "on_round is 3: expected a function"),
         ({"link": "float16"}, r"link is 'float16': expected a Link, such as Link\(up='float16'\)"),
         ({"max_norm": "a"}, "max_norm is 'a': expected a positive bound"),
         ({"target": "x"}, "target is 'x': expected an accuracy"),

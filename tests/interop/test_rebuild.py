@@ -53,6 +53,7 @@ def test_a_target_is_imported_and_called(own):
 @pytest.mark.parametrize(
     ("target", "text"),
     [
+        (3, "the target is of type int"),
         ("own_networks", "expected package.module:function"),
         (":build_model", "expected package.module:function"),
         ("own_networks:", "expected package.module:function"),

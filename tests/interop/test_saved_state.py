@@ -276,3 +276,12 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
 def test_a_disk_that_refuses_is_named(tmp_path):
     with pytest.raises(FedParaError, match="could not be written"):
         save_state(tmp_path / ("n" * 300), {"w": torch.ones(1)}, {})
+
+
+def test_a_name_that_is_no_text_is_said_before_anything_is_written(tmp_path):
+    path = tmp_path / "bad\udcff.safetensors"
+    with pytest.raises(StateError, match="is no text in UTF-8"):
+        save_state(path, {"w": torch.ones(1)}, {})
+    with pytest.raises(StateError, match="is no text in UTF-8"):
+        read_state(path)
+    assert not list(tmp_path.iterdir())

@@ -336,3 +336,11 @@ def test_twenty_steps_on_digits_lower_the_loss(name: str, lr: float) -> None:
 def test_arguments_of_another_kind_are_named(name, classes, shape):
     with pytest.raises(ConfigError, match=r"expected (str|int|whole numbers)"):
         models.build(name, classes=classes, shape=shape)
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: models.vgg16(shrink=0), lambda: models.vgg16(shrink=65), lambda: models.lstm(layers=0)]
+)
+def test_a_network_of_no_size_is_refused(build):
+    with pytest.raises(ConfigError, match="expected 1"):
+        build()

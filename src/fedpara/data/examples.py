@@ -96,6 +96,8 @@ class Examples:
 
 def normalise(inputs: Tensor, mean: tuple[float, ...] | None, std: tuple[float, ...] | None) -> Tensor:
     """(x - mean) / std in float32, bytes as x / 255. Without a mean: ids become int64, floating features stay."""
+    if (mean is None) != (std is None):
+        raise DataError("mean and std come together: one of them is missing.")
     if mean is None or std is None:
         return inputs if inputs.is_floating_point() else inputs.long()
     return (unit_scale(inputs) - _per_channel(mean, inputs.device)) / _per_channel(std, inputs.device)

@@ -101,9 +101,13 @@ def dirichlet(labels: Vector, clients: int, alpha: float, seed: int) -> Partitio
     """
     y = _vector(labels)
     _check(clients, len(y), seed)
-    if not (alpha > 0 and math.isfinite(alpha)):
+    try:
+        usable = alpha > 0 and math.isfinite(alpha)
+    except TypeError:
+        usable = False
+    if not usable:
         raise ConfigError(
-            f"alpha = {alpha}: a Dirichlet split needs a finite alpha above 0, for example 0.5."
+            f"alpha = {alpha!r}: a Dirichlet split needs a finite alpha above 0, for example 0.5."
         )
     rng = np.random.default_rng(seed)
     owner = np.empty(len(y), np.int64)

@@ -66,6 +66,8 @@ def names() -> list[str]:
 
 def data_folder(data_dir: str | os.PathLike[str] | None = None) -> Path:
     """data_dir, else FEDPARA_DATA, else $XDG_CACHE_HOME/fedpara, else ~/.cache/fedpara."""
+    if data_dir is not None and not isinstance(data_dir, str | os.PathLike):
+        raise ConfigError(f"data_dir is {data_dir!r}: expected a folder's name.")
     chosen = data_dir or os.environ.get("FEDPARA_DATA")
     base = os.environ.get("XDG_CACHE_HOME")
     try:

@@ -109,6 +109,8 @@ def simulate(
     memory      where clients' private parts and variables are kept: `get(client)`, `put(client, round, groups)`
     """
     refuse_hostless(engine)
+    if on_round is not None and not callable(on_round):
+        raise ConfigError(f"on_round is {on_round!r}: expected a function of a Round.")
     protocol, schedule, personal = prepare(
         task,
         data,

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from torch import Tensor, nn
 
 from fedpara import models
-from fedpara.errors import StateError, UsageError
+from fedpara.errors import StateError, UsageError, expect_kind
 
 Description = Mapping[str, object]
 
@@ -82,6 +82,7 @@ def shape_of(description: Description) -> tuple[int, ...] | None:
 
 def build_target(target: str) -> nn.Module:
     """The module that `package.module:function` returns when it is called without arguments."""
+    expect_kind("the target", target, str, UsageError)
     module_name, colon, function_name = target.partition(":")
     if not colon or not function_name.isidentifier() or not module_name:
         raise UsageError(

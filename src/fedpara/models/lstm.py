@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedpara.errors import ConfigError
+
 
 def unrolled(projected: Tensor, w_hh: Tensor) -> Tensor:
     """W_ih x + b of every character [T, B, 4H] and W_hh [4H, H] to every h [T, B, H]."""
@@ -79,6 +81,8 @@ def lstm(
     weight_norm: bool = True,
 ) -> CharacterLSTM:
     """int64 [B, T] to the scores [B, classes] of the character after the last."""
+    if layers < 1:
+        raise ConfigError(f"an lstm of {layers} layers: expected 1 or more.")
     return CharacterLSTM(classes, vocabulary, embedding, hidden, layers, weight_norm)
 
 

@@ -27,6 +27,8 @@ def vgg16(
     pooling before the head. Every width is divided by `shrink`. Without `bias` a convolution has none: the norm
     behind it takes W at any scale, but a bias beside a small W soon outweighs it.
     """
+    if not 1 <= shrink <= STAGES[0][0]:
+        raise ConfigError(f"vgg16 with its widths divided by {shrink}: expected 1 to {STAGES[0][0]}.")
     narrowest = STAGES[0][0] // shrink
     if groups < 1 or narrowest % groups:
         raise ConfigError(
