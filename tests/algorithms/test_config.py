@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpara import algorithms
-from fedpara.algorithms import Algorithm, Local
+from fedpara.algorithms import Algorithm, Local, Update
 from fedpara.errors import ConfigError, StateError
 
 NAN, INF = float("nan"), float("inf")
@@ -175,3 +175,11 @@ def test_an_argument_of_another_kind_is_refused_by_name():
         algorithms.fedavg(local={"lr": 0.1})
     with pytest.raises(ConfigError, match="algorithm is of type NoneType: expected str"):
         algorithms.build(None, Local())
+
+
+def test_fedadagrad_has_no_momentum_unless_asked() -> None:
+    """m is this round's d, as published."""
+    x = {"w": torch.zeros(2)}
+    algorithm = algorithms.fedadagrad()
+    _, server = algorithm.aggregate(x, algorithm.server_init(x), [Update({"w": torch.ones(2)}, {}, 1)], 1)
+    assert torch.equal(server["m"]["w"], torch.ones(2))

@@ -1,5 +1,6 @@
 """Contract: the Flower engine against the sequential one, with nodes in this process and no Flower in between."""
 
+import os
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -153,3 +154,21 @@ def test_engines_do_not_mix_where_clients_keep_something(tmp_path):
     resume(tmp_path / "c", rounds=4, engine="sequential")
     resume(tmp_path / "c", rounds=5, engine="flower", host=host(Nodes(tmp_path / "nodes")))
     assert same(tmp_path / "b", tmp_path / "c")
+
+
+@pytest.mark.parametrize("run", ["", "a/../../b", "a\n", "A", "0" * 65])
+def test_a_run_is_called_by_digits_and_leads_nowhere_else(tmp_path, run):
+    with pytest.raises(RunError, match="expected hexadecimal digits"):
+        NodeMemory(tmp_path, run, 0)
+
+
+def test_what_lies_among_a_clients_files_is_left_but_for_what_a_kill_left(tmp_path):
+    memory = NodeMemory(tmp_path, "a", 0)
+    memory.folder.mkdir(parents=True)
+    names = ("1 (copy).safetensors", ".now.part", ".old.part")
+    copy, writing, old = (memory.folder / name for name in names)
+    for path in (copy, writing, old):
+        path.touch()
+    os.utime(old, (0, 0))
+    memory.put(2, {"private": {"w": torch.ones(1)}}, 1)
+    assert (copy.exists(), writing.exists(), old.exists()) == (True, True, False)

@@ -11,6 +11,7 @@ import fedpara
 from fedpara.apps import flower_node
 from fedpara.apps.flower_node import answer
 from fedpara.engines.flower import Terms
+from fedpara.engines.loop import Schedule
 from fedpara.engines.parcels import Answer, Hello, Order, Parcel, packed, unpacked
 from fedpara.errors import ConfigError, RunError, WireError
 from fedpara.experiments import read_run, run
@@ -284,3 +285,95 @@ def test_flower_cannot_be_called_from_here(tmp_path):
 def test_a_number_too_large_for_a_float_is_no_loss():
     with pytest.raises(WireError, match=r"loss is .*: expected float"):
         unpacked(Parcel({"client": 1, "round": 1, "reason": "", "loss": 10**400}), Answer, 10)
+
+
+def test_a_round_needs_at_least_one_reply():
+    with pytest.raises(ConfigError, match="min_replies is 0: expected 1 to the cohort of 3"):
+        Terms(minimum=0).schedule(Schedule(1, 5, 3))
+
+
+def test_what_could_not_be_sent_is_not_counted(tmp_path):
+    courier = Nodes(tmp_path / "nodes", count=5)
+    sent = courier.send
+
+    def send(parcels, seconds):
+        orders = [unpacked(parcel, Order, 1 << 30) for _, parcel in parcels]
+        lost = [order.kind == "train" and order.round == 2 and order.client == 1 for order in orders]
+        return ["" if gone else name for name, gone in zip(sent(parcels, seconds), lost, strict=True)]
+
+    courier.send = send
+    by_flower(replace(BASE, rounds=2, cohort=5), tmp_path / "a", courier)
+    first, second = read_run(tmp_path / "a").metrics
+    assert second["refused"] == [{"client": 1, "reason": "its order could not be sent"}]
+    assert second["down"] == first["down"] * 4 // 5
+
+
+def test_over_sampling_waits_for_enough_good_replies(tmp_path):
+    courier = Nodes(tmp_path / "nodes", count=5)
+    courier.change = lambda order, parcel: "node gone" if order.client == 1 else parcel
+    courier.delay = lambda order: 5.0 if order.kind == "train" and order.client == 2 else 0.0
+    terms = Terms(deadline=100, wait=5, oversample=1)
+    by_flower(replace(BASE, rounds=1, cohort=4), tmp_path / "a", courier, terms=terms)
+    (line,) = read_run(tmp_path / "a").metrics
+    assert line["refused"] == [{"client": 1, "reason": "node gone"}]
+
+
+def test_nodes_are_given_time_to_appear_by_whatever_clock(tmp_path):
+    """A node that is two seconds late takes part in the first round: `wait` counts from its start."""
+    courier = Nodes(tmp_path / "nodes")
+    courier.now, late = 1000.0, courier.configs.pop(102)
+
+    def sleep(seconds):
+        courier.now += seconds
+        if courier.now >= 1002:
+            courier.configs[102] = late
+
+    courier.sleep = sleep
+    by_flower(replace(BASE, rounds=1, cohort=5), tmp_path / "a", courier)
+    assert read_run(tmp_path / "a").metrics[0]["clients"] == 5
+
+
+def test_a_node_whose_hello_was_lost_is_asked_again(tmp_path):
+    courier, hellos = Nodes(tmp_path / "nodes"), []
+
+    def lose_the_first(order, parcel):
+        hellos.append(order.kind)
+        return None if hellos == ["hello"] else parcel
+
+    courier.change = lose_the_first
+    terms = Terms(deadline=100, wait=5, hello=1)
+    by_flower(replace(BASE, rounds=1, cohort=5), tmp_path / "a", courier, terms=terms)
+    assert hellos.count("hello") == 4
+    assert read_run(tmp_path / "a").metrics[0]["clients"] == 5
+
+
+def test_a_refused_node_is_asked_once_a_round(tmp_path):
+    courier = Nodes(tmp_path / "nodes")
+    courier.configs[102]["num-partitions"] = 0
+    by_flower(replace(BASE, rounds=2, cohort=5), tmp_path / "a", courier)
+    assert [line["clients"] for line in read_run(tmp_path / "a").metrics] == [4, 4]
+    assert len([node for kind, _, _, node in courier.asked if kind == "hello" and node == 102]) == 2
+
+
+def test_a_late_answer_that_cannot_be_read_was_sent_as_well(tmp_path):
+    courier = Nodes(tmp_path / "nodes", count=5)
+    late = lambda order: (order.round, order.client) == (1, 2)  # noqa: E731
+    courier.delay = lambda order: 101.0 if late(order) else 5.0 if order.round == 2 else 0.0
+    courier.change = lambda order, parcel: replace(parcel, body=bytes(10_000_000)) if late(order) else parcel
+    by_flower(replace(BASE, cohort=5), tmp_path / "a", courier)
+    up = [line["up"] for line in read_run(tmp_path / "a").metrics]
+    assert up[2] == up[1] + 10_000_000
+
+
+@pytest.mark.parametrize(("first", "every"), [(0, 0), (3, 3)])
+def test_a_node_of_no_nodes_is_refused(tmp_path, first, every):
+    """client % 0 would end the server."""
+    courier = Nodes(tmp_path / "nodes")
+
+    def spoil(order, parcel):
+        hello = order.kind == "hello" and parcel.facts["first"] == 1
+        return Parcel({**parcel.facts, "first": first, "every": every}) if hello else parcel
+
+    courier.change = spoil
+    by_flower(replace(BASE, rounds=1, cohort=5), tmp_path / "a", courier)
+    assert f"node 101 refused: it is number {first} of {every}: expected" in log(tmp_path / "a")

@@ -345,3 +345,9 @@ def test_a_memory_that_is_empty_is_still_the_callers(world):
     run = world.simulate(world.model(), world.algorithm("scaffold"), memory=memory)
     assert run.memory is memory
     assert len(memory) == len({k for result in run.rounds for k in result.cohort})
+
+
+def test_a_target_that_is_just_met_ends_the_run(world, engine):
+    first = world.simulate(world.model(), rounds=1, engine=engine).accuracy
+    assert first > 0
+    assert len(world.simulate(world.model(), rounds=3, target=first, engine=engine).rounds) == 1

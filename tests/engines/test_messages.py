@@ -11,11 +11,12 @@ from torch import nn
 import fedpara as fp
 from fedpara import algorithms, models
 from fedpara.engines.client import Protocol, reply_of
-from fedpara.engines.loop import Schedule, play
+from fedpara.engines.flower import digest
+from fedpara.engines.loop import Schedule, _broadcast, beginning, play
 from fedpara.engines.memory import InMemory
 from fedpara.engines.program import take_apart
 from fedpara.engines.worker import Trained
-from fedpara.errors import PrivacyError
+from fedpara.errors import ConfigError, PrivacyError
 from fedpara.wire import Letter, decode
 
 BIASES = {"fc1.bias", "fc2.bias"}
@@ -233,3 +234,70 @@ def test_vgg16_costs_what_the_paper_says_a_client_and_round(gamma, link, megabyt
     (result,) = play(protocol, Idle(protocol), Schedule(1, 1, 1), personal=False)
     assert not result.refused
     assert (result.bytes_up + result.bytes_down) / 1e6 == pytest.approx(megabytes, rel=0.001)
+
+
+def test_a_server_that_tries_to_send_a_private_factor_is_stopped(world):
+    plain = world.algorithm()
+    extra = {"extra": {"fc1.weight.x2": torch.zeros(1)}}
+    algorithm = algorithms.Algorithm(**{**vars(plain), "broadcast": lambda server: extra})
+    protocol = world.protocol(world.model("pfedpara"), algorithm)
+    engine = world.engine("sequential", protocol, InMemory())
+    with pytest.raises(PrivacyError, match=r"fc1\.weight\.x2"):
+        list(play(protocol, engine, Schedule(1, 6, 1), personal=False))
+    assert engine.down == []
+
+
+def test_int8_rounds_anew_in_every_round(world):
+    """One draw for all rounds would be a bias that no number of rounds averages out."""
+    protocol = world.protocol(world.model(), link=fp.Link(down="int8"))
+    start = beginning(protocol)
+    first, second = (_broadcast(protocol, start, round)[1]["fc1.weight"] for round in (1, 2))
+    assert not torch.equal(first, second)
+
+
+def test_int8_rounds_anew_for_every_client_and_round(world):
+    protocol = world.protocol(world.model(), link=fp.Link(up="int8"))
+    model = {name: protocol.program.initial[name] for name in protocol.program.shared}
+    trained = Trained({name: t + 0.01 * torch.randn_like(t) for name, t in model.items()}, {}, 0.0, 1)
+    memory = protocol.first(model)
+
+    def sent(client, round):
+        reply, _ = reply_of(protocol, trained, model, {}, memory, round=round, client=client, examples=1)
+        return decode(reply.message)[1]["fc1.weight"]
+
+    assert not torch.equal(sent(0, 1), sent(1, 1))
+    assert not torch.equal(sent(0, 1), sent(0, 2))
+
+
+def test_the_digest_of_two_messages_tells_protocols_apart(world):
+    """Nodes are taken by it: names, types, shapes, either message, the method."""
+    wider = world.model(network=lambda: models.mlp(64, hidden=33, classes=10))
+    told = {digest(world.protocol(model)) for model in (world.model(), world.model("fedpara"), wider)}
+    others = (world.algorithm("fedprox"), world.algorithm("scaffold"))
+    told |= {digest(world.protocol(world.model(), algorithm)) for algorithm in others}
+    down = algorithms.Algorithm(
+        **{**vars(world.algorithm()), "broadcast": lambda _: {"c": {"a": torch.ones(1)}}}
+    )
+    told.add(digest(world.protocol(world.model(), down)))
+    assert len(told) == 6
+    assert digest(world.protocol(world.model())) in told
+
+
+def test_a_control_variate_is_of_the_rounds_own_learning_rate(world):
+    """c_i = (x - y) / (K eta_t), eta_3 = 0.1 / 4"""
+    protocol = world.protocol(world.model(), world.algorithm("scaffold", lr=0.1, lr_decay=0.5))
+    model = {name: protocol.program.initial[name] for name in protocol.program.shared}
+    trained = Trained({name: t + 0.01 for name, t in model.items()}, {}, 0.0, 2)
+    down = {"control": {name: torch.zeros_like(t) for name, t in model.items()}}
+    _, kept = reply_of(protocol, trained, model, down, protocol.first(model), round=3, client=0, examples=1)
+    for tensor in kept["control"].values():
+        torch.testing.assert_close(tensor, torch.full_like(tensor, -0.2), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["private", ""])
+def test_a_group_that_is_only_sent_cannot_be_called_private(world, name):
+    """It would take the model's own place in the message."""
+    sent = {name: {"fc1.bias": torch.zeros(32)}}
+    algorithm = algorithms.Algorithm(**{**vars(world.algorithm()), "finish": lambda *given: (sent, {})})
+    with pytest.raises(ConfigError, match="has a group called"):
+        world.protocol(world.model(), algorithm)

@@ -211,3 +211,8 @@ def test_what_are_no_groups_is_refused_before_the_first_round(function, made, sa
     own = replace(algorithms.fedavg(lr=0.1), name="own", **{function: lambda *_: made})
     with pytest.raises(ConfigError, match=re.escape(f"algorithm 'own': {function} {said}")):
         simulate(own, engine)
+
+
+def test_both_functions_need_the_mark():
+    base = algorithms.fedavg(lr=0.1)
+    assert not replace(base, finish=lambda *given: base.finish(*given)).on_any_device

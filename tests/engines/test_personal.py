@@ -126,3 +126,11 @@ def test_a_part_of_ones_own_helps_clients_of_two_classes():
         return fp.simulate(task, federation, algorithm, rounds=4, cohort=10, share=share).rounds[-1].before
 
     assert score("fedper") > score("all") + 0.1
+
+
+def test_clients_without_tests_do_not_count_before_training_either(world):
+    rows = [list(row) for row in world.clients]
+    tests = [row[-2:] if client % 2 else [] for client, row in enumerate(rows)]
+    federation = fp.FederatedData(world.train, [row[:-2] for row in rows], test_clients=tests)
+    some = world.simulate(world.model(), federation=federation, share="none", rounds=2, cohort=6)
+    assert some.rounds[1].before == some.rounds[0].after

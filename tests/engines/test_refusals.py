@@ -10,11 +10,11 @@ from torch import nn
 
 import fedpara as fp
 from fedpara.engines.client import PRIVATE, Reply
-from fedpara.engines.loop import Schedule, play
+from fedpara.engines.loop import LARGE_MESSAGE, Schedule, _judged, play
 from fedpara.engines.memory import InMemory
 from fedpara.engines.streams import cohort
 from fedpara.errors import ConfigError, RunError
-from fedpara.state import State, mean
+from fedpara.state import State, mean, norm
 from fedpara.wire import Header, Letter, decode, encode
 
 Change = Callable[[Reply], list[Reply]]
@@ -313,3 +313,72 @@ def test_a_negative_variance_is_refused(world):
     assert [client for client, _ in result.refused] == [BAD]
     assert "'2.running_var' holds a negative variance" in result.refused[0][1]
     assert bool((result.progress.buffers["2.running_var"] >= 0).all())
+
+
+def test_too_few_replies_leave_no_client_changed(world):
+    """Where the round keeps the model, a control variate that moved would be out of step with the server's."""
+    protocol = world.protocol(world.model(), world.algorithm("scaffold"))
+    seen, engine = tampered(world, protocol, HANDS["cut"][0])
+    (result,) = play(protocol, engine, Schedule(1, 6, 4, minimum=4), personal=False)
+    assert result.notes == ("round 1 had 3 of 4 usable updates: the model is kept as it was",)
+    assert seen.kept == [[]]
+    assert result.kept == ()
+
+
+def test_a_refused_client_is_not_among_those_that_keep(world):
+    """The checkpoint looks for a file of that round from each client named here."""
+    protocol = world.protocol(world.model("pfedpara"))
+    _, engine = tampered(world, protocol, HANDS["cut"][0])
+    (result,) = play(protocol, engine, Schedule(1, 6, 4), personal=False)
+    assert result.kept == tuple(client for client in CHOSEN if client != BAD)
+
+
+def test_a_client_that_never_answers_was_sent_the_model(world):
+    protocol = world.protocol(world.model())
+    seen, engine = tampered(world, protocol, HANDS["silent"][0])
+    (result,) = play(protocol, engine, Schedule(1, 6, 4), personal=False)
+    assert result.bytes_down == 4 * len(seen.down[0])
+
+
+def test_the_training_loss_is_of_those_that_were_taken(world):
+    protocol = world.protocol(world.model())
+    seen, engine = tampered(world, protocol, HANDS["cut"][0])
+    (result,) = play(protocol, engine, Schedule(1, 6, 4), personal=False)
+    losses = [reply.loss for reply in seen.up[0] if reply.client != BAD]
+    assert result.train_loss == pytest.approx(sum(losses) / 3)
+
+
+def test_replies_are_judged_in_their_order_whatever_their_size():
+    """Equal bits need equal order: large ones are judged by threads, small ones at once."""
+    sizes = [LARGE_MESSAGE, 1, LARGE_MESSAGE, LARGE_MESSAGE, 0]
+    replies = [Reply(client, bytes(size)) for client, size in enumerate(sizes)]
+    judged = [
+        (reply.client, verdict) for reply, verdict in _judged(replies, lambda reply: len(reply.message))
+    ]
+    assert judged == list(enumerate(sizes))
+
+
+def test_a_model_that_is_no_number_is_not_sent(world):
+    model = world.model()
+    with torch.no_grad():
+        model.fc1.bias[3] = float("nan")
+    with pytest.raises(RunError, match="the model cannot be sent in round 1: it holds NaN or infinity"):
+        world.simulate(model)
+
+
+@pytest.mark.parametrize("up", ["float32", "float16"])
+def test_a_bound_is_on_the_change_where_the_change_travels(world, up):
+    run = world.simulate(world.model(), max_norm=1.0, link=fp.Link(up=up))
+    assert norm(run.protocol.program.initial) > 2
+    assert [result.refused for result in run.rounds] == [(), ()]
+
+
+@pytest.mark.parametrize("up", ["float32", "float16"])
+def test_running_statistics_count_by_their_change_on_every_uplink(world, up):
+    def network():
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Linear(256, 10))
+
+    run = world.simulate(
+        world.model(network=network), world.algorithm(steps=1), rounds=1, max_norm=8.0, link=fp.Link(up=up)
+    )
+    assert run.rounds[0].refused == ()  # 256 variances of 1 are 16 away from nothing

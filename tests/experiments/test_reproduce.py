@@ -1,5 +1,6 @@
 """Contract: a study killed at any round goes on, nothing is run twice, and its table is the same."""
 
+import json
 import shlex
 import shutil
 import subprocess
@@ -8,11 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from fedpara.errors import ConfigError, RunError
-from fedpara.experiments import paper, read_run, reproduce, resume
+from fedpara.errors import ConfigError, RunError, UsageError
+from fedpara.experiments import Experiment, paper, read_run, reproduce, resume
 from fedpara.experiments.config import to_toml
-from fedpara.experiments.library import Library, keep_small
+from fedpara.experiments.library import Library, cut, keep_small, refuse_own
 from fedpara.experiments.reproduce import carry_out, jobs, keep_finished
+from fedpara.experiments.summary import Summary
 from fedpara.report.tables import NOT_RUN, table_of
 
 STUDY = "personalization"
@@ -266,3 +268,54 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch, capsys):
         reproduce.main([STUDY])
     assert ended.value.code == 130
     assert "the same command goes on with it" in capsys.readouterr().err
+
+
+def test_the_furthest_folder_that_can_go_on_does(tmp_path):
+    """Any checkpoint will do; without one only a run that has no round yet."""
+    experiment = Experiment()
+
+    def begun(*found):
+        runs = []
+        for name, rounds, *files in found:
+            (tmp_path / name).mkdir(exist_ok=True)
+            for file in files:
+                (tmp_path / name / file).touch()
+            runs.append(Summary(tmp_path / name, experiment, [{"round": t + 1} for t in range(rounds)], []))
+        return Library({experiment.identity: tuple(runs)}).begun(experiment)
+
+    assert begun(("new", 0), ("small", 5)) == tmp_path / "new"
+    newest, previous = "checkpoint.safetensors", "checkpoint.previous.safetensors"
+    assert begun(("a", 2, newest), ("b", 4, previous), ("c", 3, newest), ("small", 5)) == tmp_path / "b"
+
+
+def test_the_small_form_is_not_written_over_its_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"lies in .* already: choose another folder"):
+        keep_small(tmp_path / "run", tmp_path)
+
+
+def test_the_small_form_does_not_say_where_things_lay(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(to_toml(Experiment()))
+    (run / "environment.json").write_text(
+        '{"command": ["/home/me/bin/fedpara", "run", "--out", "/home/me/a"]}'
+    )
+    small = keep_small(run, tmp_path / "small")
+    assert json.loads((small / "environment.json").read_text())["command"] == ["fedpara", "run", "--out", "a"]
+
+
+def test_what_is_a_runs_own_is_refused_by_any_way_there(tmp_path):
+    run = tmp_path / "run"
+    (run / "clients").mkdir(parents=True)
+    for name in ("config.toml", "environment.json"):
+        (run / name).touch()
+    (tmp_path / "link").symlink_to(run / "clients")
+    for place in (run / "nodes-abc" / "a.html", run / "clients" / "a.html", tmp_path / "link" / "a.html"):
+        with pytest.raises(UsageError, match="a name of the run's own"):
+            refuse_own(place)
+    refuse_own(run / "a.html")
+
+
+def test_a_run_that_is_cut_took_the_time_of_its_rounds(tmp_path):
+    lines = [{"round": t, "seconds": float(t)} for t in (1, 2, 3)]
+    assert cut(Summary(tmp_path, Experiment(), lines, lines), 2).seconds == 3.0

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -358,3 +359,9 @@ def test_a_server_with_an_empty_group_comes_back(tmp_path):
     assert again.server["m"]["w"].tolist() == [1.0]
     assert again.buffers["bn.count"].tolist() == 4
     assert (again.round, again.bytes_up, again.bytes_down, again.x) == (1, 5, 6, {})
+
+
+def test_a_target_that_is_just_met_is_met(tmp_path):
+    met = run(replace(TINY, rounds=1), tmp_path / "a").accuracy
+    assert run(replace(TINY, target=met), tmp_path / "b").rounds == 1
+    assert resume(tmp_path / "b").rounds == 1

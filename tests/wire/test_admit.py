@@ -117,3 +117,11 @@ def test_a_bound_that_admits_nothing_is_a_mistake_of_the_caller() -> None:
     for bound in (0.0, -1.0, math.nan):
         with pytest.raises(UsageError, match="max_norm"):
             judge(STATE, max_norm=bound)
+
+
+def test_a_variance_of_zero_is_one() -> None:
+    """Of a feature that never varied, such as a pixel in the corner."""
+    state = {"norm.running_var": torch.tensor([0.0, 1.0])}
+    assert torch.equal(judge(state, spec=spec_of(state))[1]["norm.running_var"], state["norm.running_var"])
+    with pytest.raises(UpdateRejected, match=r"'norm\.running_var' holds a negative variance"):
+        judge({"norm.running_var": torch.tensor([-1e-9, 1.0])}, spec=spec_of(state))

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from hashlib import sha256
 
 import pytest
 import safetensors.torch
@@ -220,3 +221,12 @@ def test_a_strangers_large_index_is_not_kept(monkeypatch):
     tensors._index.cache_clear()
     assert len(decode(message)[1]) == 50
     assert tensors._index.cache_info().currsize == 0
+
+
+def test_a_header_longer_than_any_is_not_looked_into() -> None:
+    """Whatever the message's own size allows."""
+    body = MAGIC + (MAX_HEADER + 1).to_bytes(4, "little") + b"{" * (1 << 20)
+    with pytest.raises(
+        WireError, match=f"claims a header of {MAX_HEADER + 1}: expected at most {MAX_HEADER}"
+    ):
+        decode(body + sha256(body).digest()[:DIGEST])
