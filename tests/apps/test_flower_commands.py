@@ -79,6 +79,7 @@ def test_run_config_says_an_experiment(tmp_path):
     assert [path.name for path in runs] == ["original", "lowrank", "fedpara", "pfedpara"]
     assert {(run.rounds, run.batch_size, run.engine) for run in runs.values()} == {(7, 8, "flower")}
     assert (settings.terms.deadline, settings.terms.minimum) == (5, 2)
+    assert read({"threads": 4096, "data-dir": "~/sets"}).data_dir == Path.home() / "sets"
     options = read({"algorithm": "fedadam", "options": "server_lr=0.5 beta1=0.8"})
     assert options.experiments()[options.out[0]].options == {"server_lr": 0.5, "beta1": 0.8}
 

@@ -83,6 +83,13 @@ def test_shards_give_a_client_at_most_so_many_classes(case, classes_per_client, 
     assert partition == shards(labels, clients, seed, classes_per_client)
 
 
+def test_shards_are_drawn_and_not_cut_off_in_order():
+    """Else a client would have neighbours in the file, such as one writer's."""
+    shares = [shards(np.zeros(100, np.int64), 2, seed, classes_per_client=1)[0] for seed in range(2)]
+    assert not np.array_equal(np.sort(shares[0]), np.sort(shares[1]))
+    assert not any(set(share.tolist()) in (set(range(50)), set(range(50, 100))) for share in shares)
+
+
 def test_shards_of_even_classes_are_even():
     partition = shards(np.tile(np.arange(10), 6_000), 100, seed=0)
     assert set(partition.sizes.tolist()) == {600}

@@ -67,6 +67,8 @@ def test_runs_of_another_scale_are_not_taken_for_the_papers(library):
 def test_a_95_percent_interval_by_hand():
     """n = 5, s = sqrt(2.5), t(0.975, 4) = 2.776"""
     assert half_width([1, 2, 3, 4, 5]) == pytest.approx(2.776 * 2.5**0.5 / 5**0.5)
+    for n, t in {15: 2.145, 16: 2.131, 31: 2.042, 1001: 1.962}.items():  # as printed in tables of t
+        assert half_width(range(n)) == pytest.approx(t * stdev(range(n)) / n**0.5, rel=5e-4)
 
 
 def test_every_study_as_text(tables):

@@ -36,7 +36,7 @@ STYLES: dict[str, Callable[[float], str]] = {
     "min": lambda v: f"{v:.2f} min",
     "+": lambda v: f"{v:+.2f}",
 }
-# t(0.975) by degrees of freedom, 1 on; beyond the table the normal's 1.96.
+# t(0.975) by degrees of freedom, 1 on.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 
 
@@ -123,8 +123,15 @@ def _caveat(rounds: int | None, scale: str) -> str:
 def half_width(values: Sequence[float]) -> float:
     """t(0.975, n - 1) s / sqrt(n)"""
     n = len(values)
-    t = _T[n - 2] if n - 2 < len(_T) else 1.96
-    return t * stdev(values) / math.sqrt(n)
+    return _t(n - 1) * stdev(values) / math.sqrt(n)
+
+
+def _t(freedom: int) -> float:
+    """t(0.975, v): the table's, and beyond it z + (z^3 + z) / 4v + (5 z^5 + 16 z^3 + 3 z) / 96 v^2."""
+    if freedom <= len(_T):
+        return _T[freedom - 1]
+    z = 1.959964
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def _entry(cell: Cell, study: Study, library: Library, repeats: Sequence[Change]) -> Entry:
