@@ -242,6 +242,14 @@ def test_a_folder_of_this_experiment_that_is_finished_says_so(cli, tmp_path, wor
     assert json.loads(out)["rounds"] == 2
 
 
+def test_a_folder_begun_with_other_examples_is_refused_before_flower_is_started(cli, tmp_path, monkeypatch):
+    run(Experiment(model="mlp", clients=3, cohort=3, rounds=2, engine="sequential"), tmp_path / "try")
+    (tmp_path / "try" / "data.json").write_text('{"blake2b": "another"}')
+    monkeypatch.setattr(flower, "_federate", lambda *_: pytest.fail("Flower was started"))
+    code, _, err = cli("flower", "up", "--nodes", 2, *TINY, "--set", "rounds=3", "--out", "try")
+    assert (code, "was begun with other examples" in err) == (1, True)
+
+
 def without_its_last_checkpoint(folder):
     """As a kill between a round's metrics and its checkpoint leaves a run."""
     done = Experiment(model="mlp", clients=3, cohort=3, rounds=3, engine="sequential")

@@ -11,6 +11,7 @@ import pytest
 from fedpara.apps import run as command
 from fedpara.errors import RunError
 from fedpara.experiments import Experiment, read_run, run
+from fedpara.experiments.run import look_over
 
 TINY = Experiment(
     model="mlp", scheme="original", clients=5, cohort=2, rounds=1, epochs=None, steps=1, engine="sequential"
@@ -144,7 +145,14 @@ def test_what_clients_keep_here_no_node_goes_on_with(cli, tmp_path, no_simulatio
     assert cli("resume", "a", "--rounds", 2)[0] == 0
 
 
-def test_nor_does_flowers_server(tmp_path):
+def test_a_finished_run_has_nothing_for_a_node_to_go_on_with(tmp_path):
+    run(replace(TINY, scheme="pfedpara", gamma=0.5), tmp_path / "a")
+    assert look_over(tmp_path / "a", None, "flower", None, None) == (1, True)
+    with pytest.raises(RunError, match="no node has it"):
+        look_over(tmp_path / "a", 2, "flower", None, None)
+
+
+def test_flowers_server_does_not_go_on_with_it_either(tmp_path):
     pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
     from fedpara.apps.flower_server import go_through
 

@@ -2,7 +2,6 @@
 
 import shlex
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,8 +20,7 @@ from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments.build import build
 from fedpara.experiments.config import read_toml, with_values
 from fedpara.experiments.presets import preset as find_preset
-from fedpara.experiments.run import lay_out
-from fedpara.experiments.store import RunFolder
+from fedpara.experiments.run import lay_out, look_over
 from fedpara.experiments.summary import read_config
 
 app = typer.Typer(
@@ -96,7 +94,7 @@ def up(
     require()
     if there is None:
         lay_out(experiment, out, data_dir=data_dir)
-    elif _is_finished(out, replace(there, rounds=experiment.rounds)):
+    elif _is_finished(out, experiment.rounds, data_dir):
         finish(out, {"flower": read_run(out)}, as_json)
         return
     with Show("flower", experiment.rounds) as show:
@@ -126,24 +124,13 @@ def _federate(
         return follow(out, submitted, federation.folder / "run.log", experiment.rounds, show, say)
 
 
-def _is_finished(out: Path, experiment: Experiment) -> bool:
-    """Says so, or from where it goes on; ConfigError where more rounds are done than asked for.
-
-    By the folder's checkpoint, as the server goes by it: a kill may leave a line of metrics without one. What is wrong
-    with the folder is said here; the server would say it in Flower's own log.
-    """
-    folder = RunFolder(out, experiment)
-    done = folder.progress.round if folder.progress else 0
-    finished = folder.finished
-    folder.close()
-    if experiment.rounds < done:
-        raise ConfigError(
-            f"rounds is {experiment.rounds}: expected at least the {done} that are done in {out}."
-        )
+def _is_finished(out: Path, rounds: int, data_dir: Path | None) -> bool:
+    """Says so, or from where it goes on. What is wrong with the folder the server would say in Flower's own log."""
+    done, finished = look_over(out, rounds, "flower", None, data_dir)
     if finished:
         say(f"{out} holds this experiment already, finished after round {done}: nothing is run.")
     else:
-        say(f"{out} holds this experiment already, up to round {done}: going on to {experiment.rounds}.")
+        say(f"{out} holds this experiment already, up to round {done}: going on to {rounds}.")
     return finished
 
 

@@ -27,7 +27,7 @@ from fedpara.errors import ConfigError, FedParaError, RunError, WireError
 from fedpara.experiments.build import Parts, build
 from fedpara.experiments.config import Experiment, with_values
 from fedpara.experiments.own import is_own, read_own
-from fedpara.experiments.run import NODES
+from fedpara.experiments.store import NODES
 
 ORDER_LIMIT = 1 << 32
 MEMORY = "FEDPARA_MEMORY"

@@ -22,8 +22,8 @@ from fedpara.errors import ConfigError, FedParaError, of_several
 from fedpara.experiments import Experiment, resume
 from fedpara.experiments.build import Parts
 from fedpara.experiments.config import FREE, to_toml
-from fedpara.experiments.run import NODES, Host, Speaker, lay_out
-from fedpara.experiments.store import RunFolder
+from fedpara.experiments.run import Host, Speaker, lay_out
+from fedpara.experiments.store import NODES, RunFolder
 from fedpara.experiments.summary import read_config
 from fedpara.files import write_bytes
 

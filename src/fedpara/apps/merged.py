@@ -22,7 +22,7 @@ from fedpara.experiments.build import build_model, build_scheme
 from fedpara.experiments.checkpoint import Checkpoint, final_checkpoint
 from fedpara.experiments.clients import kept_file
 from fedpara.experiments.config import Experiment
-from fedpara.experiments.run import NODES
+from fedpara.experiments.store import NODES
 from fedpara.experiments.summary import read_config
 from fedpara.experiments.tensor_files import read_groups
 from fedpara.interop import SavedState, read_state

@@ -16,17 +16,15 @@ from fedpara.engines.loop import Engine, Round, Schedule, play
 from fedpara.engines.simulate import build_engine, prepare, refuse_hostless
 from fedpara.errors import ConfigError, RunError, expect_kind, in_a_line
 from fedpara.experiments.build import Parts, build
-from fedpara.experiments.checkpoint import CHECKPOINT, PREVIOUS
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.environment import unlike
 from fedpara.experiments.follow import Follower, opened
-from fedpara.experiments.store import RunFolder, checked_run, create, open_run, refuse_used
+from fedpara.experiments.store import NODES, RunFolder, checked_run, create, open_run, refuse_used
 from fedpara.experiments.summary import Summary, read_config, read_run
 
 Watcher = Callable[[Round, dict[str, float]], None]
 Speaker = Callable[[str], None]
 Prepared = tuple[Protocol, Schedule, bool]
-NODES = "nodes.txt"
 Host = Callable[[Protocol, Parts, RunFolder, Schedule, Speaker], tuple[Engine, Schedule]]
 """An engine that lives outside this process (Flower), and the schedule as it can keep it."""
 
@@ -98,8 +96,6 @@ def resume(
     if host is None:
         refuse_hostless(experiment.engine)
         _refuse_on_nodes(path)
-    else:
-        _refuse_kept_here(path)
     group = join()
     with group.in_step(f"the end of {path}"):
         parts = build(experiment, data_dir)
@@ -111,13 +107,17 @@ def resume(
 
 def look_over(
     path: Path, rounds: int | None, engine: str | None, precision: str | None, data_dir: Path | None
-) -> None:
-    """What `resume` on a host would refuse, found out before there is one; nothing in the folder is changed."""
+) -> tuple[int, bool]:
+    """How many rounds are done, by the checkpoint, and whether that is all.
+
+    What `resume` on a host would refuse is refused here, before there is one; the config stays as it was.
+    """
     experiment = _as_told(path, rounds, engine, precision)
-    _refuse_kept_here(path)
     parts = build(experiment, data_dir)
     _prepared(experiment, parts)
-    checked_run(path, experiment, parts.digest).close()
+    folder = checked_run(path, experiment, parts.digest)
+    folder.close()
+    return folder.progress.round if folder.progress else 0, folder.finished
 
 
 def _as_told(path: Path, rounds: int | None, engine: str | None, precision: str | None) -> Experiment:
@@ -243,17 +243,6 @@ def _play(
 def _surprising(asked: str, ran: str) -> bool:
     """Not the one that was asked for; or, with a GPU at hand, one that does not use it."""
     return asked != ran if asked != "auto" else ran == "sequential" and torch.cuda.is_available()
-
-
-def _refuse_kept_here(path: Path) -> None:
-    """RunError where what clients keep is in the folder: no node could go on with it."""
-    begun = any((path / name).exists() for name in (CHECKPOINT, PREVIOUS))
-    if begun and not (path / NODES).exists() and any((path / "clients").rglob("*.safetensors")):
-        engine = read_config(path).engine
-        raise RunError(
-            f"what the clients of {path} keep lies in that folder: another engine ran it so far, and no node has it. "
-            f"Go on with --engine {engine if engine != 'flower' else 'auto'}."
-        )
 
 
 def _refuse_on_nodes(path: Path) -> None:

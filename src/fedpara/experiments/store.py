@@ -34,6 +34,8 @@ from fedpara.experiments.summary import read_config
 from fedpara.files import PART, make_folder, sweep, write_bytes
 
 LOCK = ".lock"
+NODES = "nodes.txt"
+"""Where Flower's nodes hold what clients keep: under which name they do."""
 LAID_FIRST = (LOCK, "environment.json", "model.json", "data.json")
 """What a kill may leave of a folder whose config was not written yet: it is still as good as empty."""
 
@@ -79,6 +81,15 @@ class RunFolder:
         target = self.experiment.target
         met = target is not None and any((m["accuracy"] or 0) >= target for m in self.metrics())
         return met or done >= self.experiment.rounds
+
+    def refuse_kept_here(self) -> None:
+        """RunError where what clients keep is in the folder: no node could go on with it."""
+        if self._kept and not (self.path / NODES).exists():
+            engine = read_config(self.path).engine
+            raise RunError(
+                f"what the clients of {self.path} keep lies in that folder: another engine ran it so far, and no node "
+                f"has it. Go on with --engine {engine if engine != 'flower' else 'auto'}."
+            )
 
     def log(self, text: str) -> None:
         """One line of log.txt: what happened beside the rounds, and when."""
@@ -193,7 +204,11 @@ def checked_run(path: Path, experiment: Experiment, data: str) -> RunFolder:
         _refuse_other_data(path, data)
         done = folder.progress.round if folder.progress else 0
         if experiment.rounds < done:
-            raise ConfigError(f"rounds is {experiment.rounds}: expected at least the {done} that are done.")
+            raise ConfigError(
+                f"rounds is {experiment.rounds}: expected at least the {done} that are done in {path}."
+            )
+        if experiment.engine == "flower" and not folder.finished:
+            folder.refuse_kept_here()
     except BaseException:
         folder.close()
         raise
