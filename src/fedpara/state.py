@@ -43,32 +43,56 @@ def clone(a: Mapping[str, Tensor]) -> State:
 
 
 def mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> State:
-    """sum_i (w_i / sum w) a_i, summed in the order given, so that equal inputs give equal bits.
-
-    Numbers narrower than float32 are summed in it: a hundred bfloat16 terms would lose percents. Integer tensors
-    (BatchNorm's step counter) are averaged and rounded.
-    """
+    """sum_i (w_i / sum w) a_i, summed in the order given, so that equal inputs give equal bits."""
     if not states or len(states) != len(weights):
         raise StateError(
             f"mean of {len(states)} states with {len(weights)} weights: expected one weight a state."
         )
-    total = float(sum(weights))
-    if not total > 0:
-        raise StateError(f"mean with weights that sum to {total}: expected a positive sum.")
-    for other in states[1:]:
-        same_names(states[0], other)
-    first = states[0]
-    if not first:
-        return {}
-    sums = [t.to(_summed_in(t.dtype)) * (weights[0] / total) for t in first.values()]
-    for state, weight in zip(states[1:], weights[1:], strict=True):
-        theirs = [state[name] for name in first]
-        others = [t if t.dtype == s.dtype else t.to(s.dtype) for t, s in zip(theirs, sums, strict=True)]
-        torch._foreach_add_(sums, others, alpha=weight / total)
-    return {
-        name: (sum_ if t.is_floating_point() else sum_.round()).to(t.dtype)
-        for (name, t), sum_ in zip(first.items(), sums, strict=True)
-    }
+    sum_ = WeightedSum(float(sum(weights)))
+    for state, weight in zip(states, weights, strict=True):
+        sum_.add(state, weight)
+    return sum_.mean()
+
+
+class WeightedSum:
+    """sum_i (w_i / W) a_i, one state at a time: only the sum is held, however many there are.
+
+    `total` is W, the sum of the weights that are expected; `mean` corrects for weights that did not come. Numbers
+    narrower than float32 are summed in float32: a hundred bfloat16 terms would lose percents. Integer tensors
+    (BatchNorm's step counter) are averaged and rounded.
+    """
+
+    def __init__(self, total: float) -> None:
+        if not total > 0:
+            raise StateError(f"mean with weights that sum to {total}: expected a positive sum.")
+        self.total, self.came = total, 0.0
+        self._types: dict[str, torch.dtype] | None = None
+        self._sums: list[Tensor] = []
+
+    def add(self, a: Mapping[str, Tensor], weight: float) -> None:
+        self.came += weight
+        if self._types is None:
+            self._types = {name: tensor.dtype for name, tensor in a.items()}
+            self._sums = [t.to(_summed_in(t.dtype)) * (weight / self.total) for t in a.values()]
+            return
+        same_names(self._types, a)
+        theirs = [a[name] for name in self._types]
+        if theirs:
+            others = [
+                t if t.dtype == s.dtype else t.to(s.dtype) for t, s in zip(theirs, self._sums, strict=True)
+            ]
+            torch._foreach_add_(self._sums, others, alpha=weight / self.total)
+
+    def mean(self) -> State:
+        """sum_i w_i a_i / sum_i w_i over what was added. Call it once, at the end."""
+        if self._types is None or not self.came > 0:
+            raise StateError("mean of 0 states: expected at least one, of a positive weight.")
+        if self.came != self.total and self._sums:
+            torch._foreach_mul_(self._sums, self.total / self.came)
+        return {
+            name: (sum_ if dtype.is_floating_point else sum_.round()).to(dtype)
+            for (name, dtype), sum_ in zip(self._types.items(), self._sums, strict=True)
+        }
 
 
 def _summed_in(dtype: torch.dtype) -> torch.dtype:
@@ -77,7 +101,7 @@ def _summed_in(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize >= 4 else torch.float32
 
 
-def same_names(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+def same_names(a: Mapping[str, object], b: Mapping[str, object]) -> None:
     """StateError where they do not hold the same names."""
     if a.keys() != b.keys():
         odd = sorted(a.keys() ^ b.keys())

@@ -1,6 +1,6 @@
 """A federation small enough to check by hand: 6 clients of unequal size, 8 x 8 digits, two layers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,6 +71,9 @@ class Recorded:
 
     def evaluate(self, state: State) -> Score | None:
         return self.engine.evaluate(state)
+
+    def score_clients(self, round: int, clients: Sequence[int], message: Letter) -> Iterable[Reply]:
+        return self.engine.score_clients(round, clients, message)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,17 @@ def test_values_and_gradients_are_torchs(affine, shift):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 + 2e-3 * shift)
 
 
+@pytest.mark.parametrize("ratio", [0.0, 1.0, 100.0, 1000.0])
+def test_a_mean_far_above_the_deviation_costs_no_accuracy(ratio):
+    """Against float64. Variance as E[x^2] - mean^2 is a quarter off at a ratio of 1,000."""
+    ours, theirs = norms()
+    x = torch.randn(3, 8, 16, 16, generator=torch.Generator().manual_seed(1)) + ratio
+    exact = theirs.double()(x.double()).detach()
+    y = ours(x).double().detach()
+    assert float((y - exact).abs().max()) < 1e-5 + 2e-6 * ratio
+    assert float((y.std() / exact.std() - 1).abs()) < 1e-4
+
+
 def test_stacked_clients_have_the_same_gradients():
     ours, theirs = norms()
     state = {name: p.detach() + 0.1 * torch.randn(3, *p.shape) for name, p in theirs.named_parameters()}

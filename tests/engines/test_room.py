@@ -64,9 +64,11 @@ def test_states_that_cannot_wait_go_to_the_host_as_clients_end_to_the_same_bits(
     protocol = Protocol(take_apart(model), method, fp.Link(), 0)
     said = []
     outlook = look_ahead(protocol, federation, 6, 3)
-    roomy = Batched(protocol, task, federation, InMemory(), size=6, outlook=outlook)
+    roomy = Batched(protocol, task, federation, InMemory(), size=6, outlook=outlook, wait=True)
     monkeypatch.setattr("fedpara.engines.batched.room_on", lambda device: 1e5)
-    narrow = Batched(protocol, task, federation, InMemory(), size=6, outlook=outlook, say=said.append)
+    narrow = Batched(
+        protocol, task, federation, InMemory(), size=6, outlook=outlook, say=said.append, wait=True
+    )
     assert (roomy.waits, narrow.waits, narrow.stays) == (True, False, False)
     a, b = (rounds_of(engine, protocol, 8, 6)[-1].progress for engine in (roomy, narrow))
     assert "they go to the host as clients end" in narrow.why
@@ -84,7 +86,7 @@ def test_what_does_not_train_takes_no_room_in_a_cohort(digits, monkeypatch):
 
     def engine():
         protocol = Protocol(take_apart(model), algorithms.fedavg(lr=0.1), fp.Link(), 0)
-        return Batched(protocol, fp.Task(model), federation, InMemory(), size=4)
+        return Batched(protocol, fp.Task(model), federation, InMemory(), size=4, wait=True)
 
     monkeypatch.setattr("fedpara.engines.batched.room_on", lambda device: 2 * 4 * 3 * 4 * (512 * 10 + 10))
     assert not engine().waits
@@ -94,10 +96,10 @@ def test_what_does_not_train_takes_no_room_in_a_cohort(digits, monkeypatch):
 
 def test_memory_that_runs_out_with_one_lane_is_tried_again_with_nothing_waiting(digits):
     class Full(Batched):
-        def _collect(self, ended, states, losses):
+        def _collect(self, *event):
             if self.waits:
                 raise torch.OutOfMemoryError("no room for the cohort")
-            return super()._collect(ended, states, losses)
+            return super()._collect(*event)
 
     train, _ = digits
     federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
@@ -105,7 +107,8 @@ def test_memory_that_runs_out_with_one_lane_is_tried_again_with_nothing_waiting(
     protocol = Protocol(take_apart(task.model), algorithms.fedavg(lr=0.1), fp.Link(), 0)
     outlook = look_ahead(protocol, federation, 2, 1)
     engines = [
-        kind(protocol, task, federation, InMemory(), size=2, outlook=outlook) for kind in (Full, Batched)
+        kind(protocol, task, federation, InMemory(), size=2, outlook=outlook, wait=True)
+        for kind in (Full, Batched)
     ]
     a, b = (rounds_of(engine, protocol, 4, 2)[-1].progress.x for engine in engines)
     assert engines[0].notes == [
@@ -162,4 +165,4 @@ def test_updates_stay_on_the_device_unless_clients_keep_or_the_link_is_narrow(
     protocol = Protocol(take_apart(model), algorithms.build(algorithm, Local()), link, 0)
     federation = fp.FederatedData(train, data.iid(train.labels, 8, 0))
     task = fp.Task(model, test=test)
-    assert Batched(protocol, task, federation, InMemory(), size=4, device="cpu").stays is stay
+    assert Batched(protocol, task, federation, InMemory(), size=4, device="cpu", wait=True).stays is stay

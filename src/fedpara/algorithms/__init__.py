@@ -4,7 +4,17 @@ algorithms.scaffold(lr=0.1, epochs=5, batch_size=64)
 """
 
 from fedpara.algorithms.adaptive import fedadagrad, fedadam, fedyogi
-from fedpara.algorithms.core import Algorithm, Groups, Local, Update, clip_by_norm, on_any_device, sgd_step
+from fedpara.algorithms.core import (
+    Algorithm,
+    FromMean,
+    Groups,
+    Local,
+    Mean,
+    Update,
+    clip_by_norm,
+    on_any_device,
+    sgd_step,
+)
 from fedpara.algorithms.fedavg import fedavg, fedprox
 from fedpara.algorithms.feddyn import feddyn
 from fedpara.algorithms.registry import build, names
@@ -12,8 +22,10 @@ from fedpara.algorithms.scaffold import scaffold
 
 __all__ = [
     "Algorithm",
+    "FromMean",
     "Groups",
     "Local",
+    "Mean",
     "Update",
     "build",
     "clip_by_norm",

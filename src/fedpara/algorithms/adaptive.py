@@ -11,7 +11,7 @@ The mean is weighted by the clients' numbers of examples, as FedAvg's.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,12 +23,12 @@ from fedpara.algorithms.core import (
     BELOW_ONE,
     POSITIVE,
     Algorithm,
+    FromMean,
     Groups,
     Local,
-    Update,
+    Mean,
     check,
     group,
-    mean_y,
     on_any_device,
 )
 from fedpara.algorithms.fedavg import fedavg
@@ -94,7 +94,7 @@ def _adaptive(
         base,
         name=name,
         server_init=partial(_moments, tau=tau),
-        aggregate=partial(_aggregate, rule=rule, eta_g=server_lr, b1=beta1, tau=tau),
+        aggregate=FromMean(partial(_step, rule=rule, eta_g=server_lr, b1=beta1, tau=tau)),
     )
 
 
@@ -111,18 +111,10 @@ def _moments(x: State, *, tau: float) -> Groups:
 
 
 @on_any_device
-def _aggregate(
-    x: State,
-    server: Groups,
-    updates: Sequence[Update],
-    clients: int,
-    *,
-    rule: Rule,
-    eta_g: float,
-    b1: float,
-    tau: float,
+def _step(
+    x: State, server: Groups, mean: Mean, clients: int, *, rule: Rule, eta_g: float, b1: float, tau: float
 ) -> tuple[State, Groups]:
-    d = subtract(mean_y(x, updates, [update.examples for update in updates]), x)
+    d = subtract(mean.y, x)
     m = add(scale(group(server, "m"), b1), d, 1 - b1)
     v = {name: rule(group(server, "v")[name], d[name].square()) for name in d}
     step = {name: m[name] / (v[name].sqrt() + tau) for name in m}

@@ -8,6 +8,12 @@
             up_i, client_i = finish(x, y, down, client_i, K, eta)
         x, server = aggregate(x, server, [Update(y_i, up_i, n_i) for i in S], N)
 
+Every method here needs only the mean of the updates, so its `aggregate` is `FromMean(step)`:
+
+        mean = sum_i w_i (y_i, up_i) / sum_i w_i;   x, server = step(x, server, mean, N)
+
+and the engines add the updates up as they come in, so that a cohort of 100 does not need 100 models.
+
 Clipping comes before the correction, so that SCAFFOLD's control variates average what the clients step along.
 The states hold the shared, trainable parameters only: private ones and buffers never come here.
 """
@@ -23,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fedpara.errors import ConfigError, StateError, among, expect_kind
-from fedpara.state import State, add, mean, zeros_like
+from fedpara.state import State, WeightedSum, add, zeros_like
 
 Groups = dict[str, State]
 Marked = TypeVar("Marked", bound=Callable[..., Any])
@@ -106,6 +112,9 @@ class Local:
         return -(-examples // self.batch_size) * self.epochs
 
 
+Weighting = Literal["examples", "uniform"]
+
+
 @dataclass(frozen=True)
 class Update:
     """What the server has of one client after the wire."""
@@ -113,6 +122,69 @@ class Update:
     y: State
     extra: Groups
     examples: int
+    weight: float | None = None
+    """in a mean weighted by examples, where the run caps it (max_share) or weights all alike"""
+
+    @property
+    def counts(self) -> float:
+        """w_i in a mean weighted by examples."""
+        return float(self.examples) if self.weight is None else self.weight
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean over a round's updates: sum_i w_i (y_i, up_i) / sum_i w_i."""
+
+    y: State
+    extra: Groups
+    count: int  # |S|
+
+
+class MeanOfUpdates:
+    """`Mean`, one update at a time. `total` is the sum of the weights that are expected."""
+
+    def __init__(self, x: State, total: float) -> None:
+        self._x, self._total, self._count = x, total, 0
+        self._y = WeightedSum(total)
+        self._extra: dict[str, WeightedSum] = {}
+
+    def add(self, update: Update, weight: float) -> None:
+        if update.y.keys() != self._x.keys():
+            odd = ", ".join(sorted(update.y.keys() ^ self._x.keys())[:5])
+            raise StateError(f"a client's state and the server's differ in names: {odd}. Expected the same.")
+        # In the type of x, which a quantized uplink may have narrowed.
+        self._y.add({name: update.y[name].to(x.dtype) for name, x in self._x.items()}, weight)
+        for group, state in update.extra.items():
+            self._extra.setdefault(group, WeightedSum(self._total)).add(state, weight)
+        self._count += 1
+
+    def result(self) -> Mean:
+        extra = {group: sum_.mean() for group, sum_ in self._extra.items()}
+        return Mean(self._y.mean(), extra, self._count)
+
+
+@dataclass(frozen=True)
+class FromMean:
+    """An `aggregate` that needs only the mean of the updates: x, server = step(x, server, mean, N).
+
+    `weights` says which mean: "examples" weights a client by its number of examples, "uniform" gives all the same.
+    """
+
+    step: Callable[[State, Groups, Mean, int], tuple[State, Groups]]
+    weights: Weighting = "examples"
+
+    def weight(self, update: Update) -> float:
+        return 1.0 if self.weights == "uniform" else update.counts
+
+    def __call__(
+        self, x: State, server: Groups, updates: Sequence[Update], clients: int
+    ) -> tuple[State, Groups]:
+        if not updates:
+            raise StateError("mean of 0 states: expected at least one update.")
+        mean = MeanOfUpdates(x, sum(map(self.weight, updates)))
+        for update in updates:
+            mean.add(update, self.weight(update))
+        return self.step(x, server, mean.result(), clients)
 
 
 @dataclass(frozen=True)
@@ -134,7 +206,7 @@ class Algorithm:
     finish: Callable[[State, State, Groups, Groups, int, float], tuple[Groups, Groups]]
     """(x, y, down, client, K, eta) -> the groups to upload, the client's new variables"""
     aggregate: Callable[[State, Groups, Sequence[Update], int], tuple[State, Groups]]
-    """(x, server's variables, updates, N) -> the new x, the server's new variables"""
+    """(x, server's variables, updates, N) -> the new x, the server's new variables; `FromMean` holds one update only"""
 
     def __post_init__(self) -> None:
         expect_kind("name", self.name, str, ConfigError)
@@ -158,6 +230,8 @@ def on_any_device(function: Marked) -> Marked:
 
 
 def _is_marked(function: Callable[..., Any]) -> bool:
+    if isinstance(function, FromMean):
+        return _is_marked(function.step)
     while isinstance(function, partial) and not hasattr(function, "on_any_device"):
         function = function.func
     plain = getattr(function, "__func__", function)
@@ -208,16 +282,6 @@ def _kind(tensor: object) -> str:
     if isinstance(tensor, Tensor):
         return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
     return "nothing" if tensor is None else type(tensor).__name__
-
-
-def mean_y(x: State, updates: Sequence[Update], weights: Sequence[float]) -> State:
-    """sum_i w_i y_i / sum_i w_i, in the type of x, which a quantized uplink may have narrowed."""
-    for update in updates:
-        if update.y.keys() != x.keys():
-            odd = ", ".join(sorted(update.y.keys() ^ x.keys())[:5])
-            raise StateError(f"a client's state and the server's differ in names: {odd}. Expected the same.")
-    ys = [{name: update.y[name].to(x[name].dtype) for name in x} for update in updates]
-    return mean(ys, weights)
 
 
 def sgd_step(

@@ -6,7 +6,6 @@
 The model is averaged with the clients' numbers of examples n_i as weights.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,12 +13,12 @@ from typing import Any
 from fedpara.algorithms.core import (
     NOT_NEGATIVE,
     Algorithm,
+    FromMean,
     Groups,
     Local,
-    Update,
+    Mean,
     check,
     local_of,
-    mean_y,
     on_any_device,
 )
 from fedpara.state import State, add, subtract
@@ -35,7 +34,7 @@ def fedavg(*, local: Local | None = None, **fields: Any) -> Algorithm:
         client_init=_nothing,
         correct=_as_is,
         finish=_no_variables,
-        aggregate=_mean,
+        aggregate=FromMean(_take_mean),
     )
 
 
@@ -65,5 +64,5 @@ def _no_variables(
 
 
 @on_any_device
-def _mean(x: State, server: Groups, updates: Sequence[Update], clients: int) -> tuple[State, Groups]:
-    return mean_y(x, updates, [update.examples for update in updates]), {}
+def _take_mean(x: State, server: Groups, mean: Mean, clients: int) -> tuple[State, Groups]:
+    return mean.y, {}

@@ -9,12 +9,11 @@ The mean is uniform over the cohort, as published, whatever the clients' numbers
 the mean of all h_i.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fedpara.algorithms.core import POSITIVE, Algorithm, Groups, Local, Update, check, group, mean_y
+from fedpara.algorithms.core import POSITIVE, Algorithm, FromMean, Groups, Local, Mean, check, group
 from fedpara.algorithms.elementwise import elementwise
 from fedpara.algorithms.fedavg import fedavg
 from fedpara.state import State, add, subtract, zeros_like
@@ -32,7 +31,7 @@ def feddyn(alpha: float = 0.1, *, local: Local | None = None, **fields: Any) -> 
         client_init=_zero_h,
         correct=partial(_correct, alpha=alpha),
         finish=partial(_finish, alpha=alpha),
-        aggregate=partial(_aggregate, alpha=alpha),
+        aggregate=FromMean(partial(_step, alpha=alpha), weights="uniform"),
     )
 
 
@@ -51,9 +50,6 @@ def _finish(
     return {}, {H: add(group(client, H), subtract(y, x), -alpha)}
 
 
-def _aggregate(
-    x: State, server: Groups, updates: Sequence[Update], clients: int, *, alpha: float
-) -> tuple[State, Groups]:
-    y = mean_y(x, updates, [1.0] * len(updates))
-    h = add(group(server, H), subtract(y, x), -alpha * len(updates) / clients)
-    return add(y, h, -1 / alpha), {H: h}
+def _step(x: State, server: Groups, mean: Mean, clients: int, *, alpha: float) -> tuple[State, Groups]:
+    h = add(group(server, H), subtract(mean.y, x), -alpha * mean.count / clients)
+    return add(mean.y, h, -1 / alpha), {H: h}

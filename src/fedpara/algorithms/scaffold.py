@@ -10,14 +10,13 @@ the mean of all c_i, and the corrections sum to zero over the clients. A narrow 
 not what the client keeps: c then strays from that mean by the link's rounding.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from fedpara.algorithms.core import POSITIVE, Algorithm, Groups, Local, Update, check, group, local_of, mean_y
+from fedpara.algorithms.core import POSITIVE, Algorithm, FromMean, Groups, Local, Mean, check, group, local_of
 from fedpara.algorithms.elementwise import elementwise
 from fedpara.errors import ConfigError, StateError
-from fedpara.state import State, add, mean, subtract, zeros_like
+from fedpara.state import State, add, subtract, zeros_like
 
 CONTROL = "control"
 
@@ -39,7 +38,7 @@ def scaffold(server_lr: float = 1.0, *, local: Local | None = None, **fields: An
         client_init=_zero_control,
         correct=_correct,
         finish=_finish,
-        aggregate=partial(_aggregate, eta_g=server_lr),
+        aggregate=FromMean(partial(_step, eta_g=server_lr), weights="uniform"),
     )
 
 
@@ -70,10 +69,6 @@ def _finish(
     return {CONTROL: subtract(c_i_plus, c_i)}, {CONTROL: c_i_plus}
 
 
-def _aggregate(
-    x: State, server: Groups, updates: Sequence[Update], clients: int, *, eta_g: float
-) -> tuple[State, Groups]:
-    uniform = [1.0] * len(updates)
-    d = subtract(mean_y(x, updates, uniform), x)
-    dc = mean([group(update.extra, CONTROL) for update in updates], uniform)
-    return add(x, d, eta_g), {CONTROL: add(group(server, CONTROL), dc, len(updates) / clients)}
+def _step(x: State, server: Groups, mean: Mean, clients: int, *, eta_g: float) -> tuple[State, Groups]:
+    d, dc = subtract(mean.y, x), group(mean.extra, CONTROL)
+    return add(x, d, eta_g), {CONTROL: add(group(server, CONTROL), dc, mean.count / clients)}

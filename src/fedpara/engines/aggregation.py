@@ -1,25 +1,65 @@
 """Aggregation: the updates that were admitted become the server's next model, on the device where they are.
 
-x, server = algorithm.aggregate(x, server, updates, N), checked, and from there to the host
+    mean of the updates, added up as they come in;   x, server = step(x, server, mean, N), checked, and to the host
+
+An algorithm whose `aggregate` is not a `FromMean` may need every update: its updates are held until the last one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 
-from fedpara.algorithms import Algorithm, Groups, Update
-from fedpara.algorithms.core import expect_groups, expect_like
+from fedpara.algorithms import Algorithm, FromMean, Groups, Update
+from fedpara.algorithms.core import MeanOfUpdates, expect_groups, expect_like
 from fedpara.engines.freight import HOST, bring, bring_groups, place_of
 from fedpara.errors import ConfigError
-from fedpara.state import State
+from fedpara.state import State, WeightedSum
+from fedpara.state import mean as mean_of
 
 
-def aggregated(
-    algorithm: Algorithm, x: State, server: Groups, updates: Sequence[Update], clients: int
-) -> tuple[State, Groups]:
-    """ConfigError in the round that made it, where it is no model like x: the next one, if any, could not send it."""
-    device = place_of(update.y for update in updates)
-    made = algorithm.aggregate(bring(x, device), bring_groups(server, device), updates, clients)
-    fresh, variables = _checked(algorithm, made, x)
-    return bring(fresh, HOST), bring_groups(variables, HOST)
+class Intake:
+    """A round's updates on their way into the aggregate, in the order in which `take` is called.
+
+    `weights` holds w_i of every client that may answer: its number of examples, unless the run caps it or weights all
+    alike. It is empty where only the clients know; each then counts by the number it states, and all are held.
+    """
+
+    def __init__(self, algorithm: Algorithm, x: State, weights: Mapping[int, float]) -> None:
+        self._algorithm, self._x, self._weights = algorithm, x, weights
+        self._held: list[tuple[Update, State]] = []
+        self._mean: MeanOfUpdates | None = None
+        self._buffers: WeightedSum | None = None
+        aggregate = algorithm.aggregate
+        if weights and isinstance(aggregate, FromMean):
+            total = sum(weights.values())
+            self._buffers = WeightedSum(total)
+            self._mean = MeanOfUpdates(x, float(len(weights)) if aggregate.weights == "uniform" else total)
+
+    def take(self, client: int, update: Update, buffers: State) -> None:
+        update = replace(update, weight=self._weights.get(client))
+        aggregate = self._algorithm.aggregate
+        if self._mean is None or self._buffers is None or not isinstance(aggregate, FromMean):
+            self._held.append((update, buffers))
+            return
+        self._mean.add(update, aggregate.weight(update))
+        self._buffers.add(buffers, self._weights[client])
+
+    def aggregate(self, server: Groups, clients: int) -> tuple[State, Groups, State]:
+        """(the next x, the server's variables, the mean of the buffers), all on the host.
+
+        ConfigError in the round that made it, where x is not like the model: the next round could not send it.
+        """
+        aggregate = self._algorithm.aggregate
+        if self._mean is not None and self._buffers is not None and isinstance(aggregate, FromMean):
+            mean, buffers = self._mean.result(), self._buffers.mean()
+            device = place_of([mean.y])
+            made = aggregate.step(bring(self._x, device), bring_groups(server, device), mean, clients)
+        else:
+            updates = [update for update, _ in self._held]
+            buffers = mean_of([buffers for _, buffers in self._held], [update.counts for update in updates])
+            device = place_of(update.y for update in updates)
+            made = aggregate(bring(self._x, device), bring_groups(server, device), updates, clients)
+        fresh, variables = _checked(self._algorithm, made, self._x)
+        return bring(fresh, HOST), bring_groups(variables, HOST), bring(buffers, HOST)
 
 
 def _checked(algorithm: Algorithm, made: tuple[State, Groups], x: State) -> tuple[State, Groups]:

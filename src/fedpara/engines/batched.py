@@ -4,7 +4,7 @@ The clients' states are stacked into lanes and stepped together (`stacked.py`); 
 another in a lane (`lanes.py`, `plan.py`). What each client sends is encoded for real, as in every engine.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,11 +13,10 @@ import torch
 from fedpara.algorithms import Groups
 from fedpara.data import FederatedData
 from fedpara.engines.capture import capture
-from fedpara.engines.client import PRIVATE, Protocol, Reply, own_variables, reply_of
-from fedpara.engines.device import on_device, precision_on, room_on
+from fedpara.engines.client import PRIVATE, Protocol, Reply, own_model, own_variables, reply_of
+from fedpara.engines.device import host_memory, on_device, precision_on, room_on
 from fedpara.engines.freight import bring, bring_all, bring_groups, fetch
-from fedpara.engines.lanes import Segment
-from fedpara.engines.memory import ClientMemory, Held
+from fedpara.engines.memory import ClientMemory, Held, OwnParts
 from fedpara.engines.normalization import by_channel
 from fedpara.engines.places import Lanes, places_for
 from fedpara.engines.plan import Outlook, Plan, look_ahead, make_plan
@@ -26,11 +25,14 @@ from fedpara.engines.scoring import scores
 from fedpara.engines.stacked import Precision, make_tick, one_step
 from fedpara.engines.streams import cohort, own_layers
 from fedpara.engines.task import Task
-from fedpara.engines.traffic import Owned, drive
+from fedpara.engines.traffic import Event, Owned, drive
 from fedpara.engines.worker import Score, Trained, Worker
 from fedpara.errors import RunError, in_a_line
 from fedpara.state import State, nbytes
 from fedpara.wire import Letter, Link
+
+_GONE = Trained({}, {}, 0.0, 0)
+"""In the place of a client whose reply was made: a cohort's states are let go one by one."""
 
 
 class Batched:
@@ -51,8 +53,12 @@ class Batched:
         say: Callable[[str], None] | None = None,
         stream: int = 0,
         stay: bool = True,
+        wait: bool | None = None,
     ) -> None:
-        """`stream` keeps apart what layers draw in several such engines of one run; `stay`: see `stays`."""
+        """`stream` keeps apart what layers draw in several such engines of one run; `stay`: see `stays`.
+
+        `wait`: whether trained states may wait on the device for the last one. On the host each is let go as it ends.
+        """
         self.stream, self.stay = stream, stay
         self.protocol, self.task, self.data, self.memory = protocol, task, data, Held(memory)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -82,7 +88,8 @@ class Batched:
         self.train_set = on_device(data.train, self.device)
         self.test_set = on_device(task.test, self.device) if task.test is not None else None
         self.outlook = outlook or look_ahead(protocol, data, size)
-        self.waits = self._fits(size)
+        self._narrow(size)
+        self.waits = (self.on_gpu if wait is None else wait) and self._fits(size)
         self._steps_done = self._steps_run = 0
         self._places: Lanes | None = None
         self._ticks: dict[bool, Callable[[], None]] = {}
@@ -114,43 +121,45 @@ class Batched:
     def train(self, round: int, clients: Sequence[int], message: Letter, personal: bool) -> Iterable[Reply]:
         model, down = self.protocol.read_down(message, round)
         busy = [client for client in clients if self.data.size(client)]
-        found = self.memory.get_all(busy) if self.protocol.keeps else [None] * len(busy)
-        memories = [own or self.protocol.first(model) for own in found]
-        private = [memory[PRIVATE] for memory in memories]
-        before = self._scores(busy, [{**model, **own} for own in private]) if personal else []
-        trained = self._train(round, busy, model, private, down, memories) if busy else []
-        after = self._scores(busy, [one.state for one in trained]) if personal else []
-        if self.stays:
-            model, down = bring(model, self.device), bring_groups(down, self.device)
-
-        def reply(place: int) -> tuple[Reply, Groups]:
-            client = busy[place]
-            made, kept = reply_of(
-                self.protocol,
-                trained[place],
-                model,
-                down,
-                memories[place],
-                round=round,
-                client=client,
-                examples=self.data.size(client),
-            )
-            return (replace(made, before=before[place], after=after[place]) if personal else made), kept
-
-        replies = dict(zip(busy, map(reply, range(len(busy))), strict=True))
+        own = OwnParts(self.memory, busy, lambda: self.protocol.first(model))
+        made = self._replies(round, busy, model, down, own, personal)
         for client in clients:
-            if client not in replies:
-                yield Reply(client, reason="it holds no examples")
-                continue
-            made, kept = replies[client]
-            self.memory.hold(client, kept)
-            yield made
+            yield next(made) if self.data.size(client) else Reply(client, reason="it holds no examples")
+
+    def _replies(
+        self, round: int, clients: Sequence[int], model: State, down: Groups, own: OwnParts, personal: bool
+    ) -> Iterator[Reply]:
+        """In the clients' order; as many states are held as there are lanes, and those that ended out of order."""
+        seen = (bring(model, self.device), bring_groups(down, self.device)) if self.stays else (model, down)
+        trained = self._train(round, clients, model, down, own)
+        for start in range(0, len(clients), self.lanes):
+            some = clients[start : start + self.lanes]
+            before = self._scores(some, [{**model, **own[c][PRIVATE]} for c in some]) if personal else []
+            ended = [next(trained) for _ in some]
+            after = self._scores(some, [one.state for one in ended]) if personal else []
+            for place, client in enumerate(some):
+                one, ended[place] = ended[place], _GONE
+                examples = self.data.size(client)
+                made, kept = reply_of(
+                    self.protocol, one, *seen, own[client], round=round, client=client, examples=examples
+                )
+                self.memory.hold(client, round, kept)
+                yield replace(made, before=before[place], after=after[place]) if personal else made
 
     def keep(self, round: int, clients: Sequence[int]) -> None:
         self.memory.keep(round, clients)
 
     def evaluate(self, state: State) -> Score | None:
         return self.judge.evaluate(state, self.test_set) if self.test_set is not None else None
+
+    def score_clients(self, round: int, clients: Sequence[int], message: Letter) -> Iterator[Reply]:
+        model, _ = self.protocol.read_down(message, round)
+        for start in range(0, len(clients), self.lanes):
+            some = clients[start : start + self.lanes]
+            found = self.memory.get_all(some) if self.protocol.keeps else [None] * len(some)
+            states = [own_model(self.protocol, model, memory) for memory in found]
+            for client, score in zip(some, self._scores(some, states), strict=True):
+                yield Reply(client, before=score)
 
     def _scores(self, clients: Sequence[int], states: list[State]) -> list[Score]:
         """Each client's own model on its own test data, as many at once as there are lanes."""
@@ -175,18 +184,16 @@ class Batched:
         return found
 
     def _train(
-        self,
-        round: int,
-        clients: Sequence[int],
-        model: State,
-        private: list[State],
-        down: Groups,
-        memories: list[Groups],
-    ) -> list[Trained]:
+        self, round: int, clients: Sequence[int], model: State, down: Groups, own: OwnParts
+    ) -> Iterator[Trained]:
         """In fewer lanes after each try that the device has no memory for, and no state waits there any more."""
-        while True:
+        done = 0
+        while done < len(clients):
             try:
-                return self._in_lanes(round, clients, model, private, down, memories)
+                for one in self._in_lanes(round, clients[done:], model, down, own):
+                    done += 1
+                    yield one
+                continue
             except torch.OutOfMemoryError:
                 if self.lanes == 1 and not self.waits:
                     raise RunError(
@@ -205,32 +212,42 @@ class Batched:
                 torch.cuda.empty_cache()
 
     def _in_lanes(
-        self,
-        round: int,
-        clients: Sequence[int],
-        model: State,
-        private: list[State],
-        down: Groups,
-        memories: list[Groups],
-    ) -> list[Trained]:
+        self, round: int, clients: Sequence[int], model: State, down: Groups, own: OwnParts
+    ) -> Iterator[Trained]:
         plan = self._plan(round, clients)
-        start = bring(model, self.device)
-        own = [own_variables(memory) for memory in memories]
-        places = self._prepare(plan, start, private[0], down, own[0])
+        start, first = bring(model, self.device), own[clients[0]]
+        places = self._prepare(plan, start, first[PRIVATE], down, own_variables(first))
         places.lr.fill_(self.protocol.algorithm.local.lr_at(round))
         tick = self._tick(plan, places)
 
         def bring_own(of: Sequence[int]) -> Owned:
-            variables = {group: bring_all([own[p][group] for p in of], self.device) for group in own[0]}
-            return bring_all([private[p] for p in of], self.device), variables
+            parts = own.of([clients[place] for place in of])
+            stacked = {g: bring_all([part[g] for part in parts], self.device) for g in parts[0]}
+            return stacked.pop(PRIVATE), stacked
 
         # After the tick is made: warming it up draws numbers too, and a resumed run makes it in another round.
-        with own_layers(self.protocol.seed, round, self.stream, self.device):
-            ended, states, losses = drive(tick, places, plan, start, bring_own, self.waits)
+        layers = own_layers(self.protocol.seed, round, self.stream, self.device)
+        events = drive(tick, places, plan, start, bring_own, self.waits)
         self._steps_done += sum(segment.steps for segment in plan.segments)
         self._steps_run += self.lanes * plan.steps
-        self._think_ahead(round, clients)
-        return self._collect(ended, states, losses)
+        if self.waits:
+            with layers:
+                ended = list(events)
+            self._think_ahead(round, clients)
+            yield from self._collect(_joined(ended))
+            return
+        waiting: dict[int, Trained] = {}
+        place = 0
+        while True:
+            with layers:
+                event = next(events, None)
+            if event is None:
+                return
+            waiting |= dict(zip((s.client for s in event[0]), self._collect(event, False), strict=True))
+            del event
+            while place in waiting:
+                yield waiting.pop(place)
+                place += 1
 
     def one_tick(self) -> Callable[[], None]:
         """One step of all lanes, again and again, outside any round: what a benchmark times."""
@@ -299,20 +316,16 @@ class Batched:
             self.say(f"engine: compiling the step of {self.lanes} lanes, once; minutes at first, then cached")
         return capture(tick, places, self.compile, self.notes)
 
-    def _collect(
-        self, ended: list[Segment], states: list[State], losses: list[torch.Tensor]
-    ) -> list[Trained]:
-        """One state a client, to the host unless it stays, all at once, and into the cohort's order."""
+    def _collect(self, event: Event, in_order: bool = True) -> list[Trained]:
+        """One state a client, on the host unless it stays; in the cohort's order, or in that of the event."""
         program = self.protocol.program
-        if self.waits:
-            states = [{name: torch.cat([state[name] for state in states]) for name in states[0]}]
-        loss = torch.cat(losses).tolist()
-        sound = None
-        if self.waits and self.on_gpu:
-            sound = _finite({name: states[0][name] for name in program.parameters})
-        clients: list[State] = []
-        while states:
-            clients += fetch(states.pop(0), self.stays)
+        segments, stacked, losses = event
+        sound = (
+            _finite({name: stacked[name] for name in program.parameters})
+            if self.waits and self.on_gpu
+            else None
+        )
+        clients = fetch(stacked, self.stays)
         trained = {
             segment.client: Trained(
                 {name: client[name] for name in program.parameters},
@@ -321,9 +334,27 @@ class Batched:
                 segment.steps,
                 sound[place] if sound is not None else None,
             )
-            for place, (segment, client, total) in enumerate(zip(ended, clients, loss, strict=True))
+            for place, (segment, client, total) in enumerate(
+                zip(segments, clients, losses.tolist(), strict=True)
+            )
         }
-        return [trained[place] for place in sorted(trained)]
+        return [trained[place] for place in (sorted(trained) if in_order else trained)]
+
+    def _narrow(self, size: int) -> None:
+        """On a CPU, as many lanes as half of the memory holds: a GPU says itself when it has no more."""
+        most = int(host_memory() / 2 / self._lane_bytes())
+        if self.on_gpu or self.lanes <= most:
+            return
+        self.outlook = look_ahead(self.protocol, self.data, size, max(1, most))
+        self._note(f"the cohort goes in waves of {self.lanes}: more lanes do not fit into half of the memory")
+
+    def _lane_bytes(self) -> int:
+        """A lane's state, its gradient, the stepped state, a correction, and the state that leaves; what it owns."""
+        program = self.protocol.program
+        parameters = {name: program.initial[name] for name in program.parameters}
+        momentum = 2 if self.protocol.algorithm.local.momentum else 0
+        owned = sum(map(nbytes, self.protocol.first(program.initial).values()))
+        return (5 + momentum) * nbytes(parameters) + 3 * owned
 
     def _fits(self, size: int) -> bool:
         """Whether a cohort's states may wait on the device: thrice, as they leave their lanes, joined and side by side,
@@ -343,6 +374,13 @@ class Batched:
     def _note(self, text: str) -> None:
         self.notes.append(text)
         self.say(f"engine: {text}")
+
+
+def _joined(events: list[Event]) -> Event:
+    """Several events as one."""
+    segments, states, losses = zip(*events, strict=True)
+    joined = {name: torch.cat([state[name] for state in states]) for name in states[0]}
+    return [segment for part in segments for segment in part], joined, torch.cat(losses)
 
 
 def _finite(stacked: State) -> list[bool]:

@@ -13,11 +13,12 @@ from fedpara.data import Examples
 from fedpara.engines.program import Program
 from fedpara.engines.streams import torch_numbers
 from fedpara.engines.worker import Score, Trained, Worker
-from fedpara.errors import ConfigError, RunError, UpdateRejected
+from fedpara.errors import ConfigError, UpdateRejected
 from fedpara.state import State, finite, zeros_like
 from fedpara.wire import Header, Letter, Link, Message, Spec, admit, guard, letter, pack, spec_of, unpack
 
 PRIVATE = "private"
+DIVERGED = "it diverged"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Reply:
     reached: bool = True  # the server's message was sent to it
     unread: int = 0  # bytes that came and are not read: no message, or one that came late
     late: int = 0  # the earlier round that it answers
+    diverged: bool = False  # its loss or its parameters are no longer finite
 
 
 @dataclass(frozen=True)
@@ -173,16 +175,13 @@ def reply_of(
     client: int,
     examples: int,
 ) -> tuple[Reply, Groups]:
-    """What a trained client sends, and what it keeps. A client that diverged ends the run."""
+    """What a trained client sends, and what it keeps. One that diverged sends nothing and keeps what it had."""
     program, algorithm = protocol.program, protocol.algorithm
     wrong = "" if math.isfinite(trained.loss) else f"its loss is {trained.loss}"
     if not wrong and not (finite(trained.parameters) if trained.finite is None else trained.finite):
         wrong = "its parameters are no longer finite"
     if wrong:
-        raise RunError(
-            f"client {client} diverged in round {round}: {wrong}. The state before this round is kept. "
-            "Lower the learning rate, or set a gradient clip."
-        )
+        return Reply(client, reason=f"{DIVERGED}: {wrong}", diverged=True), memory
     x = {name: model[name] for name in program.shared}
     y = {name: trained.parameters[name] for name in program.shared}
     eta = algorithm.local.lr_at(round)
@@ -194,6 +193,11 @@ def reply_of(
     except UpdateRejected as error:  # too large for a narrow uplink
         return Reply(client, reason=str(error)), {PRIVATE: private, **own}
     return Reply(client, message, "", trained.loss), {PRIVATE: private, **own}
+
+
+def own_model(protocol: Protocol, model: State, memory: Groups | None) -> State:
+    """A client's whole model: the shared part it received, and the private part it keeps or starts with."""
+    return {**model, **(memory or protocol.first(model))[PRIVATE]}
 
 
 def own_variables(memory: Groups) -> Groups:

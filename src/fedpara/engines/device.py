@@ -1,6 +1,6 @@
 """What the batched engine asks of its device: a precision, room, and to hold the data."""
 
-import math
+import os
 from dataclasses import replace
 
 import torch
@@ -26,8 +26,12 @@ def precision_on(device: torch.device, asked: Precision | None) -> Precision:
 
 
 def room_on(device: torch.device) -> float:
-    """Bytes of memory; no bound on a CPU, where states are on the host from the first."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
+    """Bytes of memory, whoever else uses them: the same run on the same machine takes the same path."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory()
+
+
+def host_memory() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def on_device(examples: Examples, device: torch.device) -> Examples:

@@ -2,6 +2,8 @@
 
 for t = 1 .. T:  S = cohort(t);  message = letter(x, extras);  replies = engine.train(S, message)
                  x, server = aggregate(the replies that are admitted)
+
+Each update is added to the round's mean as it is admitted, in the cohort's order, and then let go.
 """
 
 from collections import deque
@@ -14,18 +16,22 @@ from typing import TypeVar
 import torch
 
 from fedpara.algorithms import Groups, Update
-from fedpara.engines.aggregation import aggregated
-from fedpara.engines.client import Protocol, Reply, change_coded, from_change
+from fedpara.algorithms.core import Weighting
+from fedpara.engines.aggregation import Intake
+from fedpara.engines.client import DIVERGED, Protocol, Reply, change_coded, from_change
 from fedpara.engines.freight import HOST, bring, place_of
-from fedpara.engines.streams import cohort, torch_numbers
+from fedpara.engines.streams import cohort, final_sample, torch_numbers
 from fedpara.engines.threads import THREADS
+from fedpara.engines.weights import capped
 from fedpara.engines.worker import Score
 from fedpara.errors import RunError, UpdateRejected, WireError
-from fedpara.state import State, finite, mean
+from fedpara.state import State, finite
 from fedpara.wire import Letter, Meter, admit, guard, letter, pack, unpack
 
 Verdict = TypeVar("Verdict")
 
+MOST_SCORED = 1000
+"""Clients that are scored at the end of a run; of a larger federation so many are drawn."""
 LARGE_MESSAGE = 1 << 20  # bytes; threads gain on hashing and copying more than this, and lose below
 
 
@@ -45,6 +51,12 @@ class Engine(Interface):
 
     def evaluate(self, state: State) -> Score | None: ...
 
+    def score_clients(self, round: int, clients: Sequence[int], message: Letter) -> Iterable[Reply]:
+        """Each client's own model, the shared part in `message` with what the client keeps, on its own test data.
+
+        Nothing is trained or kept. The score is the reply's `before`; a client that has none gives the reason.
+        """
+
 
 @dataclass(frozen=True, eq=False)
 class Progress:
@@ -56,6 +68,16 @@ class Progress:
     server: Groups
     bytes_up: int = 0
     bytes_down: int = 0
+
+
+@dataclass(frozen=True)
+class Everyone:
+    """The clients' own models after the last aggregation, each on its own test data; no client trains for it."""
+
+    accuracy: float  # the mean over the clients
+    clients: int  # that were scored
+    of: int  # in the federation
+    bytes_down: int  # what it took to send them the model: not part of a round's bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +96,7 @@ class Round:
     after: float | None = None
     notes: tuple[str, ...] = field(default=())
     kept: tuple[int, ...] = ()  # the clients whose memories are of this round now
+    everyone: Everyone | None = None  # at the end of a run whose clients have test data
 
     @property
     def number(self) -> int:
@@ -90,9 +113,16 @@ class Schedule:
     target: float | None = None
     minimum: int = 1  # usable updates, else the round keeps the model
     examples: Callable[[int], int] | None = None  # how many a client has, where the server knows
+    weights: Weighting = "examples"  # of the updates, in a mean that an algorithm weights by examples
+    max_share: float | None = None  # of a round's weight, the most that one client has
 
     def evaluates(self, round: int) -> bool:
         return round % self.evaluate_every == 0 or round == self.rounds
+
+    def ends(self, result: "Round") -> bool:
+        """Whether the run is over: all rounds are done, or the target accuracy is met."""
+        met = self.target is not None and result.accuracy is not None and result.accuracy >= self.target
+        return met or result.number >= self.rounds
 
 
 def beginning(protocol: Protocol) -> Progress:
@@ -116,7 +146,7 @@ def play(
             ) from None
         yield result
         progress = result.progress
-        if schedule.target is not None and result.accuracy is not None and result.accuracy >= schedule.target:
+        if schedule.ends(result):
             return
 
 
@@ -128,23 +158,19 @@ def _round(
     message, sent = _broadcast(protocol, progress, t)
     meter, scored = Meter(), personal and schedule.evaluates(t)
     replies = engine.train(t, chosen, message, scored)
-    got = _collect(protocol, schedule, t, chosen, message, sent, replies, meter)
-    x, server, averages = progress.x, progress.server, progress.buffers
-    if protocol.link.down != "float32":
-        got.updates = [_as_moved(update, x, sent) for update in got.updates]
-    if len(got.updates) >= schedule.minimum:
-        x, server = aggregated(protocol.algorithm, x, server, got.updates, schedule.clients)
-        if averages:
-            averages = bring(mean(got.buffers, [float(update.examples) for update in got.updates]), HOST)
+    got = _collect(protocol, schedule, progress, chosen, message, sent, replies, meter)
+    x, server, averages, count = progress.x, progress.server, progress.buffers, len(got.replies)
+    if got.intake is not None and count >= schedule.minimum:
+        x, server, averages = got.intake.aggregate(server, schedule.clients)
         _refuse_overflow(t, [x, averages, *server.values()])
     else:
-        few = f"{len(got.updates)} of {schedule.minimum}" if got.updates else "no"
+        _refuse_divergence(t, got)
+        few = f"{count} of {schedule.minimum}" if count else "no"
         got.notes.append(
-            f"round {t} had {few} usable update{'s' if got.updates else ''}: the model is kept as it was"
+            f"round {t} had {few} usable update{'s' if count else ''}: the model is kept as it was"
         )
         got.replies.clear()
-    got.updates.clear()  # they may hold a GPU's memory, which scoring has a use for
-    got.buffers.clear()
+    got.intake = None  # it may hold a GPU's memory, which scoring has a use for
     engine.keep(t, [reply.client for reply in got.replies])
     up, down = meter.total_up, meter.total_down
     result = Round(
@@ -157,24 +183,27 @@ def _round(
         notes=tuple(got.notes),
         kept=tuple(reply.client for reply in got.replies) if protocol.keeps else (),
     )
-    return _evaluated(protocol, engine, schedule, got.replies if scored else [], result)
+    result = _evaluated(protocol, engine, schedule, got.replies if scored else [], result)
+    return (
+        _with_everyone(protocol, engine, schedule, result) if personal and schedule.ends(result) else result
+    )
 
 
 @dataclass
 class _Collected:
     """What came back. `replies` are those whose updates were taken, without their messages."""
 
-    updates: list[Update] = field(default_factory=list)
-    buffers: list[State] = field(default_factory=list)
+    intake: Intake | None = None
     replies: list[Reply] = field(default_factory=list)
     refused: list[tuple[int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    diverged: int = 0  # of those refused
 
 
 def _collect(
     protocol: Protocol,
     schedule: Schedule,
-    round: int,
+    progress: Progress,
     chosen: Sequence[int],
     message: Letter,
     sent: State,
@@ -182,7 +211,7 @@ def _collect(
     meter: Meter,
 ) -> _Collected:
     """One update a client that was asked, whatever an engine or a network hands over."""
-    got = _Collected()
+    got, round = _Collected(), progress.round + 1
     waiting = dict.fromkeys(chosen)
     known = {HOST.type: sent}  # the model as it was sent, on each device that an update is on
 
@@ -212,18 +241,53 @@ def _collect(
             meter.down(round, reply.client, message)
         if reply.message is None:
             got.refused.append((reply.client, reply.reason))
+            got.diverged += reply.diverged
             continue
         if isinstance(verdict, WireError):
             got.refused.append((reply.client, str(verdict)))
             continue
         assert verdict is not None
-        got.updates.append(verdict[0])
-        got.buffers.append(verdict[1])
+        if got.intake is None:
+            weights = _weights(schedule, chosen, round, got.notes)
+            got.intake = Intake(protocol.algorithm, progress.x, weights)
+        update, buffers = verdict
+        if protocol.link.down != "float32":
+            update = _as_moved(update, progress.x, sent)
+        got.intake.take(reply.client, update, buffers)
         got.replies.append(replace(reply, message=None))
     for client in waiting:
         meter.down(round, client, message)
         got.refused.append((client, "it sent no reply"))
     return got
+
+
+def _weights(schedule: Schedule, chosen: Sequence[int], round: int, notes: list[str]) -> dict[int, float]:
+    """The weight of every client of the cohort that holds examples; those it caps are named in the notes."""
+    if schedule.examples is None:
+        return {}
+    counts = {client: count for client in chosen if (count := schedule.examples(client))}
+    if schedule.weights == "uniform":
+        return dict.fromkeys(counts, 1.0)
+    if schedule.max_share is None:
+        return {client: float(count) for client, count in counts.items()}
+    weights = dict(zip(counts, capped(list(counts.values()), schedule.max_share), strict=True))
+    notes += [
+        f"round {round}: client {client} with {counts[client]} examples counts as {weight:.6g}: "
+        f"no client has more than {schedule.max_share:.0%} of a round's weight"
+        for client, weight in weights.items()
+        if weight < counts[client]
+    ]
+    return weights
+
+
+def _refuse_divergence(round: int, got: _Collected) -> None:
+    """RunError where no client is left because all that trained diverged: the next round would do the same."""
+    if got.diverged and not got.replies:
+        client, reason = next((c, why) for c, why in got.refused if DIVERGED in why)
+        raise RunError(
+            f"round {round}: every client that trained diverged; client {client}: {reason}. The state before this "
+            "round is kept. Lower the learning rate, or set a gradient clip."
+        )
 
 
 def _refuse_overflow(round: int, states: Iterable[State]) -> None:
@@ -320,3 +384,19 @@ def _evaluated(
         if score is not None:
             result = replace(result, accuracy=score.accuracy, loss=score.loss)
     return result
+
+
+def _with_everyone(protocol: Protocol, engine: Engine, schedule: Schedule, result: Round) -> Round:
+    """`Everyone` at the end of a run: a round's own scores are of its cohort, before its updates are averaged."""
+    n = schedule.clients
+    chosen = list(range(n)) if n <= MOST_SCORED else final_sample(protocol.seed, n, MOST_SCORED)
+    message, _ = _broadcast(protocol, result.progress, result.number + 1)
+    replies = list(engine.score_clients(result.number + 1, chosen, message))
+    scored = [reply.before.accuracy for reply in replies if reply.before and reply.before.examples]
+    missing = [reply for reply in replies if reply.before is None]
+    notes = [f"client {reply.client} was not scored at the end: {reply.reason}" for reply in missing]
+    if not scored:
+        return replace(result, notes=(*result.notes, *notes))
+    sent = len(message) * sum(reply.reached for reply in replies)
+    everyone = Everyone(sum(scored) / len(scored), len(scored), n, sent)
+    return replace(result, everyone=everyone, notes=(*result.notes, *notes))

@@ -82,6 +82,16 @@ class Ranks:
 
         return _score(self.group.gather("the evaluation", work)[0].header["score"])
 
+    def score_clients(self, round: int, clients: Sequence[int], message: Letter) -> Iterator[Reply]:
+        """Every rank scores the clients whose private parts it holds."""
+        mine = self.share(clients, self.group.rank)
+
+        def work() -> Part:
+            return Part({"replies": [_facts(r) for r in self.inner.score_clients(round, mine, message)]})
+
+        for part in self.group.gather("the scores of all clients", work):
+            yield from _replies(part)
+
 
 class Elsewhere:
     """A memory that says so where a client's own part is with another rank."""
@@ -111,6 +121,7 @@ def _facts(reply: Reply) -> dict[str, Any]:
         "loss": reply.loss,
         "before": _of_score(reply.before),
         "after": _of_score(reply.after),
+        "diverged": reply.diverged,
     }
 
 
@@ -124,6 +135,7 @@ def _replies(part: Part) -> Iterator[Reply]:
             facts["loss"],
             _score(facts["before"]),
             _score(facts["after"]),
+            diverged=facts["diverged"],
         )
 
 

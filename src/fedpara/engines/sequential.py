@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from fedpara.data import FederatedData
-from fedpara.engines.client import Protocol, Reply, client_round
+from fedpara.engines.client import Protocol, Reply, client_round, own_model
 from fedpara.engines.memory import ClientMemory, Held
 from fedpara.engines.task import Task
 from fedpara.engines.worker import Score, Worker
@@ -45,7 +45,7 @@ class Sequential:
                 client=client,
                 test=self.data.client_test(client) if personal else None,
             )
-            self.memory.hold(client, kept)
+            self.memory.hold(client, round, kept)
             yield reply
 
     def keep(self, round: int, clients: Sequence[int]) -> None:
@@ -54,3 +54,9 @@ class Sequential:
     def evaluate(self, state: State) -> Score | None:
         """The global model on the task's test set."""
         return self.worker.evaluate(state, self.task.test) if self.task.test is not None else None
+
+    def score_clients(self, round: int, clients: Sequence[int], message: Letter) -> Iterator[Reply]:
+        model, _ = self.protocol.read_down(message, round)
+        for client in clients:
+            state = own_model(self.protocol, model, self.memory.get(client))
+            yield Reply(client, before=self.worker.evaluate(state, self.data.client_test(client)))

@@ -5,16 +5,14 @@ layers other than `nn.Dropout` draw from torch's generator, seeded so: in which 
 in threads of one process would draw from it in turns.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Literal
 
 import numpy as np
 import torch
 
-Purpose = Literal["cohort", "batches", "augment", "layers", "link-up", "link-down"]
-_PURPOSES: tuple[Purpose, ...] = ("cohort", "batches", "augment", "layers", "link-up", "link-down")
+Purpose = Literal["cohort", "batches", "augment", "layers", "link-up", "link-down", "final"]
+_PURPOSES: tuple[Purpose, ...] = ("cohort", "batches", "augment", "layers", "link-up", "link-down", "final")
 
 
 def numbers(seed: int, purpose: Purpose, round: int, client: int = 0) -> np.random.Generator:
@@ -31,23 +29,40 @@ def torch_numbers(seed: int, purpose: Purpose, round: int, client: int = 0) -> t
     return torch.Generator().manual_seed(torch_seed(seed, purpose, round, client))
 
 
-@contextmanager
-def own_layers(seed: int, round: int, client: int, device: torch.device | None = None) -> Iterator[None]:
-    """What layers draw for themselves comes from the client's stream; the caller's is left alone."""
-    # Its own seed, not torch.manual_seed, which keeps a traceback for each GPU it might find.
-    generator = torch.default_generator
-    if device is not None and device.type == "cuda":
-        generator = torch.cuda.default_generators[device.index or torch.cuda.current_device()]
-    before = generator.get_state()
-    generator.manual_seed(torch_seed(seed, "layers", round, client))
-    try:
-        yield
-    finally:
-        generator.set_state(before)
+class own_layers:
+    """What layers draw for themselves comes from the client's stream; the caller's is left alone.
+
+    Entered again, the stream goes on where it was left.
+    """
+
+    def __init__(self, seed: int, round: int, client: int, device: torch.device | None = None) -> None:
+        # The generator's own seed, not torch.manual_seed, which keeps a traceback for each GPU it might find.
+        self._generator = torch.default_generator
+        if device is not None and device.type == "cuda":
+            self._generator = torch.cuda.default_generators[device.index or torch.cuda.current_device()]
+        self._seed = torch_seed(seed, "layers", round, client)
+        self._state: torch.Tensor | None = None
+
+    def __enter__(self) -> None:
+        self._before = self._generator.get_state()
+        if self._state is None:
+            self._generator.manual_seed(self._seed)
+        else:
+            self._generator.set_state(self._state)
+
+    def __exit__(self, *_: object) -> None:
+        self._state = self._generator.get_state()
+        self._generator.set_state(self._before)
 
 
 def cohort(seed: int, round: int, clients: int, size: int) -> list[int]:
     """`size` of `clients` without replacement. numpy does it in the time and memory of the cohort once that is
     under a fiftieth of a large federation."""
     chosen = numbers(seed, "cohort", round).choice(clients, size, replace=False, shuffle=False)
+    return sorted(chosen.tolist())
+
+
+def final_sample(seed: int, clients: int, size: int) -> list[int]:
+    """Who is scored at the end of a run whose federation is too large to score everyone."""
+    chosen = numbers(seed, "final", 0).choice(clients, size, replace=False, shuffle=False)
     return sorted(chosen.tolist())

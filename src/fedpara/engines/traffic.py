@@ -3,7 +3,7 @@
 Step all to the next client's end, let those that end leave and the next ones in, and on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from fedpara.state import State
 
 Owned = tuple[State, Groups]
 """Clients' private parameters and their algorithm's variables, stacked, on the device."""
+Event = tuple[list[Segment], State, Tensor]
 
 
 def drive(
@@ -26,16 +27,13 @@ def drive(
     start: State,
     bring_own: Callable[[Sequence[int]], Owned],
     waits: bool,
-) -> tuple[list[Segment], list[State], list[Tensor]]:
-    """The segments in the order in which they ended, their states stacked event by event, their summed losses.
+) -> Iterator[Event]:
+    """Who ended, their stacked states and their summed losses, event by event.
 
     Who comes and goes is on the device before the first step, and so is what everyone owns; each state `waits` there
     for the last one: a copy in between would wait for the steps. Where a cohort is too large for that, each event
     brings what those own who come in, and takes the states of those who leave to the host.
     """
-    ended: list[Segment] = []
-    states: list[State] = []
-    losses: list[Tensor] = []
     events = sorted({0} | {segment.end for segment in plan.segments})
     changes = [
         (
@@ -57,12 +55,14 @@ def drive(
     ):
         for _ in range(event - before):
             tick()
+        ended = None
         if leaving:
             state = places.leave(left)
-            states.append(state if waits else bring(state, HOST))
-            losses.append(places.losses.index_select(0, left))
-            ended += leaving
+            ended = leaving, state if waits else bring(state, HOST), places.losses.index_select(0, left)
         if coming:
             owned = everyone or bring_own([segment.client for segment in coming])
             places.enter(taken, start, who, *owned)
-    return ended, states, losses
+            del owned
+        if ended:
+            yield ended
+            del ended, state  # the caller has them

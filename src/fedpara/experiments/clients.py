@@ -53,9 +53,19 @@ class OnDisk:
         return read_groups(self._path(client, rounds[-1]), (client, rounds[-1]))
 
     def put(self, client: int, round: int, groups: Groups) -> None:
+        self.stage(client, round, groups)
+        self.adopt(client, round)
+
+    def stage(self, client: int, round: int, groups: Groups) -> None:
+        """Write the file; it counts once it is adopted. A restart drops it, as it is later than the checkpoint."""
         path = self._path(client, round)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_groups(path, groups, durable=False, whose=(client, round))
+
+    def drop(self, client: int, round: int) -> None:
+        self._path(client, round).unlink(missing_ok=True)
+
+    def adopt(self, client: int, round: int) -> None:
         rounds = self._versions.setdefault(client, [])
         if not rounds or rounds[-1] != round:
             rounds.append(round)

@@ -1,0 +1,139 @@
+"""How much an update counts, and that a round holds one update at a time."""
+
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedpara import algorithms
+from fedpara.algorithms import Update
+from fedpara.engines.aggregation import Intake
+from fedpara.engines.loop import Schedule, play
+from fedpara.engines.memory import InMemory
+from fedpara.engines.weights import capped
+from fedpara.wire import decode, encode
+
+COUNTS = st.lists(st.integers(0, 2**62), min_size=1, max_size=12).filter(any)
+
+
+@given(COUNTS, st.floats(0.01, 1.0))
+def test_no_client_has_more_than_its_share_of_the_weight(counts, max_share):
+    weights = capped(counts, max_share)
+    present = sum(count > 0 for count in counts)
+    bound = max(max_share, 1 / present)
+    assert max(weights) <= bound * sum(weights) * (1 + 1e-9)
+    assert all(0 <= weight <= count for weight, count in zip(weights, counts, strict=True))
+    assert all((weight > 0) == (count > 0) for weight, count in zip(weights, counts, strict=True))
+    ceiling = max(weights)
+    assert all(weight in (count, ceiling) for weight, count in zip(weights, counts, strict=True))
+
+
+@given(COUNTS)
+def test_a_share_of_one_changes_nothing(counts):
+    assert capped(counts, 1.0) == counts
+
+
+def test_the_cap_by_hand():
+    assert capped([2**40, 100, 100], 0.5) == [200.0, 100, 100]
+    assert capped([600, 300, 100], 0.4) == pytest.approx([200.0, 200.0, 100])
+    assert capped([600, 300, 100], 0.2) == [100, 100, 100], "three clients cannot all have a fifth"
+
+
+def test_a_capped_client_moves_the_model_by_no_more_than_its_share(world):
+    """Client 0 claims 2^40 examples: uncapped it is the mean, capped it is half of it, and the notes name it."""
+    protocol = world.protocol(world.model())
+    claims = {0: 2**40, 1: 100, 2: 100}
+
+    class Claimed:
+        def __init__(self, engine):
+            self.engine = engine
+
+        def __getattr__(self, name):
+            return getattr(self.engine, name)
+
+        def train(self, round, clients, message, personal):
+            for reply in self.engine.train(round, clients, message, personal):
+                self.states[reply.client] = decode(reply.message)[1]
+                yield rewritten(reply, claims[reply.client])
+
+    def rewritten(reply, examples):
+        header, state = decode(reply.message)
+        return replace(reply, message=encode(state, replace(header, examples=examples)))
+
+    def first(max_share, weights="examples"):
+        engine = Claimed(world.engine("sequential", protocol, InMemory()))
+        engine.states = {}
+        schedule = Schedule(1, 3, 3, examples=claims.__getitem__, max_share=max_share, weights=weights)
+        (result,) = play(protocol, engine, schedule, personal=False)
+        return result, engine.states
+
+    free, states = first(None)
+    capped_, _ = first(0.5)
+    uniform, _ = first(None, "uniform")
+    name = "fc2.weight"
+    torch.testing.assert_close(free.progress.x[name], states[0][name])
+    half = 0.5 * states[0][name] + 0.25 * (states[1][name] + states[2][name])
+    torch.testing.assert_close(capped_.progress.x[name], half)
+    third = (states[0][name] + states[1][name] + states[2][name]) / 3
+    torch.testing.assert_close(uniform.progress.x[name], third)
+    assert free.notes == uniform.notes == ()
+    (note,) = capped_.notes
+    assert "client 0 with 1099511627776 examples counts as 200" in note
+    assert "more than 50% of a round's weight" in note
+
+
+@pytest.mark.parametrize("name", algorithms.names())
+def test_an_update_is_let_go_once_it_is_in_the_mean(name):
+    algorithm = algorithms.build(name, algorithms.Local())
+    x = {"w": torch.randn(5)}
+    server = algorithm.server_init(x)
+    updates = [
+        Update({"w": torch.randn(5)}, {g: {"w": torch.randn(5)} for g in _sent(algorithm, x)}, n)
+        for n in (3, 1, 2)
+    ]
+    together = algorithm.aggregate(x, server, updates, 10)
+    intake = Intake(algorithm, x, {7: 3.0, 8: 1.0, 9: 2.0})
+    for client in (7, 8, 9):
+        update = updates.pop(0)
+        held = weakref.ref(update.y["w"])
+        intake.take(client, update, {})
+        del update
+        assert held() is None, "the sum is all that a round holds"
+    one_by_one = intake.aggregate(server, 10)
+    assert torch.equal(one_by_one[0]["w"], together[0]["w"])
+    for group, state in together[1].items():
+        assert torch.equal(one_by_one[1][group]["w"], state["w"])
+
+
+def _sent(algorithm, x):
+    down = algorithm.broadcast(algorithm.server_init(x))
+    return algorithm.finish(x, x, down, algorithm.client_init(x), 1, 0.1)[0]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched"])
+def test_a_round_holds_few_messages_at_once(world, engine):
+    """Of a cohort of six at most two replies are alive: the one that is judged, and the one before it."""
+    protocol = world.protocol(world.model())
+    inner = world.engine(engine, protocol, InMemory()).engine
+    alive: list[weakref.ref] = []
+    most = 0
+
+    class Watched:
+        name, why = "watched", ""
+        keep, evaluate = inner.keep, inner.evaluate
+
+        def train(self, *given):
+            nonlocal most
+            for reply in inner.train(*given):
+                alive.append(weakref.ref(reply.message))
+                most = max(most, sum(ref() is not None for ref in alive))
+                yield reply
+                del reply
+
+    schedule = Schedule(1, 6, 6, examples=world.federation.size)
+    list(play(protocol, Watched(), schedule, personal=False))
+    assert len(alive) == 6
+    assert most <= 2
