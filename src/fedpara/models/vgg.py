@@ -10,7 +10,8 @@ from torch import nn
 from fedpara.errors import ConfigError
 from fedpara.models.init import he_convolutions
 
-STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+STAGES = ((1, 1), (2, 2), (4, 4, 4), (8, 8, 8), (8, 8, 8))
+"""Widths of the convolutions, in units of the first one's."""
 
 
 def vgg16(
@@ -18,29 +19,26 @@ def vgg16(
     groups: int = 32,
     dropout: float = 0.5,
     channels: int = 3,
-    shrink: int = 1,
+    width: int = 64,
     bias: bool = True,
 ) -> nn.Sequential:
     """[B, channels, 32, 32] to [B, classes]; children `features`, `flatten`, `classifier`.
 
     The layout of the features is torchvision's `vgg16_bn`. Five halvings leave 512x1x1, so there is no
-    pooling before the head. Every width is divided by `shrink`. Without `bias` a convolution has none: the norm
-    behind it takes W at any scale, but a bias beside a small W soon outweighs it.
+    pooling before the head. `width` is that of the first stage, and the others are 2, 4 and 8 times as wide. Without
+    `bias` a convolution has none: the norm behind it takes W at any scale, but a bias beside a small W soon outweighs
+    it.
     """
-    if not 1 <= shrink <= STAGES[0][0]:
-        raise ConfigError(f"vgg16 with its widths divided by {shrink}: expected 1 to {STAGES[0][0]}.")
-    narrowest = STAGES[0][0] // shrink
-    if groups < 1 or narrowest % groups:
-        raise ConfigError(
-            f"vgg16 with {groups} groups: expected a divisor of {narrowest}, its narrowest width."
-        )
+    if groups < 1 or width % groups:
+        raise ConfigError(f"vgg16 with {groups} groups: expected a divisor of {width}, its narrowest width.")
     features: list[nn.Module] = []
     inputs = channels
     for stage in STAGES:
-        for width in (full // shrink for full in stage):
-            conv = nn.Conv2d(inputs, width, 3, padding=1, bias=bias)
-            features += [conv, nn.GroupNorm(groups, width), nn.ReLU()]
-            inputs = width
+        for times in stage:
+            outputs = times * width
+            conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=bias)
+            features += [conv, nn.GroupNorm(groups, outputs), nn.ReLU()]
+            inputs = outputs
         features.append(nn.MaxPool2d(2))
     head = [
         nn.Dropout(dropout),
