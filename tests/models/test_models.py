@@ -25,6 +25,7 @@ SHAPES = {
 # Of which model they are a variant.
 VARIANTS = {
     **dict.fromkeys(("vgg16-nodrop", "vgg16-gn2", "vgg16-gn2-nodrop", "vgg16-nobias"), "vgg16"),
+    "vgg16-narrow": "vgg16-nobias",
     "vgg16-tiny": "vgg16-nobias",
     "resnet18-tiny": "resnet18",
     "lstm-tiny": "lstm",
@@ -343,5 +344,5 @@ def test_arguments_of_another_kind_are_named(name, classes, shape):
     "build", [lambda: models.vgg16(groups=0), lambda: models.vgg16(width=20), lambda: models.lstm(layers=0)]
 )
 def test_a_network_of_no_size_is_refused(build):
-    with pytest.raises(ConfigError, match="expected (1|a divisor of)"):
+    with pytest.raises(ConfigError, match=r"expected (1|a divisor of)"):
         build()
