@@ -7,7 +7,7 @@ from typing import get_args
 import torch
 
 from fedpara.algorithms import Algorithm
-from fedpara.algorithms.core import COUNT, SEED, check
+from fedpara.algorithms.core import AT_MOST_ONE, COUNT, SEED, Weighting, check
 from fedpara.data import FederatedData
 from fedpara.engines.batched import Batched
 from fedpara.engines.client import PRIVATE, Protocol
@@ -27,6 +27,8 @@ from fedpara.parameterization import covered
 from fedpara.state import State
 from fedpara.wire import Link
 
+MAX_CLAIMED_SHARE = 0.5
+"""The largest share of a round's weight that one client has by default where clients state how many examples they have."""
 ENGINES = ("auto", "sequential", "batched", "flower")
 
 
@@ -94,6 +96,8 @@ def simulate(
     evaluate_every: int = 1,
     personal: bool | None = None,
     max_norm: float | None = None,
+    weights: Weighting = "examples",
+    max_share: float | None = None,
     target: float | None = None,
     memory: ClientMemory | None = None,
     on_round: Callable[[Round], None] | None = None,
@@ -105,6 +109,9 @@ def simulate(
                 the cohort of each client's model on its own test data, after its training and before the averaging
     max_norm    an update further than this from the model it began with is refused; the change of a control variate and
                 of BatchNorm's statistics counts too
+    weights     "examples" weights a client's update by its number of examples, "uniform" gives all the same; SCAFFOLD
+                and FedDyn are uniform by definition
+    max_share   the largest share of a round's weight that one client may have, such as 0.5
     target      ends the run at this accuracy, a fraction such as 0.8
     memory      where clients' private parts and variables are kept: `get(client)`, `put(client, round, groups)`
     """
@@ -125,6 +132,8 @@ def simulate(
         evaluate_every=evaluate_every,
         personal=personal,
         max_norm=max_norm,
+        weights=weights,
+        max_share=max_share,
         target=target,
     )
     memory = InMemory() if memory is None else memory
@@ -166,6 +175,8 @@ def prepare(
     evaluate_every: int,
     personal: bool | None,
     max_norm: float | None,
+    weights: Weighting,
+    max_share: float | None,
     target: float | None,
 ) -> tuple[Protocol, Schedule, bool]:
     """Everything checked, nothing run yet: what both ends know, the rounds, and whether clients are scored."""
@@ -183,6 +194,10 @@ def prepare(
         raise ConfigError(f"link is {link!r}: expected a Link, such as Link(up='float16').")
     if max_norm is not None:
         check(("a positive bound", lambda bound: bound > 0), max_norm=max_norm)
+    if weights not in get_args(Weighting):
+        raise ConfigError(f"weights is {weights!r}: expected 'examples' or 'uniform'.")
+    if max_share is not None:
+        check(AT_MOST_ONE, max_share=max_share)
     if target is not None:
         check(("an accuracy above 0 and at most 1, such as 0.8", lambda share: 0 < share <= 1), target=target)
     if engine not in ENGINES:
@@ -223,7 +238,19 @@ def prepare(
         )
     protocol = Protocol(program, algorithm, link, seed)
     known = data.size if len(data.train) else None  # where nodes have data of their own, only they know
-    schedule = Schedule(rounds, len(data), cohort, evaluate_every, max_norm, target, examples=known)
+    if known is None and max_share is None:
+        max_share = MAX_CLAIMED_SHARE
+    schedule = Schedule(
+        rounds,
+        len(data),
+        cohort,
+        evaluate_every,
+        max_norm,
+        target,
+        examples=known,
+        weights=weights,
+        max_share=max_share,
+    )
     return protocol, schedule, personal
 
 

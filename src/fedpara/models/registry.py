@@ -35,8 +35,8 @@ def _vgg(**changed: Any) -> Callable[[int, Shape], nn.Module]:
     return lambda classes, shape: vgg16(classes, channels=shape[0], **changed)
 
 
-# The variants: no dropout; no bias before a norm; two groups of channels for 32; narrow, as small as FedPara at gamma 0.1
-# (1,492,710 parameters for 10 classes) and dense; tiny, a sixteenth as wide, for a quick try.
+# The variants: no dropout; no bias before a norm; two groups of channels for 32; narrow, which is dense and as small as
+# FedPara at gamma 0.1 (1,492,710 parameters for 10 classes); tiny, a sixteenth as wide, for a quick try.
 VGG = {
     "vgg16": _vgg(),
     "vgg16-nodrop": _vgg(dropout=0.0),
