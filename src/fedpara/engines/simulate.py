@@ -28,7 +28,7 @@ from fedpara.state import State
 from fedpara.wire import Link
 
 MAX_CLAIMED_SHARE = 0.5
-"""The largest share of a round's weight that one client has by default where clients state how many examples they have."""
+"""The default of `max_share` where clients state how many examples they have, and nobody else knows."""
 ENGINES = ("auto", "sequential", "batched", "flower")
 
 
