@@ -5,7 +5,8 @@ import pytest
 from fedpara import data
 from fedpara.errors import ConfigError
 from fedpara.experiments import Experiment
-from fedpara.experiments.build import build_federation, build_model, build_scheme
+from fedpara.experiments.build import build_model, build_scheme
+from fedpara.experiments.federation import build_federation
 from fedpara.parameterization import FedPara, forms
 
 
@@ -64,7 +65,7 @@ def test_the_largest_owners_come_first_with_their_own_test_data():
     experiment = Experiment(
         dataset="generated:femnist", split="largest", clients=4, cohort=4, personal=True, model="mlp"
     )
-    federation = build_federation(experiment, train, test)
+    federation, _ = build_federation(experiment, train, test)
     counts = train.owners.bincount()
     sizes = [federation.size(i) for i in range(4)]
     assert sizes == sorted(counts.tolist(), reverse=True)[:4]

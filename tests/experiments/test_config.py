@@ -3,6 +3,7 @@
 import re
 import tomllib
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from fedpara.data import FederatedData
 from fedpara.errors import ConfigError, SchemeError
 from fedpara.experiments import Experiment
 from fedpara.experiments.build import build, build_algorithm, build_scheme
-from fedpara.experiments.config import FREE, read_toml, to_toml, with_values
+from fedpara.experiments.config import FREE, LATER, read_toml, to_toml, with_values
 from fedpara.experiments.presets import PRESETS, preset
+from fedpara.experiments.summary import read_config
 from fedpara.parameterization import FedPara, LowRank, PFedPara
 
 positive = st.floats(1e-30, 1e30)
@@ -112,16 +114,54 @@ OTHER = {
     "engine": "sequential",
     "precision": "tf32",
     "where": "every",
+    "validation": 0.1,
+    "weights": "uniform",
+    "max_share": 0.5,
+    "test_owners": "all",
 }
 
 
 def test_the_identity_is_of_everything_but_the_free_fields():
     assert OTHER.keys() == {field.name for field in fields(Experiment)}
-    base = Experiment(algorithm="fedprox")
+    base = Experiment(algorithm="fedprox", split="owner")
     for name, value in OTHER.items():
         changed = replace(base, **{name: value})
         assert changed != base, name
         assert (changed.identity == base.identity) == (name in FREE), name
+
+
+def test_golden_a_field_that_was_added_later_leaves_the_identity_of_runs_without_it():
+    """The digests of two experiments, as they were before the first such field."""
+    assert LATER.keys() == {"validation", "weights", "max_share", "test_owners"}
+    assert Experiment().identity == "d9146da9ccc93a55"
+    before = Experiment(split="owner", dataset="femnist", model="mlp", test_owners="all")
+    assert before.identity == "735bee1d96cbdd41"
+    assert replace(before, test_owners="training").identity != before.identity
+
+
+@pytest.mark.parametrize("changes", [{"split": "iid"}, {"personal": True}])
+def test_whose_test_data_it_is_counts_only_where_it_decides_a_score(changes):
+    base = replace(Experiment(split="largest"), **changes)
+    assert replace(base, test_owners="all").identity == base.identity
+
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+def test_golden_every_kept_run_has_the_identity_its_folder_is_named_by():
+    folders = sorted(path.parent for path in (RESULTS / "paper").glob("*/config.toml"))
+    assert len(folders) > 80
+    assert [f.name[-6:] for f in folders] == [read_config(f).identity[:6] for f in folders]
+
+
+@pytest.mark.parametrize(("said", "found"), [("", "all"), ('test_owners = "training"\n', "training")])
+def test_a_run_folder_of_before_was_scored_on_all_owners(tmp_path, said, found):
+    """And a config that someone gives to a new run means the default."""
+    (tmp_path / "config.toml").write_text(f'split = "owner"\n{said}')
+    assert read_config(tmp_path).test_owners == found
+    assert read_toml(tmp_path / "config.toml").test_owners == "training"
+    (tmp_path / "config.toml").write_text(f'split = "iid"\n{said}')
+    assert read_config(tmp_path) == read_toml(tmp_path / "config.toml"), "there it makes no difference"
 
 
 BAD = {
@@ -138,6 +178,10 @@ BAD = {
     "evaluate_every": (0, "at least 1"),
     "alpha": (0.0, "expected a positive number"),
     "data_fraction": (0.0, "above 0 and at most 1"),
+    "validation": (1.0, "a share below 1, such as 0.1"),
+    "weights": ("exampels", "did you mean 'examples'"),
+    "max_share": (0.0, "above 0 and at most 1, such as 0.2"),
+    "test_owners": ("trained", "did you mean 'training'"),
     "target": (80.0, "at most 1, such as 0.8"),
     "seed": (1 << 63, "0 to 2^63 - 1"),
     "lr": ("fast", "expected float"),

@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
 from fedpara.errors import ConfigError
 from fedpara.experiments import paper, run
+from fedpara.experiments.paper.recipe import superseded
 from fedpara.experiments.paper.sizes import gpu_minutes, parameters, total_bytes, traffic
 
 NAMES = [
@@ -83,6 +84,41 @@ def test_what_the_paper_leaves_open_is_the_same_for_every_scheme():
     assert {key: len(kinds) for key, kinds in groups.items() if len(kinds) > 1} == {}
 
 
+def test_low_rank_starts_from_its_own_default():
+    cnn = [e for e in EVERY if e.model.startswith("vgg16")]
+    assert {e.init for e in cnn if e.scheme == "lowrank"} == {None}
+    assert {e.init for e in cnn if e.scheme == "fedpara"} == {"he:1.4"}
+
+
+def test_images_are_split_as_by_the_papers_source_and_text_is_scored_on_who_trains():
+    assert {e.split for e in EVERY if e.dataset.startswith("ci")} == {"iid", "dirichlet-capped"}
+    assert {e.test_owners for e in EVERY} == {"training"}
+
+
+def test_what_a_correction_replaced_is_another_run():
+    """Of each kind that was corrected, and of no other; personal scores were right."""
+    old = {e.identity: superseded(e) for e in EVERY}
+    for e in EVERY:
+        kept = old[e.identity]
+        text = e.dataset == "shakespeare" and e.split == "owner"
+        wrong = (e.split == "dirichlet-capped", text, e.scheme == "lowrank" and e.model.startswith("vgg16"))
+        assert (kept is not None) == any(wrong)
+        if kept is not None:
+            assert kept.identity not in old
+            assert kept.split == ("dirichlet" if wrong[0] else e.split)
+            assert kept.test_owners == ("all" if wrong[1] else "training")
+            assert kept.init == ("he:1.4" if wrong[2] else e.init)
+            assert paper.run_name(kept) != paper.run_name(e)
+
+
+def test_the_name_of_a_run_says_which_dirichlet_and_that_it_is_a_validation_run():
+    e = next(e for e in EVERY if e.split == "dirichlet-capped")
+    names = [paper.run_name(x) for x in (e, replace(e, split="dirichlet"), replace(e, validation=0.1))]
+    assert "-noniid-capped-" in names[0]
+    assert "-noniid-vgg16" in names[1]
+    assert "-validation0.1-" in names[2]
+
+
 def test_studies_share_their_runs():
     def identities(name, **given):
         return {e.identity for e in paper.runs(name, **given).values()}
@@ -140,6 +176,16 @@ def test_traffic_is_what_a_run_really_sends(row, tmp_path):
     assert line["down"] == each.down * e.cohort
     assert abs(line["up"] - each.up * e.cohort) <= 8 * e.cohort, "but for the digits of a client's number"
     assert abs(sent.bytes_up + sent.bytes_down - total_bytes(e)) <= 8 * e.cohort * e.rounds
+
+
+@pytest.mark.parametrize("link", ["float32", "float16"])
+def test_traffic_counts_the_buffers_of_batchnorm_as_they_travel(link, tmp_path):
+    """Exactly, whatever the link is."""
+    (e,) = (e for e in paper.runs("resnet", scale="tiny").values() if e.scheme == "original")
+    e = replace(e, link_up=link, link_down=link, rounds=1, batch_size=8)
+    line = run(e, tmp_path / "run").metrics[0]
+    assert line["down"] == traffic(e).down * e.cohort
+    assert abs(line["up"] - traffic(e).up * e.cohort) <= 8 * e.cohort, "but for a client's number"
 
 
 def test_sizes_are_those_of_the_built_model():

@@ -1,10 +1,12 @@
 """The page in a real browser: it draws, answers to the mouse, fits a phone, and nothing goes wrong."""
 
 import importlib.util
+import shutil
 from pathlib import Path
 
 import pytest
 
+from fedpara.experiments.library import Library
 from fedpara.report.page import page
 
 _spec = importlib.util.spec_from_file_location("browser", Path(__file__).parent / "browser.py")
@@ -117,3 +119,16 @@ def test_tables_are_the_ones_of_the_terminal(opened, tables):
         expected = [table.at(row, column) for row in table.study.rows for column in table.study.columns]
         assert shown == [entry.text for entry in expected if entry is not None]
     assert opened.errors == []
+
+
+def test_a_folder_named_like_a_script_blanks_nothing(runs, tmp_path):
+    for path in runs.iterdir():
+        shutil.copytree(path, tmp_path / "<!--<script>" / path.name)
+    file = tmp_path / "page.html"
+    file.write_text(page(Library.of(tmp_path / "<!--<script>"), []), encoding="utf-8")
+    window = browser.Browser(file, tmp_path / "profile")
+    try:
+        assert len(curves(window)) == 3
+        assert window.errors == []
+    finally:
+        window.close()

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from fedpara.experiments import paper
+from fedpara.experiments import Experiment, paper
 from fedpara.experiments.library import Library
 from fedpara.experiments.paper.measures import minutes_to
 from fedpara.report.page import page
-from fedpara.report.series import all_series, label_of, points
+from fedpara.report.series import aligned, all_series, label_of, panel_of, points
 from fedpara.report.tables import table_of
 
 
@@ -68,6 +68,55 @@ def test_seeds_are_one_series_with_a_range(text, library):
     assert sorted(labels) == ["FedPara γ 0.1", "low-rank", "original"]
 
 
+def test_seeds_are_averaged_by_round_also_where_one_was_prolonged(library):
+    """Scored every 5 rounds and at its end: a run to 7 that went on to 15 has one score more than a run to 15."""
+    some = next(iter(library))
+    scores = {0: {5: 0.5, 7: 0.9, 10: 0.6, 15: 0.7}, 1: {5: 0.3, 10: 0.4, 15: 0.5}}
+    runs = {}
+    for seed, by_round in scores.items():
+        lines = [some.metrics[0] | {"round": t, "accuracy": by_round.get(t)} for t in range(1, 16)]
+        experiment = replace(some.experiment, seed=seed, evaluate_every=5)
+        path = some.path.with_name(f"seed{seed}")
+        runs[experiment.identity] = (replace(some, path=path, experiment=experiment, metrics=lines),)
+    (series,) = content(page(Library(runs), []))["series"]
+    assert series["rounds"] == [5, 10, 15]
+    assert series["accuracy"] == [40.0, 50.0, 60.0]
+    assert (series["low"], series["high"]) == ([30.0, 40.0, 50.0], [50.0, 60.0, 70.0])
+    assert len(series["gigabytes"]) == len(series["compute"]) == 3
+
+
+def test_a_seed_without_a_common_round_is_left_out_of_the_curve(library):
+    first, second = (run for run in library if run.experiment.scheme == "original")
+    late = replace(second, metrics=[{**line, "round": line["round"] + 5} for line in second.metrics])
+    found = aligned([first, late])
+    assert found == [points(first)]
+    assert aligned([replace(first, metrics=[])]) == []
+
+
+def test_validation_scores_have_a_panel_of_their_own(library):
+    some = next(iter(library))
+    held = replace(
+        some, experiment=replace(some.experiment, validation=0.1), path=some.path.with_name("held")
+    )
+    both = Library({**library.runs, held.experiment.identity: (held,)})
+    shown = content(
+        page(both, [table_of(study, both, range(4), scale="tiny") for study in paper.STUDIES.values()])
+    )
+    (own,) = (s for s in shown["series"] if s["score"] == "Validation")
+    assert own["runs"] == [both.name_of(held)]
+    assert own["panel"].endswith(", validation")
+    assert own["paper"] is None
+    assert all(s["panel"] != own["panel"] for s in shown["series"] if s is not own)
+    assert label_of(held.experiment).endswith("(validation)")
+    assert [run["validation"] for name, run in shown["runs"].items() if name == both.name_of(held)] == [True]
+
+
+@pytest.mark.parametrize("split", ["dirichlet", "dirichlet-capped"])
+def test_the_two_dirichlet_splits_are_two_panels(split):
+    said = {"dirichlet": "non-IID (Dirichlet)", "dirichlet-capped": "non-IID (capped Dirichlet)"}
+    assert panel_of(Experiment(dataset="cifar10", model="vgg16", split=split)) == f"CIFAR-10 {said[split]}"
+
+
 def test_points_add_up_to_the_runs_bytes(library):
     run = next(iter(library))
     found = points(run)
@@ -116,11 +165,20 @@ def test_runs_of_one_name_in_two_folders_are_told_apart(library, tmp_path):
     assert {name for table in tables for entry in table.entries for name in entry.runs} <= set(shown["runs"])
 
 
-def test_a_name_cannot_end_the_script(library, tables):
-    """Text in the data that looks like the end of its element does not end it."""
-    from dataclasses import replace
-
-    wild = [replace(t, study=replace(t.study, title="</script><b>")) for t in tables]
+@pytest.mark.parametrize("name", ["</script><b>", "<!--<script>", "<!-- <SCRIPT "])
+def test_a_name_can_neither_end_the_script_nor_keep_it_open(library, tables, name):
+    """After "<!--<script" a browser takes the next "</script>" for the inner one's end, and shows no page."""
+    wild = [replace(t, study=replace(t.study, title=name)) for t in tables]
     text = page(library, wild)
-    assert "</script><b>" not in text
-    assert content(text)["tables"][0]["title"] == "</script><b>"
+    data = text.split('<script id="data" type="application/json">')[1].split("</script>")[0]
+    assert "<" not in data
+    assert json.loads(data)["tables"][0]["title"] == name
+
+
+def test_nor_can_a_folders_name(runs, tmp_path):
+    for path in runs.iterdir():
+        shutil.copytree(path, tmp_path / "<!--<script>" / path.name)
+    found = Library.of(tmp_path)
+    text = page(found, [])
+    assert text.count("<!--") == 0
+    assert all(name.startswith("<!--<script>/") for name in content(text)["runs"])

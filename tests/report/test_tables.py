@@ -3,7 +3,6 @@
 import csv
 import io
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -17,7 +16,16 @@ from fedpara.report.figures import study_figure
 from fedpara.report.formats import csv_text, latex, markdown, plain
 from fedpara.report.others import COLUMNS, other_runs
 from fedpara.report.page import page
-from fedpara.report.tables import NO_NUMBER, NOT_REACHED, NOT_RUN, NOT_SCORED, half_width, table_of
+from fedpara.report.tables import (
+    NO_NUMBER,
+    NOT_REACHED,
+    NOT_RUN,
+    NOT_SCORED,
+    TO_RUN_AGAIN,
+    half_width,
+    ratio,
+    table_of,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -142,18 +150,119 @@ def test_the_document_has_every_study_and_a_headline(tables):
     assert NOT_RUN in text
 
 
-def test_unequal_seeds_are_explained_where_two_runs_make_a_number(tables, runs, tmp_path):
-    said = "A number of two runs is of the seeds that both have."
-    assert said not in document(tables)
-    for path in runs.iterdir():
-        if not ("fedpara" in path.name and "seed1" in path.name):
-            shutil.copytree(path, tmp_path / path.name)
-    fewer = [
-        table_of(study, Library.of(tmp_path), range(4), scale="tiny") for study in paper.STUDIES.values()
-    ]
-    sections = {part.split(":")[0]: part for part in document(fewer).split("\n## ")}
-    assert said in sections["communication"]
-    assert said not in sections["capacity-cnn"]
+def test_a_ratio_is_of_means_by_hand():
+    """12 / mean(1, 2, 3) = 6; s / mean is 0 (one seed) and 1/2, so ± 3. With 10 and 14 it is sqrt(8) / 12 and 1/2."""
+    assert ratio([12], [1, 2, 3]) == pytest.approx((6.0, 3.0))
+    assert ratio([10, 14], [1, 2, 3]) == pytest.approx((6.0, 6 * (8 / 144 + 1 / 4) ** 0.5))
+    assert ratio([12], [2]) == (6.0, None)
+    half = 4.303 * 1 / 3**0.5  # t(0.975, 2) s / sqrt(3), where s = 1
+    assert ratio([12], [1, 2, 3], "ci95") == pytest.approx((6.0, 6 * half / 2))
+
+
+def with_rounds_to_80(library, study, rounds):
+    """Runs of the miniature that meet 80% in the given rounds, by scheme and seed; a round sends 10 bytes."""
+    runs = {}
+    for scheme, numbers in rounds.items():
+        of_setting = [e for c in study.cells if c.row.startswith("CIFAR-10 IID") for e in c.experiments]
+        e = next(e for e in of_setting if e.scheme == scheme)
+        for seed, last in numbers.items():
+            experiment = paper.changes(seed)(e)
+            some = next(iter(library))
+            lines = [
+                some.metrics[0]
+                | {"round": t, "accuracy": 0.8 if t == last else 0.1, "total_up": 10 * t, "total_down": 0}
+                for t in range(1, e.rounds + 1)
+            ]
+            path = some.path.with_name(f"{scheme}-{seed}")
+            runs[experiment.identity] = (replace(some, path=path, experiment=experiment, metrics=lines),)
+    return Library(runs)
+
+
+def test_a_ratio_has_all_seeds_of_each_side_and_says_how_many(library):
+    """Rounds to 80%: 6 of one seed over the mean of 1, 2 and 3."""
+    study, row = paper.study("communication"), "CIFAR-10 IID, 80%"
+    found = with_rounds_to_80(library, study, {"original": {0: 6}, "fedpara": {0: 1, 1: 2, 2: 3}})
+    table = table_of(study, found, range(4))
+    fewer = table.at(row, "times fewer")
+    assert (fewer.value, fewer.spread) == pytest.approx((3.0, 1.5))
+    assert fewer.text == "3.0× ± 1.5 (1 and 3 seeds)"
+    assert len(fewer.runs) == 4
+    assert table.at(row, "FedPara [GB]").value == pytest.approx(20 / 2**30)
+    (cell,) = (
+        r
+        for r in csv.DictReader(io.StringIO(csv_text([table])))
+        if r["column"] == "times fewer" and r["row"] == row
+    )
+    assert cell["seeds"] == "1 and 3"
+    said = document([table_of(s, found, range(4)) for s in paper.STUDIES.values()])
+    assert "A ratio is of two means, each over all seeds" in said.split("## communication")[1].split("## ")[0]
+    assert "A ratio is" not in said.split("## capacity-cnn")[1].split("## ")[0]
+
+
+def test_a_ratio_of_seeds_that_did_not_all_arrive_says_so(library):
+    study, row = paper.study("communication"), "CIFAR-10 IID, 80%"
+    found = with_rounds_to_80(library, study, {"original": {0: 6, 1: 6}, "fedpara": {0: 2, 1: 999}})
+    assert table_of(study, found, range(2)).at(row, "times fewer").text == "3.0× ± 0.0 (2 and 1 of 2 seeds)"
+    both = with_rounds_to_80(library, study, {"original": {0: 6}, "fedpara": {0: 2}})
+    assert table_of(study, both, range(2)).at(row, "times fewer").text == "3.0× (1 seed each)"
+    none = with_rounds_to_80(library, study, {"original": {0: 6}, "fedpara": {0: 999}})
+    assert table_of(study, none, range(2)).at(row, "times fewer").text == NOT_REACHED
+
+
+def test_a_run_of_before_a_correction_leaves_its_cell_to_be_run_again(library):
+    """And stands among the runs of no table, where its label says what it was."""
+    study = paper.study("lstm")
+    (new,) = (
+        c.experiments[0] for c in study.cells if (c.row, c.column) == ("original", "Shakespeare non-IID")
+    )
+    old = replace(new, test_owners="all", rounds=2)
+    some = next(iter(library))
+    found = Library({old.identity: (replace(some, experiment=old),)})
+    table = table_of(study, found, [0], rounds=2)
+    cell = table.at("original", "Shakespeare non-IID")
+    assert (cell.text, cell.runs) == (TO_RUN_AGAIN, ())
+    assert table.at("FedPara, γ 0", "Shakespeare non-IID").text == NOT_RUN
+    assert '"state":"missing"' in page(found, [table])
+    (row,) = other_runs(found, [table]).study.rows
+    assert row == "Shakespeare non-IID, scored on all owners' test data, original"
+    again = replace(new, rounds=2)
+    right = Library({**found.runs, again.identity: (replace(some, experiment=again),)})
+    assert table_of(study, right, [0], rounds=2).at("original", "Shakespeare non-IID").value is not None
+
+
+def test_the_mean_over_a_cohort_does_not_stand_for_all_clients(library):
+    some = next(iter(library))
+    experiment = replace(
+        some.experiment, personal=True, share="none", scheme="original", gamma=None, init=None
+    )
+    run = replace(some, experiment=experiment)
+    assert experiment.cohort < experiment.clients
+    rest = other_runs(Library({"one": (run,)}), [])
+    assert rest.entries[0].text == TO_RUN_AGAIN
+    assert "only the scores of each round's cohort" in document([*tables_of(library), rest])
+    everyone = {"accuracy": 0.5, "clients": 6, "of": 6}
+    scored = replace(run, metrics=[*run.metrics[:-1], {**run.metrics[-1], "everyone": everyone}])
+    assert other_runs(Library({"one": (scored,)}), []).entries[0].value == 50.0
+    whole = replace(run, experiment=replace(experiment, cohort=experiment.clients))
+    assert other_runs(Library({"one": (whole,)}), []).entries[0].value is not None
+
+
+def tables_of(library):
+    return [table_of(study, library, range(4), scale="tiny") for study in paper.STUDIES.values()]
+
+
+def test_a_validation_score_is_called_one(library):
+    some = next(iter(library))
+    held = replace(
+        some, experiment=replace(some.experiment, validation=0.1), path=some.path.with_name("held")
+    )
+    both = Library({**library.runs, held.experiment.identity: (held,)})
+    assert all("held" not in name for t in tables_of(both) for e in t.entries for name in e.runs)
+    (row,) = other_runs(both, tables_of(both)).study.rows
+    assert (
+        row == "CIFAR-10 (generated) IID, vgg16-tiny, validation, original (validation)"
+        or "validation" in row
+    )
 
 
 def test_the_documents_are_those_of_the_results():
@@ -172,7 +281,7 @@ def test_runs_of_no_table_have_one_of_their_own(library, tables, tmp_path):
     rest = other_runs(library, [])
     rows = {row: [rest.at(row, column) for column in COLUMNS] for row in rest.study.rows}
     assert len(rows) == 3
-    assert all(len(entries[0].values) == 2 for entries in rows.values()), "two seeds are one row"
+    assert all(len(entries[0].samples[0].values) == 2 for entries in rows.values()), "two seeds are one row"
     names = [name for entries in rows.values() for name in entries[0].runs]
     assert sorted(names) == sorted(map(library.name_of, library))
     (row,) = (row for row in rows if "FedPara" in row)

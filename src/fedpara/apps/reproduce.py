@@ -112,6 +112,7 @@ def _json(table: Table, figure: Path | None) -> dict[str, Any]:
             "ours": e.value,
             "spread": e.spread,
             "seeds": e.seeds,
+            "seeds_of_each": [sample.seeds for sample in e.samples],
             "text": e.text,
             "runs": list(e.runs),
         }

@@ -15,8 +15,8 @@ import typer
 
 from fedpara import data, models
 from fedpara.apps.named_model import refuse_users
+from fedpara.apps.outcome import json_of, print_runs
 from fedpara.apps.progress import Show, say
-from fedpara.apps.terminal_table import empty_table, print_table
 from fedpara.engines.group import Part, join
 from fedpara.engines.simulate import ENGINES
 from fedpara.errors import ConfigError, FedParaError, UsageError, of_several
@@ -63,7 +63,7 @@ def run(
         str | None, typer.Option(help="all, fedper (all but the last layer), none (Local)")
     ] = None,
     split: Annotated[str | None, typer.Option(help=", ".join(SPLITS))] = None,
-    alpha: Annotated[float | None, typer.Option(help="Of the Dirichlet split.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="Of the Dirichlet splits.")] = None,
     clients: Annotated[int | None, typer.Option(help="Among which the examples are split.")] = None,
     cohort: Annotated[int | None, typer.Option(help="Clients a round.")] = None,
     rounds: int | None = None,
@@ -77,11 +77,24 @@ def run(
     clip: Annotated[float | None, typer.Option(help="Gradient norm.")] = None,
     jacobian: Annotated[float | None, typer.Option(help="lambda of the Jacobian correction.")] = None,
     augment: Annotated[str | None, typer.Option(help="none, crop-flip")] = None,
+    validation: Annotated[
+        float | None,
+        typer.Option(
+            help="Hold out this share of each client's examples, such as 0.1, and score them in place of the test set."
+        ),
+    ] = None,
     personal: Annotated[bool | None, typer.Option(help="Score each client's own model.")] = None,
     link_up: Annotated[str | None, typer.Option(help="float32, float16, bfloat16, int8")] = None,
     link_down: Annotated[str | None, typer.Option(help="The same.")] = None,
     target: Annotated[float | None, typer.Option(help="Stop at this accuracy, such as 0.8.")] = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Rounds between evaluations.")] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="Of the updates in their mean: examples (each client's number), uniform"),
+    ] = None,
+    max_share: Annotated[
+        float | None, typer.Option(help="The most of a round's weight that one client may have, such as 0.2.")
+    ] = None,
     max_norm: Annotated[float | None, typer.Option(help="Refuse updates further away than this.")] = None,
     seed: int | None = None,
     engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
@@ -282,59 +295,14 @@ def finish(folder: Path, runs: dict[str, Summary], as_json: bool) -> None:
 
         figure = accuracy_against_bytes(runs, folder / "accuracy-against-bytes.png")
         if not as_json:
-            _table(runs)
+            print_runs(runs)
             typer.echo(f"figure: {figure}")
     elif not as_json:
-        _table(runs)
+        print_runs(runs)
     if as_json:
-        typer.echo(json.dumps(_json(folder, runs)))
+        typer.echo(json.dumps(json_of(folder, runs)))
     else:
         first = next(iter(runs.values()))
         private = first.experiment.scheme == "pfedpara" or first.experiment.share != "all"
         words = f"fedpara export {shlex.quote(str(first.path))} --format safetensors{' --client N' * private}"
         typer.echo(f"look deeper: {words}, or read {shlex.quote(str(first.path / 'metrics.jsonl'))}")
-
-
-def _json(folder: Path, runs: dict[str, Summary]) -> dict[str, Any]:
-    """The one run; of several each under its name, and no number that might be taken for all of them."""
-    rows = {name: _row(summary) for name, summary in runs.items()}
-    if len(rows) == 1:
-        return next(iter(rows.values()))
-    return {"run": str(folder), "runs": rows}
-
-
-def _row(summary: Summary) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "run": str(summary.path),
-        "rounds": summary.rounds,
-        "accuracy": summary.accuracy,
-        "bytes_up": summary.bytes_up,
-        "bytes_down": summary.bytes_down,
-        "seconds": round(summary.seconds, 3),
-        "engine": summary.engine,
-    }
-    target = summary.experiment.target
-    if target is not None:
-        reached = summary.reached(target)
-        sent = reached["total_up"] + reached["total_down"] if reached else None
-        row["target"] = {"accuracy": target, "rounds": reached["round"] if reached else None, "bytes": sent}
-    return row
-
-
-def _table(runs: dict[str, Summary]) -> None:
-    most = max(summary.bytes_up + summary.bytes_down for summary in runs.values())
-    several = len(runs) > 1
-    fewer = ["times fewer bytes"] * several
-    table = empty_table(["run"], ["rounds", "accuracy", "sent [MB]", *fewer, "seconds"])
-    for name, s in runs.items():
-        sent = s.bytes_up + s.bytes_down
-        accuracy = "-" if s.accuracy is None else f"{s.accuracy:.1%}"
-        table.add_row(
-            name,
-            str(s.rounds),
-            accuracy,
-            f"{sent / 1e6:.2f}",
-            *[f"{most / max(1, sent):.1f}"] * several,
-            f"{s.seconds:.1f}",
-        )
-    print_table(table)

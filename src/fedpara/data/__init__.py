@@ -6,7 +6,16 @@ clients = data.dirichlet(train.labels, clients=100, alpha=0.5, seed=0)
 
 from fedpara.data.examples import Examples, normalise, unit_scale
 from fedpara.data.federated import FederatedData
-from fedpara.data.partition import Partition, by_owner, dirichlet, iid, personal_test, shards, split
+from fedpara.data.partition import (
+    Partition,
+    by_owner,
+    dirichlet,
+    dirichlet_capped,
+    iid,
+    personal_test,
+    shards,
+    split,
+)
 from fedpara.data.registry import Report, Status, data_folder, load, names, prepare, status, verify
 
 __all__ = [
@@ -18,6 +27,7 @@ __all__ = [
     "by_owner",
     "data_folder",
     "dirichlet",
+    "dirichlet_capped",
     "iid",
     "load",
     "names",

@@ -5,17 +5,16 @@ from functools import cached_property
 from hashlib import blake2b
 from os import PathLike
 
-import numpy as np
 import torch
 from torch import nn
 
 from fedpara import algorithms, data, models, parameterization
 from fedpara.algorithms import Algorithm, Local
 from fedpara.data import Examples, FederatedData
-from fedpara.data.partition import Partition
 from fedpara.engines.task import Task
 from fedpara.errors import ConfigError
 from fedpara.experiments.config import Experiment
+from fedpara.experiments.federation import build_federation
 from fedpara.experiments.own import is_own, server_side
 from fedpara.parameterization import Scheme
 from fedpara.parameterization.plan import Where
@@ -48,13 +47,13 @@ def build(experiment: Experiment, data_dir: str | PathLike[str] | None = None) -
     algorithm = build_algorithm(experiment)
     link = Link(up=experiment.link_up, down=experiment.link_down)
     scheme = build_scheme(experiment)
+    scored: Examples | None
     if is_own(experiment.dataset):
-        federation, test = server_side(experiment)
+        federation, scored = server_side(experiment)
     else:
-        train, test = data.load(experiment.dataset, data_dir)
-        federation = build_federation(experiment, train, test)
+        federation, scored = build_federation(experiment, *data.load(experiment.dataset, data_dir))
     model = build_model(experiment, federation.train.classes, federation.train.shape, scheme)
-    return Parts(Task(model, test, experiment.augment), federation, algorithm, link)  # type: ignore[arg-type]
+    return Parts(Task(model, scored, experiment.augment), federation, algorithm, link)  # type: ignore[arg-type]
 
 
 def build_algorithm(experiment: Experiment) -> Algorithm:
@@ -125,59 +124,3 @@ def build_rule(experiment: Experiment, model: nn.Module, scheme: Scheme) -> Wher
             f"got {scheme}."
         )
     return models.resnet_layers(replace(scheme, gamma=1.0), scheme)
-
-
-def build_federation(experiment: Experiment, train: Examples, test: Examples) -> FederatedData:
-    clients, owners = _clients(experiment, train), experiment.split in ("owner", "largest")
-    if experiment.keep is not None:
-        clients = clients[: experiment.keep]
-    if experiment.data_fraction < 1:
-        clients = _thinned(clients, experiment.data_fraction, experiment.seed)
-    if not experiment.personal:
-        return FederatedData(train, clients)
-    if owners:
-        if test.owners is None:
-            raise ConfigError(
-                f"{experiment.dataset} has no owners in its test set: there is no personal test data."
-            )
-        assert train.owners is not None
-        theirs = data.by_owner(test.owners, roster=train.owners)
-        if experiment.split == "largest":
-            theirs = _largest_first(theirs, data.by_owner(train.owners))
-        return FederatedData(train, clients, personal=(test, theirs[: len(clients)]))
-    theirs = data.personal_test(test.labels, clients, train.labels, seed=experiment.seed)
-    return FederatedData(train, clients, personal=(test, theirs))
-
-
-def _clients(experiment: Experiment, train: Examples) -> Partition:
-    n, seed, labels = experiment.clients, experiment.seed, train.labels
-    if experiment.split == "iid":
-        return data.iid(labels, n, seed)
-    if experiment.split == "dirichlet":
-        return data.dirichlet(labels, n, experiment.alpha, seed)
-    if experiment.split == "shards":
-        return data.shards(labels, n, seed, experiment.classes_per_client)
-    if train.owners is None:
-        raise ConfigError(
-            f"{experiment.dataset} does not say who owns an example: choose iid, dirichlet or shards."
-        )
-    owned = data.by_owner(train.owners)
-    if experiment.split == "largest":
-        owned = _largest_first(owned, owned)
-    if experiment.cohort > min(n, len(owned)):
-        raise ConfigError(
-            f"a cohort of {experiment.cohort} from {min(n, len(owned))} owners: expected no more."
-        )
-    return owned[:n]
-
-
-def _largest_first(owners: Partition, training: Partition) -> Partition:
-    """The owners in the order of their training examples, the most first; ties in the owners' own order."""
-    return Partition.of([owners[int(i)] for i in np.argsort(-training.sizes, kind="stable")])
-
-
-def _thinned(clients: Partition, fraction: float, seed: int) -> Partition:
-    """The first share of each client's examples in a seeded order, at least one."""
-    generator = np.random.default_rng((seed, 1))
-    rows = [generator.permutation(clients[i]) for i in range(len(clients))]
-    return Partition.of([np.sort(row[: max(1, round(fraction * len(row)))]) for row in rows])

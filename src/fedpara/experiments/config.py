@@ -18,12 +18,20 @@ from fedpara.engines.task import Augment
 from fedpara.errors import ConfigError, among
 
 SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
-SPLITS = ("iid", "dirichlet", "shards", "owner", "largest")
+SPLITS = ("iid", "dirichlet", "dirichlet-capped", "shards", "owner", "largest")
+OWNED = ("owner", "largest")
+"""Splits whose clients are the owners of the examples."""
+WEIGHTS = ("examples", "uniform")
+TEST_OWNERS = ("training", "all")
 WHERE = r"every|early|hybrid:\d+"
 
 # What may differ between a run and its continuation: a run's last round is always evaluated, and an engine or a
 # precision rounds in its own way.
 FREE = ("rounds", "engine", "precision", "target")
+
+# Fields that were added after runs had been kept, each with the value that all those runs had. Such a field counts
+# for the identity only where its value differs from this one: so every kept run keeps its identity.
+LATER: dict[str, Any] = {"validation": 0.0, "weights": "examples", "max_share": None, "test_owners": "all"}
 
 _SPEAKS_OF = r"^(\w+) is |^unknown key '([^']+)'|^unknown (\w+) |hyper-parameter '([^']+)'"
 
@@ -43,12 +51,16 @@ class Experiment:
     algorithm: str = "fedavg"
     options: dict[str, float] = field(default_factory=dict, hash=False)  # the algorithm's own: mu, alpha, ...
     share: str = "all"  # fedper: all but the last layer; none: Local
-    split: str = "dirichlet"  # iid, dirichlet, shards, owner, largest (the owners with most examples)
-    alpha: float = 0.5  # of the Dirichlet split
+    split: str = "dirichlet"  # one of SPLITS; largest: the owners with the most examples
+    alpha: float = 0.5  # of the Dirichlet splits
     clients: int = 100
     keep: int | None = None  # of these only the first so many are in the federation
     classes_per_client: int = 2  # of the shards split
     data_fraction: float = 1.0  # of each client's training examples
+    validation: float = (
+        0.0  # hold out this share of each client's examples, and score them in place of the test set
+    )
+    test_owners: str = "training"  # owner and largest: whose test examples score the global model; or all
     personal: bool = False  # score each client's own model on its own test data
     cohort: int = 10
     rounds: int = 20
@@ -65,6 +77,8 @@ class Experiment:
     augment: str = "none"  # or crop-flip
     link_up: str = "float32"
     link_down: str = "float32"
+    weights: str = "examples"  # how updates are weighted in the mean: by examples, or uniform
+    max_share: float | None = None  # the largest share of a round's weight that one client may have
     max_norm: float | None = None  # refuse updates further than this from the model
     evaluate_every: int = 1
     target: float | None = None  # stop once this accuracy is met
@@ -94,6 +108,8 @@ class Experiment:
             _known("precision", self.precision, get_args(Precision))
         _known("share", self.share, get_args(Share))
         _known("augment", self.augment, get_args(Augment))
+        _known("weights", self.weights, WEIGHTS)
+        _known("test_owners", self.test_owners, TEST_OWNERS)
         _check_options(self.algorithm, self.options)
         if self.where is not None and not re.fullmatch(WHERE, self.where):
             raise ConfigError(
@@ -104,7 +120,7 @@ class Experiment:
         for name in ("clients", "cohort", "rounds", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: expected at least 1.")
-        if self.split not in ("owner", "largest") and self.cohort > self.clients:
+        if self.split not in OWNED and self.cohort > self.clients:
             raise ConfigError(
                 f"a cohort of {self.cohort} from {self.clients} clients: expected no more than there are."
             )
@@ -119,6 +135,12 @@ class Experiment:
             )
         if not 0 < self.data_fraction <= 1:
             raise ConfigError(f"data_fraction is {self.data_fraction}: expected above 0 and at most 1.")
+        if not 0 <= self.validation < 1:
+            raise ConfigError(
+                f"validation is {self.validation}: expected 0 (score the test set) or a share below 1, such as 0.1."
+            )
+        if self.max_share is not None and not 0 < self.max_share <= 1:
+            raise ConfigError(f"max_share is {self.max_share}: expected above 0 and at most 1, such as 0.2.")
         if self.target is not None and not 0 < self.target <= 1:
             raise ConfigError(
                 f"target is {self.target}: expected an accuracy above 0 and at most 1, such as 0.8."
@@ -129,9 +151,14 @@ class Experiment:
     @property
     def identity(self) -> str:
         """A digest of everything that decides what is computed. FREE fields may change on resume: engines and
-        precisions compute the same and round differently.
+        precisions compute the same and round differently. LATER fields count where they are used.
         """
-        decisive = {name: value for name, value in asdict(self).items() if name not in FREE}
+        values = {name: value for name, value in asdict(self).items() if name not in FREE}
+        if (
+            self.split not in OWNED or self.personal
+        ):  # no such owners, or each client is scored on its own data
+            values["test_owners"] = LATER["test_owners"]
+        decisive = {name: v for name, v in values.items() if name not in LATER or v != LATER[name]}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 

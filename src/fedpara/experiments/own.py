@@ -44,6 +44,12 @@ def server_side(experiment: Experiment) -> tuple[FederatedData, Examples | None]
         raise ConfigError(
             f"dataset is {experiment.dataset!r}, which each Flower node reads for itself: use --engine flower."
         )
+    if experiment.validation:
+        raise ConfigError(
+            f"validation is {experiment.validation} and dataset is {experiment.dataset!r}, whose examples each node "
+            "reads for itself: holding out a part of those is not supported yet. Leave validation out, and let the "
+            "function return a validation part as its test data."
+        )
     train, test = read_own(experiment.dataset, SERVER)
     nobody: list[list[int]] = [[] for _ in range(experiment.clients)]
     return FederatedData(train.subset([]), nobody, test_clients=nobody if experiment.personal else None), test

@@ -2,12 +2,12 @@
 
 import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fedpara.errors import ConfigError
-from fedpara.experiments.config import Experiment, read_toml
+from fedpara.experiments.config import LATER, OWNED, Experiment, read_toml
 from fedpara.experiments.lines import read_lines
 
 
@@ -26,6 +26,20 @@ class Summary:
     def accuracy(self) -> float | None:
         measured = [line["accuracy"] for line in self.metrics if line["accuracy"] is not None]
         return float(measured[-1]) if measured else None
+
+    @property
+    def of_cohort(self) -> bool:
+        """Whether its personal scores are each of one round's cohort and not of all clients."""
+        e = self.experiment
+        return e.personal and e.cohort < (e.keep or e.clients)
+
+    @property
+    def everyone(self) -> dict[str, Any] | None:
+        """All clients' own models after the last round: their mean `accuracy`, and of how many `clients` it is.
+
+        None where that was not scored.
+        """
+        return self.metrics[-1].get("everyone") if self.metrics else None
 
     @property
     def bytes_up(self) -> int:
@@ -58,9 +72,11 @@ def read_run(path: str | os.PathLike[str]) -> Summary:
 
 
 def read_config(path: Path) -> Experiment:
+    """The experiment of a run folder. One from before `test_owners` existed scored the test data of all owners."""
     if not (path / "config.toml").exists():
         raise ConfigError(
             f"{path} is not a run folder: it has no config.toml. `fedpara run --out {shlex.quote(str(path))}` makes "
             "one."
         )
-    return read_toml(path / "config.toml")
+    found = read_toml(path / "config.toml", Experiment(**LATER))
+    return found if found.split in OWNED else replace(found, test_owners=Experiment.test_owners)

@@ -6,7 +6,7 @@ from typing import Any
 
 from fedpara.experiments import Summary
 from fedpara.experiments.paper.sizes import parameters, random_ranks
-from fedpara.report.series import Series, all_series, points
+from fedpara.report.series import Series, aligned, all_series, points
 from fedpara.report.tables import Table
 
 BLUE, AMBER, GREY = "#2f6fb3", "#c9822b", "#6b6f76"
@@ -31,8 +31,9 @@ def accuracy_against_bytes(runs: Mapping[str, Summary], path: Path) -> Path:
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
     for name, run in runs.items():
         found = points(run)
+        label = f"{name} (validation)" if run.experiment.validation else name
         axes.plot(
-            [g * 2**30 / 1e6 for g in found.gigabytes], found.accuracy, marker="o", markersize=3, label=name
+            [g * 2**30 / 1e6 for g in found.gigabytes], found.accuracy, marker="o", markersize=3, label=label
         )
     axes.set_xscale("log")
     axes.set_xlabel("sent so far, both ways [MB]")
@@ -78,7 +79,7 @@ def _by_parameters(series: Sequence[Series], path: Path, caveat: str) -> Path:
         whole = max(parameters(one.runs[0].experiment) for one in here)
         dots = []
         for one in here:
-            last = [points(run).accuracy[-1] for run in one.runs if points(run).accuracy]
+            last = [found.accuracy[-1] for found in aligned(one.runs)]
             if not last:
                 continue
             accuracy = sum(last) / len(last)

@@ -77,7 +77,7 @@ def csv_text(tables: Sequence[Table]) -> str:
                     _empty(e.paper),
                     _empty(e.value),
                     _empty(e.spread),
-                    e.seeds,
+                    " and ".join(str(sample.seeds) for sample in e.samples),
                     state,
                     " ".join(e.runs),
                     table.caveat,

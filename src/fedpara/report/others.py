@@ -2,24 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import stdev
+from statistics import mean
 
 from fedpara.experiments import Summary
 from fedpara.experiments.library import Library
 from fedpara.experiments.paper import Cell, Study
 from fedpara.experiments.paper.measures import GIGABYTE
-from fedpara.report.series import Series, all_series, points
-from fedpara.report.tables import Entry, Table
+from fedpara.report.series import Series, all_series, final_accuracy
+from fedpara.report.tables import Entry, Sample, Table, spread_of
 
-
-def _last_accuracy(run: Summary) -> float | None:
-    """As the curves have it."""
-    found = points(run).accuracy
-    return found[-1] if found else None
-
-
+OF_COHORT = (
+    "A run of personal models is to be run again where its folder has only the scores of each round's cohort: the last "
+    "of them is the mean over a few clients, not over all."
+)
 COLUMNS: dict[str, tuple[Callable[[Summary], float | None], str]] = {
-    "accuracy [%]": (_last_accuracy, "%"),
+    "accuracy [%]": (final_accuracy, "%"),
     "rounds": (lambda run: float(run.rounds), "n"),
     "GB sent": (lambda run: (run.bytes_up + run.bytes_down) / GIGABYTE, "g"),
 }
@@ -37,19 +34,28 @@ def other_runs(library: Library, tables: Sequence[Table]) -> Table | None:
     if not series:
         return None
     found = [(one, _entry(one, column, library)) for one in series for column in COLUMNS]
-    scored = [(one, entry) for one, entry in found if entry.values]  # no accuracy before the first evaluation
+    # No accuracy before the first evaluation.
+    scored = [(one, entry) for one, entry in found if entry.value is not None or entry.superseded]
     cells = (
         Cell(entry.row, entry.column, None, (one.runs[0].experiment,), *COLUMNS[entry.column])
         for one, entry in scored
     )
-    study = Study("runs", "Runs of no table", "Not in the paper", tuple(cells))
+    notes = (OF_COHORT,) * any(entry.superseded for _, entry in scored)
+    study = Study("runs", "Runs of no table", "Not in the paper", tuple(cells), notes)
     return Table(study, tuple(entry for _, entry in scored))
 
 
 def _entry(series: Series, column: str, library: Library) -> Entry:
     measure, style = COLUMNS[column]
     values = tuple(value for run in series.runs if (value := measure(run)) is not None)
-    spread = stdev(values) if style == "%" and len(values) > 1 else None
-    names = tuple(library.name_of(run) for run in series.runs)
-    row = f"{series.panel}, {series.label}"
-    return Entry(row, column, None, values, len(series.runs), spread, style, names, False)
+    return Entry(
+        f"{series.panel}, {series.label}",
+        column,
+        None,
+        mean(values) if values else None,
+        spread_of(values, "std") if style == "%" else None,
+        style,
+        (Sample(values, len(series.runs)),),
+        tuple(library.name_of(run) for run in series.runs),
+        superseded=measure is final_accuracy and not values and series.runs[0].of_cohort,
+    )

@@ -11,9 +11,9 @@ from typing import Any
 
 from fedpara.experiments import Summary
 from fedpara.experiments.library import Library
-from fedpara.experiments.paper.measures import accuracy
-from fedpara.report.series import Points, Series, all_series, points
-from fedpara.report.tables import NOT_RUN, Entry, Table
+from fedpara.experiments.paper import measures
+from fedpara.report.series import Series, aligned, all_series, final_accuracy, points
+from fedpara.report.tables import NOT_RUN, TO_RUN_AGAIN, Entry, Table
 
 MOST_POINTS = 400
 PROGRAMS = ("chart.js", "page.js")
@@ -29,8 +29,8 @@ def page(library: Library, tables: list[Table]) -> str:
         "groups": _groups(series, library, tables),
         "runs": {library.name_of(run): _run(run) for run in runs},
     }
-    # "</" would end the script element it stands in.
-    data = json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+    # "</script>" would end the script element it stands in, and "<!--<script>" keep it from ending.
+    data = json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     text = _asset("page.html").replace("/* style */", _asset("page.css"))
     text = text.replace("/* programs */", "\n".join(map(_asset, PROGRAMS)))
     return text.replace("/* data */", data)
@@ -52,7 +52,7 @@ def _table(table: Table) -> dict[str, Any]:
                 continue
             state = "computed" if entry.computed else "run"
             if entry.value is None:
-                state = "missing" if entry.text == NOT_RUN else "unreached"
+                state = "missing" if entry.text in (NOT_RUN, TO_RUN_AGAIN) else "unreached"
             shown = {"paper": entry.paper_text, "ours": entry.text, "state": state, "runs": list(entry.runs)}
             cells.append(shown | _numbers(entry))
         rows.append({"name": row, "cells": cells})
@@ -87,27 +87,27 @@ def _groups(series: list[Series], library: Library, tables: list[Table]) -> list
 
 
 def _series(series: Series, library: Library, tables: list[Table]) -> dict[str, Any]:
-    """Seeds as their mean and range, at the rounds all of them have."""
-    each = [found for run in series.runs if (found := points(run)).rounds]
-    shortest = min(each, key=lambda found: len(found.rounds))
-    chosen = _thinned(len(shortest.rounds))
+    """Seeds as their mean and range, round by round, at the rounds all of them have."""
+    each = aligned(series.runs)
+    first, several = each[0], len(each) > 1
+    chosen = _thinned(len(first.rounds))
 
     def column(pick: Any, digits: int) -> list[float]:
         return [round(pick(i), digits) for i in chosen]
 
-    several = len(each) > 1
     return {
         "panel": series.panel,
         "original": series.original,
+        "score": "Validation" if series.runs[0].experiment.validation else "Test",
         "runs": [library.name_of(run) for run in series.runs],
         "paper": _paper(series, library, tables),
-        "rounds": [shortest.rounds[i] for i in chosen],
+        "rounds": [first.rounds[i] for i in chosen],
         "accuracy": column(lambda i: mean(one.accuracy[i] for one in each), 3),
         "low": column(lambda i: min(one.accuracy[i] for one in each), 3) if several else [],
         "high": column(lambda i: max(one.accuracy[i] for one in each), 3) if several else [],
-        "gigabytes": column(lambda i: shortest.gigabytes[i], 5),
-        "megabits": column(lambda i: shortest.megabits[i], 4),
-        "compute": column(lambda i: shortest.compute[i], 3),
+        "gigabytes": column(lambda i: first.gigabytes[i], 5),
+        "megabits": column(lambda i: first.megabits[i], 4),
+        "compute": column(lambda i: first.compute[i], 3),
     }
 
 
@@ -116,7 +116,11 @@ def _paper(series: Series, library: Library, tables: list[Table]) -> dict[str, f
     names = set(map(library.name_of, series.runs))
     for table in tables:
         for cell, entry in zip(table.study.cells, table.entries, strict=True):
-            if cell.measure is accuracy and isinstance(cell.paper, float) and names & set(entry.runs):
+            if (
+                cell.measure is measures.accuracy
+                and isinstance(cell.paper, float)
+                and names & set(entry.runs)
+            ):
                 return {"accuracy": cell.paper, "round": cell.experiments[0].rounds}
     return None
 
@@ -132,13 +136,14 @@ def _run(run: Summary) -> dict[str, Any]:
         environment = json.loads((run.path / "environment.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         environment = {}
-    sent: Points = points(run)
+    accuracy = final_accuracy(run)
     return {
         "config": {name: value for name, value in asdict(run.experiment).items() if value not in (None, {})},
         "environment": environment,
         "rounds": run.rounds,
-        "accuracy": None if run.accuracy is None else round(100 * run.accuracy, 3),
+        "accuracy": None if accuracy is None else round(accuracy, 3),
+        "validation": run.experiment.validation > 0,
         "gigabytes": round((run.bytes_up + run.bytes_down) / 2**30, 4),
         "seconds": round(run.seconds, 1),
-        "evaluations": len(sent.rounds),
+        "evaluations": len(points(run).rounds),
     }

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fedpara.experiments import Experiment, Summary
-from fedpara.experiments.config import FREE
+from fedpara.experiments.config import FREE, OWNED
 from fedpara.experiments.paper.measures import GIGABYTE, asked
 
 _SETS = {
@@ -19,7 +19,8 @@ _SETS = {
 }
 _SPLITS = {
     "iid": "IID",
-    "dirichlet": "non-IID",
+    "dirichlet": "non-IID (Dirichlet)",
+    "dirichlet-capped": "non-IID (capped Dirichlet)",
     "owner": "non-IID",
     "largest": "by writer",
     "shards": "two classes a client",
@@ -42,7 +43,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Points:
-    """What is known at every round that was evaluated."""
+    """What is known at every round that was evaluated, and of several runs at the rounds that all of them have."""
 
     rounds: list[int]
     accuracy: list[float]  # [%]
@@ -68,6 +69,33 @@ def points(run: Summary) -> Points:
         found.megabits.append(megabits)
         found.compute.append(compute)
     return found
+
+
+def aligned(runs: Iterable[Summary]) -> list[Points]:
+    """Each run's points at the rounds that all of them were scored in. Runs without any are left out; where no round is
+    common to all, the run with the most points stands alone."""
+    each = [found for run in runs if (found := points(run)).rounds]
+    if not each:
+        return []
+    common = set(each[0].rounds).intersection(*(found.rounds for found in each))
+    if not common:
+        return [max(each, key=lambda found: len(found.rounds))]
+    return [_at(found, common) for found in each]
+
+
+def _at(found: Points, rounds: set[int]) -> Points:
+    kept = [i for i, number in enumerate(found.rounds) if number in rounds]
+    columns = (found.rounds, found.accuracy, found.gigabytes, found.megabits, found.compute)
+    return Points(*([column[i] for i in kept] for column in columns))  # type: ignore[arg-type]
+
+
+def final_accuracy(run: Summary) -> float | None:
+    """[%], the number that stands for a run in a list: the curve's last; but where each score is of one round's cohort
+    of personal models, that of all clients, and None if those were not scored."""
+    if run.of_cohort:
+        return None if run.everyone is None else 100 * float(run.everyone["accuracy"])
+    found = points(run).accuracy
+    return found[-1] if found else None
 
 
 def _score(experiment: Experiment, line: dict[str, Any]) -> float | None:
@@ -106,7 +134,16 @@ def panel_of(experiment: Experiment) -> str:
         else ""
     )
     model = "" if experiment.model.startswith(("vgg16", "lstm", "mlp")) else f", {experiment.model}"
-    return f"{_SETS.get(name, name)}{drawn} {_SPLITS.get(experiment.split, experiment.split)}{share}{model}"
+    split = _SPLITS.get(experiment.split, experiment.split)
+    return f"{_SETS.get(name, name)}{drawn} {split}{share}{model}{_scored_on(experiment)}"
+
+
+def _scored_on(experiment: Experiment) -> str:
+    """Said wherever it is not the test set of those who train: such scores do not share a panel."""
+    if experiment.validation:
+        return ", validation"
+    strangers = experiment.split in OWNED and not experiment.personal and experiment.test_owners == "all"
+    return ", scored on all owners' test data" if strangers else ""
 
 
 def label_of(experiment: Experiment) -> str:
@@ -125,6 +162,8 @@ def label_of(experiment: Experiment) -> str:
         words.append(_ALGORITHMS.get(e.algorithm, e.algorithm))
     if e.link_up != "float32":
         words.append(f"{e.link_up} up")
+    if e.validation:
+        words.append("(validation)")
     return " ".join(words)
 
 
@@ -155,4 +194,6 @@ def _word(name: str, value: Any) -> str:
 
 
 def _fields(series: Series) -> dict[str, Any]:
-    return {name: v for name, v in asdict(series.runs[0].experiment).items() if name not in ("seed", *FREE)}
+    """Without those that do not tell series of a panel apart."""
+    values = asdict(series.runs[0].experiment)
+    return {name: v for name, v in values.items() if name not in ("seed", "test_owners", *FREE)}

@@ -1,7 +1,11 @@
 """Tables: a study's cells with the runs that are there. Every "ours" is read from a run folder or computed.
 
 ± is the sample's standard deviation over seeds, or where the paper gives 95% confidence intervals the half
-width t(0.975, n - 1) s / sqrt(n).
+width t(0.975, n - 1) s / sqrt(n). A ratio is of means, mean(a) / mean(b), each over all seeds of its own runs; its ± is
+
+    (mean(a) / mean(b)) sqrt((s_a / mean(a))^2 + (s_b / mean(b))^2)
+
+(first-order error propagation), where s_a and s_b are the ± of the two and a side of one seed adds nothing.
 """
 
 import math
@@ -11,12 +15,15 @@ from statistics import mean, stdev
 
 from fedpara.experiments import Experiment
 from fedpara.experiments.library import Library
-from fedpara.experiments.paper import Cell, Study, changes
+from fedpara.experiments.paper import Cell, Ratio, Study, changes, superseded
 from fedpara.experiments.paper.measures import UNAIMED
+from fedpara.experiments.paper.study import Measure
 from fedpara.experiments.paper.tiny import MINIATURE, ROUNDS
 
 Change = Callable[[Experiment], Experiment]
 NOT_RUN = "not run here"
+TO_RUN_AGAIN = "to be run again"
+"""There is a run, of an experiment that was corrected since."""
 NOT_REACHED = "not reached"
 NOT_SCORED = "not scored"
 NO_NUMBER = "–"
@@ -41,23 +48,37 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.2
 
 
 @dataclass(frozen=True)
+class Sample:
+    """One number a seed that has one, of all `seeds` that were run."""
+
+    values: tuple[float, ...]
+    seeds: int
+
+    @property
+    def count(self) -> str:
+        return str(self.seeds) if len(self.values) == self.seeds else f"{len(self.values)} of {self.seeds}"
+
+
+@dataclass(frozen=True)
 class Entry:
-    """One cell as read. `values` holds one number a seed that reached its target; `runs` the folders' names."""
+    """One cell as read. A ratio has two samples, every other cell one; `runs` are the folders' names."""
 
     row: str
     column: str
     paper: float | str | None
-    values: tuple[float, ...]
-    seeds: int  # that were run, 0 for what is computed
+    value: float | None
     spread: float | None
     style: str
-    runs: tuple[str, ...]
-    computed: bool
+    samples: tuple[Sample, ...]
+    runs: tuple[str, ...] = ()
+    computed: bool = False
     aimed: bool = False  # at a target, which may not be reached
+    superseded: bool = False  # its only runs are of an experiment that was corrected since
 
     @property
-    def value(self) -> float | None:
-        return mean(self.values) if self.values else None
+    def seeds(self) -> int:
+        """That were run, 0 for what is computed; of a ratio the fewer."""
+        return min(sample.seeds for sample in self.samples)
 
     @property
     def paper_text(self) -> str:
@@ -68,13 +89,23 @@ class Entry:
     @property
     def text(self) -> str:
         if self.value is None:
+            if self.superseded:
+                return TO_RUN_AGAIN
             return (NOT_REACHED if self.aimed else NOT_SCORED) if self.seeds else NOT_RUN
         text = STYLES[self.style](self.value)
         if self.spread is not None:
             text += f" ± {STYLES[self.style](self.spread).strip('+×%KMsmin ')}"
-        if self.seeds > len(self.values):
-            text += f" ({len(self.values)} of {self.seeds} seeds)"
-        return text
+        return text + self._counted
+
+    @property
+    def _counted(self) -> str:
+        """How many seeds are behind the number, where that is not the same for the whole cell."""
+        counts = [sample.count for sample in self.samples]
+        if len(counts) > 1:
+            each = f"{counts[0]} seed{'s' * (counts[0] != '1')} each"
+            return f" ({each if len(set(counts)) == 1 else ' and '.join(counts) + ' seeds'})"
+        (sample,) = self.samples
+        return f" ({sample.count} seeds)" if sample.seeds > len(sample.values) else ""
 
 
 @dataclass(frozen=True)
@@ -134,35 +165,82 @@ def _t(freedom: int) -> float:
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
+def spread_of(values: Sequence[float], kind: str) -> float | None:
+    """± of a mean; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    return half_width(values) if kind == "ci95" else stdev(values)
+
+
+def ratio(a: Sequence[float], b: Sequence[float], kind: str = "std") -> tuple[float, float | None]:
+    """(mean(a) / mean(b), its ±): see the formula above."""
+    value = mean(a) / mean(b)
+    parts = [spread / mean(side) for side in (a, b) if (spread := spread_of(side, kind)) is not None]
+    return value, value * math.hypot(*parts) if parts else None
+
+
 def _entry(cell: Cell, study: Study, library: Library, repeats: Sequence[Change]) -> Entry:
+    if not cell.experiments:
+        assert not isinstance(cell.measure, Ratio)
+        value = cell.measure()
+        assert value is not None
+        return Entry(
+            cell.row, cell.column, cell.paper, value, None, cell.style, (Sample((value,), 0),), computed=True
+        )
+    if isinstance(cell.measure, Ratio):
+        measures = (cell.measure.first, cell.measure.second)
+        pairs = zip(measures, cell.experiments, strict=True)
+        read = [_sample(measure, (experiment,), library, repeats) for measure, experiment in pairs]
+    else:
+        read = [_sample(cell.measure, cell.experiments, library, repeats)]
+    samples = tuple(sample for sample, _ in read)
+    number: float | None = None
+    spread: float | None = None
+    if all(sample.values for sample in samples):
+        number, spread = (
+            ratio(samples[0].values, samples[1].values, study.spread)
+            if len(samples) > 1
+            else (mean(samples[0].values), spread_of(samples[0].values, study.spread))
+        )
+    return Entry(
+        cell.row,
+        cell.column,
+        cell.paper,
+        number,
+        spread,
+        cell.style,
+        samples,
+        tuple(dict.fromkeys(name for _, names in read for name in names)),
+        aimed=cell.measure not in UNAIMED,
+        superseded=number is None and _superseded(cell, library, repeats),
+    )
+
+
+def _sample(
+    measure: Measure, experiments: Sequence[Experiment], library: Library, repeats: Sequence[Change]
+) -> tuple[Sample, list[str]]:
+    """The measure of each seed that has all of these runs, and the runs' names."""
     values: list[float] = []
     names: list[str] = []
     seeds = 0
-    for change in repeats if cell.experiments else ():
-        found = [library.find(change(experiment)) for experiment in cell.experiments]
+    for change in repeats:
+        found = [library.find(change(experiment)) for experiment in experiments]
         runs = [run for run in found if run is not None]
         if len(runs) < len(found):
             continue
         seeds += 1
         names += map(library.name_of, runs)
-        value = cell.measure(*runs)
+        value = measure(*runs)
         if value is not None:
             values.append(value)
-    if not cell.experiments:
-        value = cell.measure()
-        assert value is not None
-        values.append(value)
-    many = len(values) > 1
-    spread = (half_width(values) if study.spread == "ci95" else stdev(values)) if many else None
-    return Entry(
-        cell.row,
-        cell.column,
-        cell.paper,
-        tuple(values),
-        seeds,
-        spread,
-        cell.style,
-        tuple(dict.fromkeys(names)),
-        not cell.experiments,
-        cell.measure not in UNAIMED,
+    return Sample(tuple(values), seeds), names
+
+
+def _superseded(cell: Cell, library: Library, repeats: Sequence[Change]) -> bool:
+    """Whether a run is missing of which there is one from before a correction."""
+    return any(
+        library.find(change(experiment)) is None and library.find(change(old)) is not None
+        for experiment in cell.experiments
+        if (old := superseded(experiment)) is not None
+        for change in repeats
     )

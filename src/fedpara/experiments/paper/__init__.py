@@ -10,8 +10,8 @@ from dataclasses import replace
 from fedpara.errors import ConfigError, among
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.paper import arithmetic, personal, text, variants, vision
-from fedpara.experiments.paper.recipe import RECIPE, SETTINGS
-from fedpara.experiments.paper.study import Cell, Study, merged, run_name
+from fedpara.experiments.paper.recipe import RECIPE, SETTINGS, superseded
+from fedpara.experiments.paper.study import Cell, Ratio, Study, merged, run_name
 from fedpara.experiments.paper.tiny import tiny
 
 _ORDER = (
@@ -63,11 +63,13 @@ __all__ = [
     "SETTINGS",
     "STUDIES",
     "Cell",
+    "Ratio",
     "Study",
     "changes",
     "merged",
     "run_name",
     "runs",
     "study",
+    "superseded",
     "tiny",
 ]

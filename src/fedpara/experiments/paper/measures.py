@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fedpara.experiments.paper.study import Measure
+from fedpara.experiments.paper.study import Measure, Ratio
 from fedpara.experiments.summary import Summary
 from fedpara.wire import PAPER_MEGA, energy_joules, round_seconds
 
@@ -31,7 +31,7 @@ def after(run: Summary) -> float | None:
 
 
 def gain(short: Summary, long: Summary) -> float | None:
-    """Points that the longer run is ahead."""
+    """Points that the longer run is ahead; both are one seed's."""
     a, b = accuracy(short), accuracy(long)
     return None if a is None or b is None else b - a
 
@@ -66,14 +66,9 @@ def megajoules_to(target: float) -> Measure:
     return measure
 
 
-def times_fewer_to(target: float) -> Measure:
+def times_fewer_to(target: float) -> Ratio:
     """The original's bytes over the other's, each until its own round at the target."""
-
-    def measure(original: Summary, other: Summary) -> float | None:
-        a, b = _sent_to(original, target), _sent_to(other, target)
-        return None if a is None or not b else a / b
-
-    return measure
+    return Ratio(gigabytes_to(target), gigabytes_to(target))
 
 
 def minutes_to(target: float, mbps: float, compute: float) -> Measure:
@@ -90,13 +85,9 @@ def minutes_to(target: float, mbps: float, compute: float) -> Measure:
     return measure
 
 
-def times_shorter_to(target: float, mbps: float, compute: tuple[float, float]) -> Measure:
-    def measure(original: Summary, other: Summary) -> float | None:
-        a = minutes_to(target, mbps, compute[0])(original)
-        b = minutes_to(target, mbps, compute[1])(other)
-        return None if a is None or b is None else a / b
-
-    return measure
+def times_shorter_to(target: float, mbps: float, compute: tuple[float, float]) -> Ratio:
+    """The original's minutes over the other's."""
+    return Ratio(minutes_to(target, mbps, compute[0]), minutes_to(target, mbps, compute[1]))
 
 
 def _last(run: Summary, key: str) -> float | None:

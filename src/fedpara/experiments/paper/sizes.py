@@ -15,7 +15,7 @@ from fedpara.experiments.config import Experiment
 from fedpara.parameterization import factorize
 from fedpara.parameterization.compose import matrix
 from fedpara.parameterization.schemes import Form
-from fedpara.wire import Link, encode, pack
+from fedpara.wire import Link, letter, pack
 
 EXAMPLES = {
     "cifar10": 50_000,
@@ -137,6 +137,7 @@ def _traffic(e: Experiment) -> Traffic:
 
     def length(groups: Groups, precision: str, sender: str) -> int:
         generator = torch.Generator() if precision == "int8" else None
-        return len(encode(pack({"": model, **groups}), protocol.header(1, sender, 1), precision, generator))
+        state, header = pack({"": model, **groups}), protocol.header(1, sender, 1)
+        return len(letter(state, header, precision, generator, protocol.exact))
 
     return Traffic(length(extra, e.link_up, "client:0"), length(broadcast, e.link_down, "server"))

@@ -3,7 +3,8 @@
     Cell("FedPara", "CIFAR-10 IID", 82.88, (experiment,), accuracy)
 
 `measure` gets one run's Summary an experiment, cut at the rounds the experiment asks for; a cell without
-experiments is computed and needs no training. Cells that name equal experiments share their run.
+experiments is computed and needs no training. A Ratio is of two experiments. Cells that name equal experiments share
+their run.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,15 @@ from fedpara.experiments.config import Experiment
 Measure = Callable[..., float | None]
 """From the runs' summaries to a number; None where a target was not reached."""
 
+
+@dataclass(frozen=True)
+class Ratio:
+    """mean(first) / mean(second): of a cell's two experiments, each over all seeds that it was run with."""
+
+    first: Measure
+    second: Measure
+
+
 Figure = Literal["curves", "gamma", "bars", "histogram", "none"]
 
 
@@ -24,7 +34,7 @@ class Cell:
     column: str
     paper: float | str | None  # None where the paper prints no number
     experiments: tuple[Experiment, ...]
-    measure: Measure
+    measure: Measure | Ratio
     style: str = "%"  # how both numbers are written: a key of STYLES in `report/tables.py`
 
 
@@ -67,13 +77,21 @@ def merged(experiments: list[Experiment]) -> list[Experiment]:
     return list(found.values())
 
 
+_SPLITS = {
+    "dirichlet": "noniid",
+    "dirichlet-capped": "noniid-capped",
+    "owner": "noniid",
+    "largest": "writers",
+}
+
+
 def run_name(experiment: Experiment) -> str:
     """A folder's name: readable first, then enough of the identity to be one experiment's alone."""
     e = experiment
     size = next((f"{v:g}" for v in (e.gamma, e.rank, e.ratio) if v is not None), "")
     words = [
         e.dataset.replace(":", "-"),
-        {"dirichlet": "noniid", "owner": "noniid", "largest": "writers"}.get(e.split, e.split),
+        _SPLITS.get(e.split, e.split),
         e.model,
         f"{e.scheme}{size}",
         *([e.nonlinearity] if e.nonlinearity else []),
@@ -81,6 +99,7 @@ def run_name(experiment: Experiment) -> str:
         *([e.where.replace(":", "")] if e.where else []),
         *([f"share-{e.share}"] if e.share != "all" else []),
         *([f"data{e.data_fraction:g}"] if e.data_fraction < 1 else []),
+        *([f"validation{e.validation:g}"] if e.validation else []),
         e.algorithm,
         *([e.link_up] if e.link_up != "float32" else []),
         f"seed{e.seed}",

@@ -51,7 +51,7 @@ function redraw() {
   const noted = list.some(s => s.paper && visible(s)), bands = list.some(s => s.low.length && visible(s));
   const timed = state.axis.name.includes("Mbps");
   $("caption").textContent = [
-    "Test accuracy.", noted ? "Diamonds: the paper's numbers." : "", bands ? "Bands: the range over seeds." : "",
+    `${list.some(s => s.score === "Validation") ? "Validation" : "Test"} accuracy.`, noted ? "Diamonds: the paper's numbers." : "", bands ? "Bands: the range over seeds." : "",
     timed ? "Time is one client's bytes both ways at this speed (10^6 bits a megabit) and, where it was timed, its share of the computing here; the tables' minutes are by the paper's megabit and computing." : "",
   ].filter(Boolean).join(" ");
 }
@@ -152,10 +152,12 @@ function list(title, values) {
   return [element("h4", { textContent: title }), element("dl", {}, ...rows)];
 }
 
+const percent = (run, unit = "") => run.accuracy.toFixed(2) + unit + (run.validation ? " (validation)" : "");
+
 function detail(names) {
   $("detailbody").replaceChildren(...names.flatMap(name => {
     const run = data.runs[name];
-    const facts = [`${run.rounds} rounds`, run.accuracy === null ? "" : `${run.accuracy.toFixed(2)}%`, `${run.gigabytes} GB`, run.seconds ? `${run.seconds} s` : ""];
+    const facts = [`${run.rounds} rounds`, run.accuracy === null ? "" : percent(run, "%"), `${run.gigabytes} GB`, run.seconds ? `${run.seconds} s` : ""];
     return [element("h3", { textContent: name }), element("p", { textContent: facts.filter(Boolean).join(" · ") }), ...list("config", run.config), ...list("environment", run.environment)];
   }));
   $("detail").showModal();
@@ -166,7 +168,7 @@ function showRuns() {
   const wanted = $("search").value.toLowerCase();
   const rows = Object.entries(data.runs).filter(([name]) => name.toLowerCase().includes(wanted)).map(([name, run]) => element("tr", {},
     element("td", {}, element("button", { type: "button", textContent: name, onclick: () => detail([name]) })),
-    ...[run.rounds, run.accuracy === null ? "–" : run.accuracy.toFixed(2), run.gigabytes.toFixed(2), run.seconds ? Math.round(run.seconds) : "–"].map(v => element("td", { textContent: String(v) }))));
+    ...[run.rounds, run.accuracy === null ? "–" : percent(run), run.gigabytes.toFixed(2), run.seconds ? Math.round(run.seconds) : "–"].map(v => element("td", { textContent: String(v) }))));
   const head = ["run", "rounds", "accuracy", "GB", "seconds"].map(h => element("th", { textContent: h }));
   $("runlist").replaceChildren(element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows)));
 }
