@@ -60,6 +60,11 @@ def hello(message, context):
     return flower_client.hello(message, context)
 
 
+@app.evaluate()
+def score(message, context):
+    return flower_client.score(message, context)
+
+
 @app.train()
 def train(message, context):
     fault = context.node_config.get("fault") if message.metadata.group_id == "2" else None

@@ -17,7 +17,7 @@ import pytest
 from fedpara.apps import flower, flower_drive
 from fedpara.apps.flower_app import CLIENT, SERVER
 from fedpara.apps.flower_settings import DEFAULT_OUT, read
-from fedpara.engines.flower import Terms
+from fedpara.engines.terms import Terms
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import Experiment, read_run, resume, run
 from fedpara.experiments.checkpoint import final_checkpoint
@@ -80,6 +80,8 @@ def test_run_config_says_an_experiment(tmp_path):
     assert {(run.rounds, run.batch_size, run.engine) for run in runs.values()} == {(7, 8, "flower")}
     assert (settings.terms.deadline, settings.terms.minimum) == (5, 2)
     assert read({"threads": 4096, "data-dir": "~/sets"}).data_dir == Path.home() / "sets"
+    assert read({"keys": "~/nodes.toml"}).keys == Path.home() / "nodes.toml"
+    assert settings.keys is None
     options = read({"algorithm": "fedadam", "options": "server_lr=0.5 beta1=0.8"})
     assert options.experiments()[options.out[0]].options == {"server_lr": 0.5, "beta1": 0.8}
 
@@ -129,13 +131,15 @@ def test_certificates_that_openssl_accepts(cli, tmp_path):
         "node-0.pub",
         "node-1",
         "node-1.pub",
+        "nodes.toml",
     }
-    assert [line.endswith("private") for line in out.splitlines()] == [False, True, False, True] + [
-        True,
-        False,
-    ] * 2
+    private = {"ca.key", "server.key", "node-0", "node-1"}
+    assert {
+        line.split()[0].removeprefix("keys/") for line in out.splitlines() if "private" in line
+    } == private
+    assert {line.split()[0].removeprefix("keys/") for line in out.splitlines()} == names
     for path in folder.iterdir():
-        private = path.suffix not in (".crt", ".pem", ".pub")
+        private = path.suffix not in (".crt", ".pem", ".pub", ".toml")
         assert stat.S_IMODE(path.stat().st_mode) == (0o600 if private else 0o644), path
     server = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
     ca = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())

@@ -10,9 +10,9 @@ from flower_nodes import BASE, CASES, Nodes, by_flower, host, log
 import fedpara
 from fedpara.apps import flower_node
 from fedpara.apps.flower_node import answer
-from fedpara.engines.flower import Terms
 from fedpara.engines.loop import Schedule
 from fedpara.engines.parcels import Answer, Hello, Order, Parcel, packed, unpacked
+from fedpara.engines.terms import Terms
 from fedpara.errors import ConfigError, RunError, WireError
 from fedpara.experiments import read_run, run
 from fedpara.experiments.checkpoint import final_checkpoint
@@ -139,7 +139,7 @@ HELLOS = {
 def test_a_node_that_does_not_fit_is_refused_by_name_before_any_training(tmp_path, case):
     change, says = HELLOS[case]
     courier = Nodes(tmp_path / "nodes")
-    mine = courier.nodes()[1]
+    mine = 101
     sent = courier.send
 
     def send(parcels, seconds):
@@ -177,7 +177,7 @@ def test_a_round_without_nodes_is_no_round(tmp_path):
 
 def test_a_node_may_leave_and_another_come(tmp_path):
     courier = Nodes(tmp_path / "nodes")
-    gone, late = courier.nodes()[2], {}
+    gone, late = 102, {}
 
     def leave(order, parcel):
         if order.round == 1 and gone in courier.configs and order.client == 4:

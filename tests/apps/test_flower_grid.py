@@ -53,6 +53,17 @@ def test_facts_of_other_types_are_left_behind():
     assert from_records(records) == Parcel({"c": 3})
 
 
+class Connected:
+    def get_nodes(self):
+        from flwr.proto.node_pb2 import NodeInfo
+
+        return [NodeInfo(node_id=7, public_key=b"a key"), NodeInfo(node_id=8)]
+
+
+def test_nodes_come_with_their_keys():
+    assert GridCourier(Connected()).nodes() == {7: b"a key", 8: b""}
+
+
 class Broken:
     """A grid that cannot put one reply together: it raises whenever that one is among those asked for."""
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from flower_nodes import BASE, Nodes, by_flower, log
 
-from fedpara.engines.flower import Terms
 from fedpara.engines.parcels import Answer, Hello, packed, unpacked
+from fedpara.engines.terms import Terms
 from fedpara.engines.worker import Score
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import read_run

@@ -3,14 +3,14 @@
 import torch
 
 import fedpara
+from fedpara.apps.flower_host import host_on
 from fedpara.apps.flower_node import answer
-from fedpara.engines.flower import Flower, Terms
 from fedpara.engines.parcels import Order, unpacked
 from fedpara.engines.sequential import Sequential
+from fedpara.engines.terms import Terms
 from fedpara.experiments import Experiment
 from fedpara.experiments.checkpoint import final_checkpoint
-from fedpara.experiments.config import to_toml
-from fedpara.experiments.run import NODES, lay_out, resume
+from fedpara.experiments.run import lay_out, resume
 
 BASE = Experiment(model="mlp", clients=5, cohort=3, rounds=3, epochs=None, steps=2, lr=0.05, batch_size=16)
 CASES = {
@@ -32,12 +32,13 @@ class Nodes:
             first + k: {"partition-id": k, "num-partitions": count, "memory": str(folder / f"node-{k}")}
             for k in range(count)
         }
+        self.keys = {}
         self.now, self.waiting, self.asked = 0.0, {}, []
         self.change = lambda order, parcel: parcel  # what the network or the node makes of an answer
         self.delay = lambda order: 0.0
 
     def nodes(self):
-        return list(self.configs)
+        return {node: self.keys.get(node, b"") for node in self.configs}
 
     def send(self, parcels, seconds):
         names = []
@@ -58,29 +59,11 @@ class Nodes:
         self.now += seconds
 
 
-def host(courier, terms=None, version=fedpara.__version__):
+def host(courier, terms=None, keys=None, version=fedpara.__version__):
     terms = terms or Terms(deadline=100, wait=5, hello=10)
-
-    def make(protocol, parts, folder, schedule, tell):
-        if protocol.keeps and not (folder.path / NODES).exists():
-            (folder.path / NODES).write_text("abc123\n")
-        engine = Flower(
-            protocol,
-            parts.task,
-            folder.memory,
-            courier,
-            terms,
-            experiment=to_toml(folder.experiment),
-            run="abc123",
-            version=version,
-            cohort=schedule.cohort,
-            tell=tell,
-            clock=lambda: courier.now,
-            sleep=courier.sleep,
-        )
-        return engine, terms.schedule(schedule)
-
-    return make
+    return host_on(
+        courier, terms, keys, version=version, clock=lambda: courier.now, sleep=lambda s: courier.sleep(s)
+    )
 
 
 def by_flower(experiment, folder, courier=None, **words):

@@ -13,8 +13,8 @@ from fedpara.apps.named_model import refuse_users
 from fedpara.apps.plain_help import PlainGroup
 from fedpara.apps.progress import Show, say
 from fedpara.apps.run import finish
-from fedpara.engines.flower import Terms
 from fedpara.engines.loop import Schedule
+from fedpara.engines.terms import Terms
 from fedpara.errors import ConfigError, UsageError
 from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments.build import build
@@ -55,10 +55,10 @@ def certs(
 
     Example: fedpara flower certs certificates --host fl.example.org --host 10.0.0.5 --nodes 3
     """
-    from fedpara.apps.flower_certs import make_certificates
+    from fedpara.apps.flower_certs import PUBLIC, make_certificates
 
     for path in make_certificates(folder, host or [], nodes):
-        typer.echo(f"{path}{'' if path.suffix in ('.crt', '.pem', '.pub') else '  private'}")
+        typer.echo(f"{path}{'' if path.suffix in PUBLIC else '  private'}")
 
 
 @app.command()

@@ -3,6 +3,7 @@
 ca.crt  ca.key           an authority of its own; the key signs nothing else and can be put away afterwards
 server.pem  server.key   the SuperLink's certificate for the names its nodes call it by
 node-0  node-0.pub       a key pair a node; the public one is registered with the SuperLink
+nodes.toml               which clients each node key may serve; for the server
 """
 
 import os
@@ -13,9 +14,11 @@ from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
 
+from fedpara.apps.flower_keys import FILE, keys_text
 from fedpara.errors import ConfigError, MissingExtraError, RunError, install
 
 DAYS = 825
+PUBLIC = (".crt", ".pem", ".pub", ".toml")
 LONGEST_COMMON_NAME = 64
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"(?=.{{1,253}}$)(\*\.)?{_LABEL}(\.{_LABEL})*")
@@ -32,7 +35,7 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: int) -> list[Pa
     if nodes < 1:
         raise ConfigError(f"nodes is {nodes}: expected at least 1.")
     names = ["ca.crt", "ca.key", "server.pem", "server.key"]
-    names += [f"node-{i}{end}" for i in range(nodes) for end in ("", ".pub")]
+    names += [*(f"node-{i}{end}" for i in range(nodes) for end in ("", ".pub")), FILE]
     there = [name for name in names if (folder / name).exists()]
     if there:
         raise ConfigError(f"{folder / there[0]} exists, and nothing is overwritten: choose another folder.")
@@ -43,7 +46,7 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: int) -> list[Pa
                 folder.mkdir(parents=True, mode=0o700)
                 undo.callback(folder.rmdir)
             for name in names:
-                handle = _new_file(folder / name, private=not name.endswith((".crt", ".pem", ".pub")))
+                handle = _new_file(folder / name, private=not name.endswith(PUBLIC))
                 undo.callback((folder / name).unlink)
                 with os.fdopen(handle, "wb") as file:
                     file.write(contents[name])
@@ -139,6 +142,7 @@ def _contents(hosts: Sequence[str], nodes: int) -> dict[str, bytes]:
             serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
         )
         contents[f"node-{i}.pub"] = public + b"\n"
+    contents[FILE] = keys_text([contents[f"node-{i}.pub"].decode() for i in range(nodes)]).encode()
     return contents
 
 

@@ -20,6 +20,11 @@ def train(message: Message, context: Context) -> Message:
     return _answered(message, context)
 
 
+@app.evaluate()
+def score(message: Message, context: Context) -> Message:
+    return _answered(message, context)
+
+
 def _answered(message: Message, context: Context) -> Message:
     parcel = from_records(message.content)
     given = parcel if isinstance(parcel, Parcel) else Parcel({})

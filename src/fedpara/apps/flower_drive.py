@@ -6,6 +6,7 @@ SuperLink of our own runs it, and what the run folder says is shown as if the ro
 
 import os
 import re
+import secrets
 import subprocess
 import time
 from collections.abc import Sequence
@@ -86,7 +87,7 @@ class Simulation:
         home, port = processes.folder(short), free_port()
         write_app(home / "app", given)
         write_home(home / "flwr", port)
-        env = environment(home / "flwr", {**extra, "RAY_TMPDIR": str(home)})
+        env = environment(home / "flwr", {**extra, **_closed_to_others(), "RAY_TMPDIR": str(home)})
         words = ["--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
         link = processes.start(["flower-superlink", *words], env, home / "superlink.log")
         wait_for_port(port, link, home / "superlink.log")
@@ -101,6 +102,19 @@ class Simulation:
             f"num-supernodes={nodes} {cpus}",
         ]
         self._submitted = processes.start(["flwr", "run", *words], env, self._log)
+
+
+def _closed_to_others() -> dict[str, str]:
+    """Ray runs code for whoever reaches one of its ports: only with this token, and only on loopback.
+
+    The token is in the environment of our own processes alone, which no other user can read.
+    """
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        # Ray binds to 127.0.0.1 where it does not expect a cluster. The name is historical: Linux heeds it too.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    }
 
 
 def follow(

@@ -9,6 +9,7 @@ from typing import Any
 
 from fedpara.apps.flower_app import write_app, write_home
 from fedpara.apps.flower_certs import make_certificates
+from fedpara.apps.flower_keys import FILE
 from fedpara.apps.flower_processes import (
     Processes,
     environment,
@@ -48,7 +49,8 @@ class Federation:
         self._env = dict(env or {})
         self.secure = secure
         make_certificates(self.certificates, [LOOPBACK, "localhost"], nodes)
-        write_app(folder / "app", given)
+        keys = {"keys": str(self.certificates / FILE)} if secure else {}
+        write_app(folder / "app", {**keys, **given})
         write_home(folder / "flwr", self.port, self.certificates / "ca.crt" if secure else None)
 
     def start_link(self) -> Child:

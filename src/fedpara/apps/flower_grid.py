@@ -4,7 +4,7 @@ A parcel is a ConfigRecord of its facts and an ArrayRecord of one array: our own
 format of Flower's that would have to be parsed before it is checked.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import httpx
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 from fedpara.engines.parcels import Fact, Parcel
 
 FACTS, BODY, STYPE = "facts", "body", "fedpara"
+KINDS = {"hello": MessageType.QUERY, "train": MessageType.TRAIN, "score": MessageType.EVALUATE}
 TRAVEL = 30.0
 """Seconds beyond the deadline before Flower forgets a message: late answers are then refused by name."""
 
@@ -43,8 +44,9 @@ class GridCourier:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
 
-    def nodes(self) -> list[int]:
-        return [int(node) for node in self._grid.get_node_ids()]
+    def nodes(self) -> Mapping[int, bytes]:
+        """The SuperLink has verified that each node holds the private half of its key, with or without TLS."""
+        return {int(node.node_id): bytes(node.public_key) for node in self._grid.get_nodes()}
 
     def send(self, parcels: Sequence[tuple[int, Parcel]], seconds: float) -> list[str]:
         return [self._send(node, parcel, seconds) for node, parcel in parcels]
@@ -74,9 +76,12 @@ class GridCourier:
         return got
 
     def _send(self, node: int, parcel: Parcel, seconds: float) -> str:
-        kind = MessageType.QUERY if parcel.facts.get("kind") == "hello" else MessageType.TRAIN
         message = Message(
-            to_records(parcel), node, kind, ttl=seconds + TRAVEL, group_id=str(parcel.facts.get("round", ""))
+            to_records(parcel),
+            node,
+            KINDS[str(parcel.facts["kind"])],
+            ttl=seconds + TRAVEL,
+            group_id=str(parcel.facts["round"]),
         )
         # One at a time: Flower leaves out those it could not take, and the rest would lose their places.
         names = [name for name in self._grid.push_messages([message]) if name]

@@ -38,7 +38,10 @@ class NodeMemory:
     def put(self, round: int, groups: Groups, accepted: int) -> None:
         if not any(groups.values()):
             return
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Each by itself: `parents=True` would make those above readable to all, whatever the mode.
+        for folder in (*reversed(self.folder.parents), self.folder):
+            if not folder.is_dir():
+                folder.mkdir(mode=0o700, exist_ok=True)
         sweep(self.folder, older_than=3600.0)
         write_groups(self._path(round), groups, whose=(self.client, round))
         rounds = sorted(int(path.stem) for path in self.folder.glob("*.safetensors") if path.stem.isdigit())

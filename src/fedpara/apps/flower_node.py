@@ -1,7 +1,8 @@
 """A node's side: an order in, an answer out. It sees nothing of the server but the order.
 
-What can be asked of a node: `hello`, and one client's part of a round. Whatever goes wrong becomes the answer's
-reason; an answer that takes too long becomes one too, so that a client that hangs does not block its node.
+What can be asked of a node: `hello`, one client's part of a round, the score of one client's own model. Whatever goes
+wrong becomes the answer's reason; an answer that takes too long becomes one too, so that a client that hangs does
+not block its node.
 """
 
 import os
@@ -16,9 +17,10 @@ from typing import Any, TypeVar
 import torch
 
 import fedpara
+from fedpara.algorithms import Groups
 from fedpara.apps.flower_memory import NodeMemory
 from fedpara.data import Examples
-from fedpara.engines.client import Protocol, client_round
+from fedpara.engines.client import PRIVATE, Protocol, client_round
 from fedpara.engines.flower import digest
 from fedpara.engines.parcels import Answer, Hello, Order, Parcel, packed, size_limit, unpacked
 from fedpara.engines.program import take_apart
@@ -28,6 +30,7 @@ from fedpara.experiments.build import Parts, build
 from fedpara.experiments.config import Experiment, with_values
 from fedpara.experiments.own import is_own, read_own
 from fedpara.experiments.store import NODES
+from fedpara.state import State
 
 ORDER_LIMIT = 1 << 32
 MEMORY = "FEDPARA_MEMORY"
@@ -65,7 +68,8 @@ def answer(parcel: Parcel, node_config: NodeConfig) -> Parcel:
         return packed(Hello(fedpara.__version__, reason=f"the order cannot be read: {error}"))
     if order.kind == "hello":
         return packed(_in_time(order, lambda: hello(order, node_config), _no_hello))
-    return packed(_in_time(order, lambda: train(order, node_config), lambda why: _no_answer(order, why)))
+    work = score if order.kind == "score" else train
+    return packed(_in_time(order, lambda: work(order, node_config), lambda why: _no_answer(order, why)))
 
 
 def hello(order: Order, node_config: NodeConfig) -> Hello:
@@ -74,24 +78,19 @@ def hello(order: Order, node_config: NodeConfig) -> Hello:
         return Hello(fedpara.__version__)
     first, every = place(node_config)
     site = _site_of(order, node_config)
-    return Hello(fedpara.__version__, first, every, site.protocol.program.scheme, digest(site.protocol))
+    examples = len(site.own[0]) if site.own is not None else 0
+    if site.own is not None and not examples:
+        return Hello(fedpara.__version__, reason="its data set holds no training examples")
+    scheme = site.protocol.program.scheme
+    return Hello(fedpara.__version__, first, every, scheme, digest(site.protocol), examples)
 
 
 def train(order: Order, node_config: NodeConfig) -> Answer:
-    if order.version != fedpara.__version__:
-        raise RunError(f"the node runs fedpara {fedpara.__version__}, the server {order.version}.")
-    if order.threads:
-        torch.set_num_threads(order.threads)
-    site = _site_of(order, node_config)
+    site, received, memory = _begin(order, node_config)
     protocol = site.protocol
-    limit = size_limit(protocol.down)
-    if len(order.message) > limit:
-        raise WireError(f"a broadcast of {len(order.message)} bytes: expected at most {limit}.")
-    received = protocol.read_down(order.message, order.round)
     examples, test = site.data(order.client, order.personal)
     if len(examples) == 0:
         return Answer(order.client, order.round, reason="it holds no examples")
-    memory = NodeMemory(memory_folder(node_config, order.run), order.run, order.client)
     reply, kept = client_round(
         protocol,
         site.worker,
@@ -105,6 +104,31 @@ def train(order: Order, node_config: NodeConfig) -> Answer:
     memory.put(order.round, kept, order.accepted)
     sealed = bytes(reply.message or b"")
     return Answer(order.client, order.round, sealed, reply.reason, reply.loss, reply.before, reply.after)
+
+
+def score(order: Order, node_config: NodeConfig) -> Answer:
+    """The client's own model, that is the shared state as sent and what the client keeps, on its own test data."""
+    site, (model, _), memory = _begin(order, node_config)
+    _, test = site.data(order.client, personal=True)
+    if test is None:
+        return Answer(order.client, order.round, reason="it has no test data of its own")
+    kept = memory.get(order.accepted) if site.protocol.keeps else None
+    own = (kept or site.protocol.first(model))[PRIVATE]
+    return Answer(order.client, order.round, before=site.worker.evaluate({**model, **own}, test))
+
+
+def _begin(order: Order, node_config: NodeConfig) -> tuple[Site, tuple[State, Groups], NodeMemory]:
+    """What a client's order needs: the site, the server's message as read, what the client kept."""
+    if order.version != fedpara.__version__:
+        raise RunError(f"the node runs fedpara {fedpara.__version__}, the server {order.version}.")
+    if order.threads:
+        torch.set_num_threads(order.threads)
+    site = _site_of(order, node_config)
+    limit = size_limit(site.protocol.down)
+    if len(order.message) > limit:
+        raise WireError(f"a broadcast of {len(order.message)} bytes: expected at most {limit}.")
+    received = site.protocol.read_down(order.message, order.round)
+    return site, received, NodeMemory(memory_folder(node_config, order.run), order.run, order.client)
 
 
 def place(node_config: NodeConfig) -> tuple[int, int]:

@@ -3,29 +3,22 @@
 A folder that holds a run already is gone on with, so the same `flwr run` after a crash is the resume.
 """
 
-import secrets
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-import fedpara
 from fedpara.apps.flower_grid import GridCourier
+from fedpara.apps.flower_host import host_on
+from fedpara.apps.flower_keys import read_keys
 from fedpara.apps.flower_settings import Settings, difference, read
-from fedpara.engines.client import Protocol
-from fedpara.engines.flower import Flower, Terms
-from fedpara.engines.loop import Engine, Schedule
 from fedpara.errors import ConfigError, FedParaError, of_several
 from fedpara.experiments import Experiment, resume
-from fedpara.experiments.build import Parts
-from fedpara.experiments.config import FREE, to_toml
-from fedpara.experiments.run import Host, Speaker, lay_out
-from fedpara.experiments.store import NODES, RunFolder
+from fedpara.experiments.config import FREE
+from fedpara.experiments.run import Host, lay_out
 from fedpara.experiments.summary import read_config
-from fedpara.files import write_bytes
 
 app = ServerApp()
 
@@ -35,7 +28,8 @@ def main(grid: Grid, context: Context) -> None:
     settings = read(context.run_config)
     if settings.terms.threads:
         torch.set_num_threads(settings.terms.threads)
-    go_through(_laid_out(settings), settings.data_dir, _host(grid, settings.terms))
+    keys = read_keys(settings.keys) if settings.keys is not None else None
+    go_through(_laid_out(settings), settings.data_dir, host_on(GridCourier(grid), settings.terms, keys))
 
 
 def go_through(runs: Mapping[Path, int | None], data_dir: Path | None, host: Host) -> None:
@@ -81,32 +75,3 @@ def _refuse_another(path: Path, experiment: Experiment) -> None:
             f"{difference(there, experiment, FREE)}. Choose another out, or leave out everything but out to go on with "
             "that one."
         )
-
-
-def _host(grid: Grid, terms: Terms) -> Host:
-    def host(
-        protocol: Protocol, parts: Parts, folder: RunFolder, schedule: Schedule, tell: Speaker
-    ) -> tuple[Engine, Schedule]:
-        engine = Flower(
-            protocol,
-            parts.task,
-            folder.memory,
-            GridCourier(grid),
-            terms,
-            experiment=to_toml(replace(folder.experiment, engine="flower")),
-            run=_run_name(folder) if protocol.keeps else "0",
-            version=fedpara.__version__,
-            cohort=schedule.cohort,
-            tell=tell,
-        )
-        return engine, terms.schedule(schedule)
-
-    return host
-
-
-def _run_name(folder: RunFolder) -> str:
-    """Under which nodes keep what belongs to this run: drawn once, since two runs may share a config."""
-    file = folder.path / NODES
-    if not file.exists():
-        write_bytes(file, f"{secrets.token_hex(16)}\n".encode())
-    return file.read_text().strip()

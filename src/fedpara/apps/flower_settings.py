@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fedpara.engines.flower import Terms
+from fedpara.engines.terms import Terms
 from fedpara.errors import ConfigError
 from fedpara.experiments import Experiment
 from fedpara.experiments.config import read_options, read_toml, with_values
@@ -25,17 +25,18 @@ TERMS = {
 }
 COUNTS = ("min-replies", "oversample", "threads")
 MOST_THREADS = 4096
-OWN = ("preset", "config", "out", "data-dir", *TERMS)
+OWN = ("preset", "config", "out", "data-dir", "keys", *TERMS)
 FIELDS = {field.name.replace("_", "-"): field.name for field in fields(Experiment) if field.name != "engine"}
 DEFAULT_OUT = "runs/flower"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`out` is one folder, or several that hold runs already, a line each."""
+    """`out` is one folder, or several that hold runs already, a line each. `keys` says which node may serve whom."""
 
     out: tuple[Path, ...]
     data_dir: Path | None
+    keys: Path | None
     terms: Terms
     preset: str
     config: str
@@ -79,10 +80,11 @@ def read(run_config: Mapping[str, Any]) -> Settings:
     given = {FIELDS[name]: value for name, value in said.items() if name in FIELDS}
     if "options" in given:
         given["options"] = read_options(str(given["options"]).split())
-    data_dir = said.get("data-dir")
+    data_dir, keys = said.get("data-dir"), said.get("keys")
     return Settings(
         tuple(Path(line).expanduser().absolute() for line in str(said.get("out", DEFAULT_OUT)).splitlines()),
         Path(str(data_dir)).expanduser() if data_dir else None,
+        Path(str(keys)).expanduser() if keys else None,
         terms_of({name: value for name, value in said.items() if name in TERMS}),
         str(said.get("preset", "")),
         str(said.get("config", "")),

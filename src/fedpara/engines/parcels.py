@@ -1,17 +1,18 @@
 """What the server and its nodes say to each other: a few named facts, and at most one encoded message.
 
-    Order    server to node: hello, or one client's part of a round
+    Order    server to node: hello, one client's part of a round, or the score of one client's own model
     Hello    node to server: which clients it serves, and what it would train
-    Answer   node to server: a client's message, or why there is none
+    Answer   node to server: a client's message or score, or why there is none
 
-A `Parcel` is either of them on its way, in types every transport has. Nothing in it is trusted: reading one
-raises WireError for whatever is missing or of another type.
+A `Parcel` is any of them in transit, in types every transport has; a `Courier` carries parcels. Nothing in a parcel
+is trusted: reading one raises WireError for a fact that is missing or has the wrong type.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, get_type_hints
+from typing import Protocol as Interface
 
 from fedpara.engines.client import Reply
 from fedpara.engines.worker import Score
@@ -32,6 +33,17 @@ class Parcel:
     body: bytes = b""
 
 
+class Courier(Interface):
+    def nodes(self) -> Mapping[int, bytes]:
+        """The nodes that are connected now, each with the public key it proved; b"" where there is none."""
+
+    def send(self, parcels: Sequence[tuple[int, Parcel]], seconds: float) -> list[str]:
+        """A letter's name for each parcel; an empty one where it could not be sent."""
+
+    def collect(self, letters: Collection[str]) -> Mapping[str, Parcel | str]:
+        """Answers that came to these letters, each once; a text says why there will be none."""
+
+
 @dataclass(frozen=True)
 class Order:
     """`accepted` is the client's last round whose update the server took: what it kept then is its memory.
@@ -39,7 +51,7 @@ class Order:
     `run` names the run on the node's disk; `seconds` is how long the server waits for the answer.
     """
 
-    kind: str  # "hello" or "train"
+    kind: str  # "hello", "train" or "score"
     experiment: str  # TOML
     version: str
     run: str
@@ -61,11 +73,13 @@ class Hello:
     every: int = 1
     scheme: str = ""
     digest: str = ""  # of names, shapes and types of both messages
+    examples: int = 0  # that each of its clients trains on, where the node brings its own data
     reason: str = ""  # why it cannot take part
     message: bytes = b""
 
-    def serves(self, client: int) -> bool:
-        return client % self.every == self.first
+    def clients(self, total: int) -> range:
+        """Which of the run's `total` clients the node serves."""
+        return range(self.first, total, self.every)
 
 
 @dataclass(frozen=True)
