@@ -184,7 +184,7 @@ def _source(name: str) -> Source:
     near = difflib.get_close_matches(name, names(), 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
-        f"no data set is called {name!r}.{hint} Known: {', '.join(names())}, and hub:owner/name."
+        f"no data set is called {name!r}.{hint} Known: {', '.join(names())}, and hub:owner/name@revision."
     )
 
 
