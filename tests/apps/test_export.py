@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import fedpara as fp
 from fedpara import data, models
@@ -18,6 +19,7 @@ from fedpara.experiments.build import build, build_model, build_scheme
 from fedpara.experiments.checkpoint import Checkpoint, final_checkpoint
 from fedpara.experiments.clients import kept_file
 from fedpara.experiments.tensor_files import write_groups
+from fedpara.interop import save_state
 
 PERSONAL = {"model": "mlp", "scheme": "pfedpara", "clients": 2, "cohort": 2, "epochs": None, "steps": 1}
 
@@ -248,6 +250,42 @@ def test_what_describes_no_model_is_not_for_a_file(cli, tmp_path):
     code, _, err = cli("export", "a.safetensors", "--model", "theirs_too:build", "--classes", 2)
     assert (code, "--classes is for a model of the library" in err) == (2, True)
     assert cli("export", "a.safetensors", "--model", "theirs_too:build")[0] == 0
+
+
+HOSTILE = """
+from pathlib import Path
+from torch import nn
+
+Path(__file__).with_name("imported").touch()
+
+def build():
+    Path(__file__).with_name("called").touch()
+    return nn.Linear(3, 2)
+"""
+
+
+@pytest.mark.parametrize("format", ["safetensors", "onnx", "pt2"])
+def test_code_that_a_file_names_is_not_run(cli, tmp_path, monkeypatch, format):
+    """Attack: a state that someone sends, and the module it names where Python finds it."""
+    name = f"hostile_{format}"
+    (tmp_path / f"{name}.py").write_text(HOSTILE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = {"target": f"{name}:build", "shape": [3]}
+    save_state(tmp_path / "sent.safetensors", nn.Linear(3, 2).state_dict(), {}, model=model)
+    words = ("export", "sent.safetensors", "--format", format, "--out", f"out.{format}")
+    code, _, err = cli(*words)
+    if format == "safetensors":  # which needs no network
+        assert code == 0
+    else:
+        assert code == 2
+        assert f"names '{name}:build' as its model" in err
+        assert f"pass --model {name}:build if you trust it" in err
+        assert not (tmp_path / f"out.{format}").exists()
+    assert not (tmp_path / "imported").exists()
+    assert not (tmp_path / "called").exists()
+    code, _, err = cli(*words, "--model", f"{name}:build", "--shape", "3", "--overwrite")
+    assert code == 0, err
+    assert (tmp_path / "called").exists()
 
 
 def test_a_damaged_run_is_not_taken_for_one_that_has_not_begun(cli, tmp_path):
