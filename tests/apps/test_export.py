@@ -16,9 +16,9 @@ from fedpara.engines.flower import ACCEPTED
 from fedpara.engines.loop import Progress
 from fedpara.experiments import Experiment, read_run, run
 from fedpara.experiments.build import build, build_model, build_scheme
-from fedpara.experiments.checkpoint import Checkpoint, final_checkpoint
+from fedpara.experiments.checkpoint import Checkpoint, final_checkpoint, write_checkpoint
 from fedpara.experiments.clients import kept_file
-from fedpara.experiments.tensor_files import write_groups
+from fedpara.experiments.tensor_files import named_digest, read_groups, write_groups
 from fedpara.interop import save_state
 
 PERSONAL = {"model": "mlp", "scheme": "pfedpara", "clients": 2, "cohort": 2, "epochs": None, "steps": 1}
@@ -176,7 +176,10 @@ def write_groups_of_flower(folder, round):
     (folder / "nodes.txt").write_text("abc\n")
     (folder / "clients" / "0").mkdir(parents=True)
     noted = {ACCEPTED: {"round": torch.tensor(round)}}
-    write_groups(folder / "clients" / "0" / f"0-{round}.safetensors", noted)
+    write_groups(kept_file(folder / "clients", 0, round), noted)
+    newest = final_checkpoint(folder)
+    newest.digests[0] = named_digest(kept_file(folder / "clients", 0, round))
+    write_checkpoint(folder, newest)
 
 
 NETWORK = "from torch import nn\ndef build():\n    return nn.Linear(3, 2)\n"
@@ -391,6 +394,18 @@ def test_anothers_part_is_not_exported_as_a_clients_own(cli, tmp_path):
         1,
         True,
     )
+
+
+def test_another_runs_part_is_not_exported_as_a_clients_own(cli, tmp_path):
+    """Whole, and of that client and round, but not what the checkpoint counts on."""
+    run(Experiment(**PERSONAL, rounds=1), tmp_path / "run")
+    path = kept_file(tmp_path / "run" / "clients", 0, 1)
+    groups = read_groups(path)
+    next(iter(groups["private"].values())).add_(1)
+    write_groups(path, groups, whose=(0, 1))
+    code, _, err = cli("export", "run", "--client", 0)
+    assert code == 1
+    assert "0-1.safetensors is not the file that the checkpoint counts on" in " ".join(err.split())
 
 
 def test_a_clients_older_part_is_not_exported_in_the_place_of_its_newest(cli, tmp_path):

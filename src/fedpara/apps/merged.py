@@ -143,7 +143,7 @@ def _start(path: Path, experiment: Experiment) -> tuple[nn.Module, dict[str, Any
 def _own(path: Path, client: int | None, newest: Checkpoint) -> State:
     """The shared state of the newest checkpoint and what the client kept then."""
     try:
-        return {**newest.state, **_kept(path, client, newest.kept)}
+        return {**newest.state, **_kept(path, client, newest)}
     except FedParaError:
         newer = final_checkpoint(path)
         if newer.round == newest.round:
@@ -152,8 +152,8 @@ def _own(path: Path, client: int | None, newest: Checkpoint) -> State:
     return _own(path, client, newer)
 
 
-def _kept(path: Path, client: int | None, files: dict[int, int]) -> State:
-    """`files` is the round of each client's newest file, as the checkpoint has it."""
+def _kept(path: Path, client: int | None, newest: Checkpoint) -> State:
+    files = newest.kept
     if not files:
         raise RunError(
             f"parts of the model of {path} are private, and its clients folder holds none: expected what clients keep."
@@ -173,7 +173,7 @@ def _kept(path: Path, client: int | None, files: dict[int, int]) -> State:
     file = kept_file(path / "clients", client, files[client])
     if not file.exists():
         raise RunError(f"{file} is missing: client {client} kept it in round {files[client]}. Bring it back.")
-    groups = read_groups(file, (client, files[client]))
+    groups = read_groups(file, (client, files[client]), newest.digests.get(client))
     if ACCEPTED in groups:
         groups = _at_its_node(path, client, int(groups[ACCEPTED]["round"]))
     return groups[PRIVATE]
