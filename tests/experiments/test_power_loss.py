@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -207,6 +210,16 @@ def test_a_line_may_say_more_than_its_readers_need(stopped):
     line = json.loads(path.read_bytes().splitlines()[0])
     path.write_text(json.dumps(line | {"personal": {"clients": 10}}) + "\n")
     assert read_run(stopped).metrics == [line | {"personal": {"clients": 10}}]
+
+
+def test_three_kills_with_damaged_files_resume_or_are_refused():
+    """Real SIGKILLs, then files damaged as a power loss would. The benchmark does a hundred."""
+    done = subprocess.run(
+        [sys.executable, POWER_LOSS, "--kills", "3"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"^kill .*(goes on|fell back|refused by name)", done.stdout, re.M)) == 3
+    assert re.search(r"3 kills, .* (\d+) of \1 finished folders bit-identical", done.stdout), done.stdout
 
 
 @pytest.fixture

@@ -61,12 +61,10 @@ def verify_kept(folder: Path, kept: Mapping[int, int], digests: Mapping[int, str
 
 def _verified(folder: Path, client: int, round: int, digest: str | None) -> str | RunError:
     path = kept_file(folder, client, round)
-    if not path.exists():
-        return RunError(f"{path} is missing.")
     try:
         return verify_groups(path, (client, round), digest)
     except RunError as error:
-        return error
+        return error if path.exists() else RunError(f"{path} is missing.")
 
 
 class OnDisk:

@@ -150,7 +150,7 @@ class RunFolder:
             lines and not any((self.path / name).exists() for name in ("model.json", "data.json"))
         ):
             raise RunError(
-                f"{self.path} has {lines} round{'s' * (lines > 1)} and no checkpoint: it is kept for reading and "
+                f"{self.path} has {lines} round{'s' * (lines > 1)} and no {CHECKPOINT}: it is kept for reading and "
                 "cannot go on. Start the run anew in another folder."
             )
         return None
