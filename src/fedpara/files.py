@@ -3,6 +3,7 @@
 A writer that is killed leaves at most a `.part` file beside; `sweep` removes those.
 """
 
+import errno
 import os
 import secrets
 import time
@@ -25,7 +26,8 @@ PART = ".*.part*"
 def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
     """A name beside `path` to write to. Moved there whole at the end; gone if anything fails.
 
-    Unless `durable`, the content may still be lost with the machine's power, never with the process.
+    If `durable`, content and name are on the disk when this returns. Otherwise they may be lost with the machine's
+    power, never with the process.
     """
     if os.path.isdir(path) or not os.path.isdir(path.parent):
         raise UsageError(f"{path} is not a place for a file: expected a file name in a folder that exists.")
@@ -38,9 +40,10 @@ def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
             # Some writers make a private file of their own and move it there.
             temporary.chmod(mode)
             if durable:
-                with open(temporary, "rb") as file:
-                    os.fsync(file.fileno())
+                sync(temporary)
             os.replace(temporary, path)
+            if durable:
+                sync(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
     # Their own texts may say the name beside, which is none of the reader's business.
@@ -51,6 +54,19 @@ def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
         if str(temporary) in str(error):
             raise type(error)(str(error).replace(str(temporary), str(path))) from error
         raise
+
+
+def sync(path: Path) -> None:
+    """Put a file's content, or a folder's names, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # Some network file systems keep names safe by themselves and refuse this for folders.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not os.path.isdir(path):
+            raise
+    finally:
+        os.close(handle)
 
 
 def make_folder(folder: Path, what: str = "folder", cure: str = "another --out") -> None:

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import fedpara as fp
 from fedpara import data, models
@@ -15,9 +16,10 @@ from fedpara.engines.flower import ACCEPTED
 from fedpara.engines.loop import Progress
 from fedpara.experiments import Experiment, read_run, run
 from fedpara.experiments.build import build, build_model, build_scheme
-from fedpara.experiments.checkpoint import Checkpoint, final_checkpoint
+from fedpara.experiments.checkpoint import Checkpoint, final_checkpoint, write_checkpoint
 from fedpara.experiments.clients import kept_file
-from fedpara.experiments.tensor_files import write_groups
+from fedpara.experiments.tensor_files import named_digest, read_groups, write_groups
+from fedpara.interop import save_state
 
 PERSONAL = {"model": "mlp", "scheme": "pfedpara", "clients": 2, "cohort": 2, "epochs": None, "steps": 1}
 
@@ -174,7 +176,10 @@ def write_groups_of_flower(folder, round):
     (folder / "nodes.txt").write_text("abc\n")
     (folder / "clients" / "0").mkdir(parents=True)
     noted = {ACCEPTED: {"round": torch.tensor(round)}}
-    write_groups(folder / "clients" / "0" / f"0-{round}.safetensors", noted)
+    write_groups(kept_file(folder / "clients", 0, round), noted)
+    newest = final_checkpoint(folder)
+    newest.digests[0] = named_digest(kept_file(folder / "clients", 0, round))
+    write_checkpoint(folder, newest)
 
 
 NETWORK = "from torch import nn\ndef build():\n    return nn.Linear(3, 2)\n"
@@ -248,6 +253,42 @@ def test_what_describes_no_model_is_not_for_a_file(cli, tmp_path):
     code, _, err = cli("export", "a.safetensors", "--model", "theirs_too:build", "--classes", 2)
     assert (code, "--classes is for a model of the library" in err) == (2, True)
     assert cli("export", "a.safetensors", "--model", "theirs_too:build")[0] == 0
+
+
+HOSTILE = """
+from pathlib import Path
+from torch import nn
+
+Path(__file__).with_name("imported").touch()
+
+def build():
+    Path(__file__).with_name("called").touch()
+    return nn.Linear(3, 2)
+"""
+
+
+@pytest.mark.parametrize("format", ["safetensors", "onnx", "pt2"])
+def test_code_that_a_file_names_is_not_run(cli, tmp_path, monkeypatch, format):
+    """Attack: a state that someone sends, and the module it names where Python finds it."""
+    name = f"hostile_{format}"
+    (tmp_path / f"{name}.py").write_text(HOSTILE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = {"target": f"{name}:build", "shape": [3]}
+    save_state(tmp_path / "sent.safetensors", nn.Linear(3, 2).state_dict(), {}, model=model)
+    words = ("export", "sent.safetensors", "--format", format, "--out", f"out.{format}")
+    code, _, err = cli(*words)
+    if format == "safetensors":  # which needs no network
+        assert code == 0
+    else:
+        assert code == 2
+        assert f"names '{name}:build' as its model" in err
+        assert f"pass --model {name}:build if you trust it" in err
+        assert not (tmp_path / f"out.{format}").exists()
+    assert not (tmp_path / "imported").exists()
+    assert not (tmp_path / "called").exists()
+    code, _, err = cli(*words, "--model", f"{name}:build", "--shape", "3", "--overwrite")
+    assert code == 0, err
+    assert (tmp_path / "called").exists()
 
 
 def test_a_damaged_run_is_not_taken_for_one_that_has_not_begun(cli, tmp_path):
@@ -353,6 +394,18 @@ def test_anothers_part_is_not_exported_as_a_clients_own(cli, tmp_path):
         1,
         True,
     )
+
+
+def test_another_runs_part_is_not_exported_as_a_clients_own(cli, tmp_path):
+    """Whole, and of that client and round, but not what the checkpoint counts on."""
+    run(Experiment(**PERSONAL, rounds=1), tmp_path / "run")
+    path = kept_file(tmp_path / "run" / "clients", 0, 1)
+    groups = read_groups(path)
+    next(iter(groups["private"].values())).add_(1)
+    write_groups(path, groups, whose=(0, 1))
+    code, _, err = cli("export", "run", "--client", 0)
+    assert code == 1
+    assert "0-1.safetensors is not the file that the checkpoint counts on" in " ".join(err.split())
 
 
 def test_a_clients_older_part_is_not_exported_in_the_place_of_its_newest(cli, tmp_path):

@@ -6,8 +6,9 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from published_pickle import as_published
 
-from fedpara.data import by_owner, load, shards, status, verify
+from fedpara.data import by_owner, cifar, load, shards, status, verify
 from fedpara.errors import DataError
 
 pytestmark = pytest.mark.data
@@ -27,6 +28,22 @@ def test_cifar10_has_the_published_statistics():
     np.testing.assert_allclose(train.mean, (0.49139968, 0.48215841, 0.44653091), atol=5e-9)
     np.testing.assert_allclose(train.std, (0.24703223, 0.24348513, 0.26158784), atol=5e-9)
     assert train.labels[:10].tolist() == [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]
+
+
+def test_the_python_version_of_cifar10_is_the_binary_one(tmp_path):
+    """The binary version's records written as the publisher pickled them."""
+    need("cifar10")
+    folder = status("cifar10").path
+    if folder is None or folder.name != cifar.CIFAR10_BINARY.folder:
+        pytest.skip("the binary version of cifar10 is not there")
+    (tmp_path / cifar.CIFAR10_PYTHON.folder).mkdir()
+    for old, new in zip(cifar.CIFAR10_BINARY.names, cifar.CIFAR10_PYTHON.names, strict=True):
+        table = np.fromfile(folder / old, np.uint8).reshape(10_000, 3073)
+        content = as_published(np.ascontiguousarray(table[:, 1:]), table[:, 0].tolist())
+        (tmp_path / cifar.CIFAR10_PYTHON.folder / new).write_bytes(content)
+    for ours, theirs in zip(load("cifar10", tmp_path), load("cifar10"), strict=True):
+        assert torch.equal(ours.inputs, theirs.inputs)
+        assert torch.equal(ours.labels, theirs.labels)
 
 
 def test_mnist_has_the_published_counts():

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -205,7 +206,28 @@ def test_a_folder_that_is_a_file_has_no_sets(tmp_path):
 def test_a_hub_name_without_datasets_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match=r"pip install '\.\[hub\]'"):
-        load("hub:owner/name")
+        load("hub:owner/name@v1")
+
+
+@pytest.mark.parametrize("name", ["hub:owner/name", "hub:owner/name@"])
+def test_a_hub_set_without_a_revision_is_refused(name):
+    with pytest.raises(
+        ConfigError, match=r"has no revision: expected hub:owner/name@revision, .* Write hub:owner"
+    ):
+        load(name)
+
+
+def test_the_revision_of_a_hub_set_is_the_one_that_is_loaded(monkeypatch):
+    asked = []
+
+    def load_dataset(*words, **options):
+        asked.append((words, options))
+        return {"train": None}
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(DataError, match="has the parts train: expected train and test"):
+        load("hub:owner/name@3f1c0de")
+    assert asked == [(("owner/name",), {"revision": "3f1c0de"})]
 
 
 @pytest.mark.skipif(find_spec("datasets") is None, reason="the hub extra (datasets) is not installed")

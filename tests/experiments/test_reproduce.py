@@ -129,7 +129,7 @@ def test_nor_is_one_of_a_single_round(whole, tmp_path):
     small = keep_small(one.path, tmp_path / "small")
     before = {path: path.read_bytes() for path in small.iterdir()}
     with pytest.raises(
-        RunError, match="has 1 round and no checkpoint: it is kept for reading and cannot go on"
+        RunError, match=r"has 1 round and no checkpoint\.safetensors: it is kept for reading and cannot go on"
     ):
         resume(small, rounds=3)
     assert {path: path.read_bytes() for path in small.iterdir()} == before

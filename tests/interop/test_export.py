@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fedpara as fp
 from fedpara import models
 from fedpara.errors import FedParaError, MissingExtraError, StateError, UsageError
-from fedpara.interop import SavedState, export, read_state
+from fedpara.interop import SavedState, build_target, export, read_state
 from fedpara.parameterization import forms
 
 HERE = Path(fp.__file__).parent
@@ -118,10 +118,14 @@ def test_onnx_takes_the_integers_of_an_lstm(tmp_path):
     torch.testing.assert_close(onnx_outputs(report.path, x), model(x), atol=1e-5, rtol=1e-4)
 
 
-def test_the_users_own_model_is_found_by_its_target(tmp_path):
+def test_a_custom_model_is_built_by_whoever_trusts_it(tmp_path):
     model = fp.factorize(models.mlp(), fp.FedPara(gamma=0.1))
-    own = {"target": "fedpara.models:mlp", "shape": [1, 28, 28]}
-    report = export(SavedState(model.state_dict(), forms(model), own), tmp_path / "m.pt2", "pt2")
+    saved = SavedState(
+        model.state_dict(), forms(model), {"target": "fedpara.models:mlp", "shape": [1, 28, 28]}
+    )
+    with pytest.raises(UsageError, match=r"never run: .* model=build_target\('fedpara\.models:mlp'\)"):
+        export(saved, tmp_path / "m.pt2", "pt2")
+    report = export(saved, tmp_path / "m.pt2", "pt2", model=build_target("fedpara.models:mlp"))
     x = torch.randn(3, 1, 28, 28)
     torch.testing.assert_close(torch.export.load(report.path).module()(x), model(x))
 

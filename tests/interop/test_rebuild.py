@@ -44,8 +44,14 @@ def test_every_model_of_the_package_is_rebuilt(name):
     ]
 
 
+def test_a_target_that_a_description_names_is_not_imported(own):
+    with pytest.raises(UsageError, match="never run: pass --model own_networks:build_model if you trust it"):
+        rebuild({"target": f"{own}:build_model", "shape": [3]})
+    assert own not in sys.modules
+
+
 def test_a_target_is_imported_and_called(own):
-    model = rebuild({"target": f"{own}:build_model", "shape": [3]})
+    model = build_target(f"{own}:build_model")
     assert isinstance(model, nn.Linear)
     assert model.weight.shape == (2, 3)
 

@@ -24,7 +24,11 @@ def export(
     format: Annotated[str, typer.Option("--format", help="safetensors, onnx or pt2.")] = "safetensors",
     out: Annotated[Path | None, typer.Option(help="The file to write; by default beside the source.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="The model of a bare state: a name or package.module:function.")
+        str | None,
+        typer.Option(
+            help="The model of a bare state: a name or package.module:function, which is imported and called. A "
+            "function that only the file names never is."
+        ),
     ] = None,
     classes: Annotated[
         int | None,
@@ -43,13 +47,13 @@ def export(
     """
     from fedpara.interop.export import export as export_model
 
-    saved = read_run_or_state(source, model, classes, shape, client)
+    saved, network = read_run_or_state(source, model, classes, shape, client)
     ending = {"safetensors": ".merged.safetensors"}.get(format, f".{format}")
     name = "model" if client is None else f"model-client-{client}"
     base = source / name if source.is_dir() else source.with_suffix("")
     target = out or base.with_name(base.name + ending)
     refuse_own(target)
-    report = export_model(saved, target, format, overwrite=overwrite)  # type: ignore[arg-type]
+    report = export_model(saved, target, format, model=network, overwrite=overwrite)  # type: ignore[arg-type]
     if as_json:
         typer.echo(
             json.dumps(

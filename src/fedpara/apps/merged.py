@@ -25,8 +25,8 @@ from fedpara.experiments.config import Experiment
 from fedpara.experiments.store import NODES
 from fedpara.experiments.summary import read_config
 from fedpara.experiments.tensor_files import read_groups
-from fedpara.interop import SavedState, read_state
-from fedpara.interop.rebuild import EXPECTED, is_description, rebuild, refuse_misfit
+from fedpara.interop import SavedState, build_target, read_state
+from fedpara.interop.rebuild import EXPECTED, is_description, refuse_misfit
 from fedpara.parameterization import forms
 from fedpara.state import State
 
@@ -41,7 +41,8 @@ def read_run_or_state(
     classes: int | None = None,
     shape: str | None = None,
     client: int | None = None,
-) -> SavedState:
+) -> tuple[SavedState, nn.Module | None]:
+    """The state, and the custom network that `--model` names: only then is code of the user's called."""
     described = {"--model": model, "--classes": classes, "--shape": shape}
     given = [option for option, value in described.items() if value is not None]
     if source.is_dir():
@@ -50,7 +51,7 @@ def read_run_or_state(
                 f"{source} is a run folder, whose files say which model it trained: leave out {' and '.join(given)}, "
                 "meant for a .safetensors state by itself."
             )
-        return _of_run(source, client)
+        return _of_run(source, client), None
     if not source.exists():
         raise UsageError(f"{source} does not exist: expected a run folder or a .safetensors state.")
     if client is not None:
@@ -60,12 +61,15 @@ def read_run_or_state(
             f"{' and '.join(given)} without --model: expected the model that is so built. Name it too."
         )
     saved = read_state(source)
-    return saved if model is None else _described(saved, model, classes, shape)
+    return (saved, None) if model is None else _described(saved, model, classes, shape)
 
 
-def _described(saved: SavedState, model: str, classes: int | None, shape: str | None) -> SavedState:
-    """The state as that of the model the user names."""
+def _described(
+    saved: SavedState, model: str, classes: int | None, shape: str | None
+) -> tuple[SavedState, nn.Module | None]:
+    """The state as that of the model the user names, and that model if it is a custom one."""
     description: dict[str, Any] = {"target": model}
+    network = None
     if not is_users(model):
         usual = list(models.usual_shape(model))
         description = {
@@ -78,11 +82,11 @@ def _described(saved: SavedState, model: str, classes: int | None, shape: str | 
             f"--classes is for a model of the library: {model} is called as it is. Leave it out."
         )
     else:
-        # `export` sees by itself whether a state fits a model of the library, but calls no function for it.
-        refuse_misfit(saved.merged(), rebuild(description), model)
+        network = build_target(model)
+        refuse_misfit(saved.merged(), network, model)
     if shape is not None:
         description["shape"] = _sides(shape)
-    return SavedState(saved.state, saved.forms, description)
+    return SavedState(saved.state, saved.forms, description), network
 
 
 def _sides(shape: str) -> list[int]:
@@ -139,7 +143,7 @@ def _start(path: Path, experiment: Experiment) -> tuple[nn.Module, dict[str, Any
 def _own(path: Path, client: int | None, newest: Checkpoint) -> State:
     """The shared state of the newest checkpoint and what the client kept then."""
     try:
-        return {**newest.state, **_kept(path, client, newest.kept)}
+        return {**newest.state, **_kept(path, client, newest)}
     except FedParaError:
         newer = final_checkpoint(path)
         if newer.round == newest.round:
@@ -148,8 +152,8 @@ def _own(path: Path, client: int | None, newest: Checkpoint) -> State:
     return _own(path, client, newer)
 
 
-def _kept(path: Path, client: int | None, files: dict[int, int]) -> State:
-    """`files` is the round of each client's newest file, as the checkpoint has it."""
+def _kept(path: Path, client: int | None, newest: Checkpoint) -> State:
+    files = newest.kept
     if not files:
         raise RunError(
             f"parts of the model of {path} are private, and its clients folder holds none: expected what clients keep."
@@ -169,7 +173,7 @@ def _kept(path: Path, client: int | None, files: dict[int, int]) -> State:
     file = kept_file(path / "clients", client, files[client])
     if not file.exists():
         raise RunError(f"{file} is missing: client {client} kept it in round {files[client]}. Bring it back.")
-    groups = read_groups(file, (client, files[client]))
+    groups = read_groups(file, (client, files[client]), newest.digests.get(client))
     if ACCEPTED in groups:
         groups = _at_its_node(path, client, int(groups[ACCEPTED]["round"]))
     return groups[PRIVATE]

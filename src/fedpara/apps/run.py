@@ -43,7 +43,9 @@ def run(
     ] = None,
     dataset: Annotated[
         str | None,
-        typer.Option(help=f"{', '.join(data.names())}; generated:NAME (a drawn one), hub:OWNER/NAME"),
+        typer.Option(
+            help=f"{', '.join(data.names())}; generated:NAME (a drawn one), hub:OWNER/NAME@REVISION"
+        ),
     ] = None,
     model: Annotated[str | None, typer.Option(help=", ".join(models.names()))] = None,
     scheme: Annotated[str | None, typer.Option(help="original, lowrank, fedpara, pfedpara")] = None,

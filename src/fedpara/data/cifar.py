@@ -62,14 +62,19 @@ def pickled(key: str) -> Callable[[bytes, int, str], tuple[Array, Array]]:
                 name.decode() if isinstance(name, bytes) else name: value for name, value in batch.items()
             }
         data, labels = (batch.get("data"), batch.get(key)) if isinstance(batch, dict) else (None, None)
-        if not isinstance(data, np.ndarray) or data.shape != (records, PIXELS) or data.dtype != np.uint8:
-            found = f"{data.dtype} {data.shape}" if isinstance(data, np.ndarray) else type(data).__name__
+        if not isinstance(data, pickles.Block) or data.shape != (records, PIXELS):
+            found = f"uint8 {data.shape}" if isinstance(data, pickles.Block) else type(data).__name__
             raise DataError(f"{where}: expected 'data' as uint8 ({records}, {PIXELS}), found {found}.")
-        if not isinstance(labels, list) or len(labels) != records or {*map(type, labels)} != {int}:
-            raise DataError(f"{where}: expected {key!r} as a list of {records} integers.")
-        return data.reshape(-1, 3, 32, 32), np.array(labels)
+        if not isinstance(labels, list) or len(labels) != records or not all(map(_is_label, labels)):
+            raise DataError(f"{where}: expected {key!r} as a list of {records} integers from 0 to 255.")
+        pixels = np.frombuffer(data.content, np.uint8).reshape(data.shape, order="F" if data.fortran else "C")
+        return pixels.reshape(-1, 3, 32, 32), np.array(labels)
 
     return decode
+
+
+def _is_label(value: object) -> bool:
+    return type(value) is int and 0 <= value < 256
 
 
 def source(

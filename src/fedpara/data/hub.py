@@ -1,4 +1,8 @@
-"""`hub:owner/name`: an image classification set of the Hugging Face hub, through `datasets`."""
+"""`hub:owner/name@revision`: an image classification set of the Hugging Face hub, through `datasets`.
+
+The revision is a commit or a tag of the set's repository. It is required: a set on the hub can change, and a run's
+config must name what the run was trained on.
+"""
 
 from typing import Any
 
@@ -6,16 +10,23 @@ import numpy as np
 
 from fedpara.data.examples import Examples
 from fedpara.data.sources import Array, build_images, images
-from fedpara.errors import DataError, MissingExtraError, install
+from fedpara.errors import ConfigError, DataError, MissingExtraError, install
 
 
 def load(name: str) -> tuple[Examples, Examples]:
+    """(train, test) of `owner/name@revision`."""
+    repository, _, revision = name.partition("@")
+    if not revision:
+        raise ConfigError(
+            f"hub:{name} has no revision: expected hub:owner/name@revision, where the revision is a commit or a tag "
+            f"that the set's page on the hub lists. Write hub:{repository}@ and the revision."
+        )
     try:
         import datasets
     except ImportError:
         raise MissingExtraError(f"hub:{name} needs the package datasets: {install('hub')}") from None
     try:
-        parts = datasets.load_dataset(name)
+        parts = datasets.load_dataset(repository, revision=revision)
     except Exception as error:  # the library's own errors, of a dozen classes, end here
         raise DataError(f"hub:{name} could not be loaded: {error}") from error
     absent = {"train", "test"} - set(parts)

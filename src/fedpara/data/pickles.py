@@ -1,53 +1,221 @@
-"""Unpickling of arrays in plain containers, and of nothing else.
+"""Read a publisher's pickle without unpickling it: dicts, lists, tuples, strings, numbers and arrays of bytes.
 
-A pickle is a program. This one may rebuild numpy arrays, dicts, lists, tuples, strings and numbers; any other
-name it asks for is refused before it is looked up.
+A pickle is a program, and numpy's `__setstate__` trusts what it is given: a crafted dtype crashes the process. So the
+opcodes are parsed by `pickletools.genops`, which runs nothing, and interpreted here on a stack. No name is looked up
+and no object is built except those of the types above. An array is recognised by the calls that write one,
+
+    _reconstruct(ndarray, (0,), b"b"), then its state (1, shape, dtype("u1"), fortran, content)
+
+and becomes a `Block`, which holds the shape and the content as they are in the file.
 """
 
-import io
-import pickle
+import pickletools
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
 from typing import Any
-
-import numpy as np
 
 from fedpara.errors import DataError
 
 
-def _latin1(text: str, encoding: str) -> bytes:
-    """What `_codecs.encode` is called for in pickles of protocol 2: bytes written as latin-1 text."""
-    if encoding != "latin1":
-        raise DataError(f"encoding {encoding!r} in a pickle: expected 'latin1'.")
-    return text.encode("latin1")
+@dataclass
+class Block:
+    """An array of uint8 as plain bytes, in Fortran's order or in C's; `shape` is None until its state was read."""
+
+    shape: tuple[int, ...] | None = None
+    fortran: bool = False
+    content: bytes = b""
 
 
-_multiarray = np.empty(0).__reduce__()[0]
-_ADMITTED = {
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
-    ("numpy.core.multiarray", "_reconstruct"): _multiarray,
-    ("numpy._core.multiarray", "_reconstruct"): _multiarray,
-    ("_codecs", "encode"): _latin1,
-}
+@dataclass(frozen=True)
+class _Name:
+    """A global by its name: never imported."""
+
+    module: str
+    name: str
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _ADMITTED[module, name]
-        except KeyError:
-            raise DataError(
-                f"it asks for {module}.{name}: refused, only arrays and plain containers are read"
-            ) from None
+class _Mark:
+    pass
+
+
+class _Byte:
+    """dtype("u1")."""
+
+
+_RECONSTRUCT = {_Name(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")}
+_NDARRAY, _DTYPE, _ENCODE = _Name("numpy", "ndarray"), _Name("numpy", "dtype"), _Name("_codecs", "encode")
+_NAMES = {*_RECONSTRUCT, _NDARRAY, _DTYPE, _ENCODE}
+_OF_BYTES = (3, "|", None, None, None, -1, -1, 0)
+"""The state of dtype("u1"): version, byte order, no subarray, no names, no fields, the usual size and alignment."""
 
 
 def loads(content: bytes, where: str) -> Any:
-    """The object in `content`; a damaged or unwelcome pickle raises DataError naming `where`."""
+    """The object in `content`. DataError names `where` if the pickle is damaged or asks for anything else."""
     try:
-        return _Unpickler(io.BytesIO(content), encoding="latin1").load()
+        return _read(content)
     except DataError as error:
         raise DataError(f"{where}: {error}. Take the file from its publisher again.") from None
-    except Exception as error:  # a damaged pickle can raise anything
+    except Exception as error:  # a damaged pickle can raise anything, but runs nothing
         raise DataError(
             f"{where} is damaged: {len(content):,} bytes that are not a whole pickle ({error}). "
             "Take the file from its publisher again."
         ) from None
+
+
+def _read(content: bytes) -> Any:
+    machine = _Machine()
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name == "STOP":
+            (value,) = machine.stack
+            return value
+        machine.step(opcode.name, argument)
+    raise ValueError("it has no end")
+
+
+class _Machine:
+    """The stack and the memo of a pickle, for the opcodes that plain containers and arrays need."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def step(self, name: str, argument: Any) -> None:
+        if name in _SKIPPED:
+            return
+        if name in _CONSTANTS:
+            self.stack.append(_CONSTANTS[name]())
+        elif name in _VALUES:
+            self.stack.append(argument)
+        elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            self.memo[len(self.memo) if name == "MEMOIZE" else argument] = self.stack[-1]
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            self.stack.append(self.memo[argument])
+        elif name in _TUPLES:
+            self.stack.append(tuple(self.pop(_TUPLES[name])))
+        elif name in _OPERATIONS:
+            _OPERATIONS[name](self, argument)
+        else:
+            raise DataError(
+                f"it uses the operation {name}: refused, only plain containers and bytes are read"
+            )
+
+    def pop(self, count: int) -> list[Any]:
+        if len(self.stack) < count:
+            raise ValueError("its stack is empty")
+        values = self.stack[len(self.stack) - count :]
+        del self.stack[len(self.stack) - count :]
+        return values
+
+    def since_mark(self) -> list[Any]:
+        values: list[Any] = []
+        while not isinstance(value := self.stack.pop(), _Mark):
+            values.append(value)
+        return values[::-1]
+
+
+def _append(machine: _Machine, values: list[Any]) -> None:
+    target = machine.stack[-1]
+    if type(target) is not list:
+        raise ValueError("it appends to what is no list")
+    target += values
+
+
+def _set(machine: _Machine, values: list[Any]) -> None:
+    target = machine.stack[-1]
+    # The hash of a tuple in a tuple in a tuple overflows the C stack: a key is a string.
+    if type(target) is not dict or not all(type(key) in (str, bytes) for key in values[::2]):
+        raise ValueError("it sets an item of what is no dict with strings as keys")
+    target |= dict(zip(values[::2], values[1::2], strict=True))
+
+
+def _collect(start: list[Any] | dict[Any, Any], fill: Callable[[_Machine, list[Any]], None]) -> Any:
+    """LIST and DICT of protocol 0: a new container of all since the mark."""
+
+    def operation(machine: _Machine, _: Any) -> None:
+        values = machine.since_mark()
+        machine.stack.append(type(start)())
+        fill(machine, values)
+
+    return operation
+
+
+def _name(machine: _Machine, argument: Any) -> None:
+    """GLOBAL has both words as its argument, STACK_GLOBAL on the stack."""
+    module, name = machine.pop(2) if argument is None else argument.split(" ", 1)
+    if type(module) is not str or type(name) is not str:
+        raise ValueError("it asks for a name that is no text")
+    found = _Name(module, name)
+    if found not in _NAMES:
+        raise DataError(
+            f"it asks for {found.module}.{found.name}: refused, only arrays of bytes and plain containers are read"
+        )
+    machine.stack.append(found)
+
+
+def _call(machine: _Machine, _: Any) -> None:
+    function, arguments = machine.pop(2)
+    if type(function) is not _Name or type(arguments) is not tuple:
+        raise ValueError("it calls what is no function")
+    if function == _ENCODE and len(arguments) == 2 and all(type(argument) is str for argument in arguments):
+        # How Python 3 writes bytes in protocol 2.
+        if arguments[1] != "latin1":
+            raise DataError(f"encoding {arguments[1]!r} in a pickle: expected 'latin1'")
+        machine.stack.append(arguments[0].encode("latin1"))
+    elif function == _DTYPE:
+        if arguments != ("u1", False, True):
+            raise DataError("it holds an array of another type: expected uint8, the only one that is read")
+        machine.stack.append(_Byte())
+    elif function in _RECONSTRUCT and arguments in ((_NDARRAY, (0,), "b"), (_NDARRAY, (0,), b"b")):
+        machine.stack.append(Block())
+    else:
+        raise ValueError("it makes a call that writes no array")
+
+
+def _build(machine: _Machine, _: Any) -> None:
+    target, state = machine.pop(2)
+    machine.stack.append(target)
+    if isinstance(target, _Byte):
+        if state != _OF_BYTES:
+            raise DataError("its array has an altered type: refused, only plain uint8 is read")
+        return
+    if not isinstance(target, Block):
+        raise ValueError("it sets the state of what is no array")
+    _, shape, kind, fortran, content = state
+    content = content.encode("latin1") if type(content) is str else content
+    whole = type(shape) is tuple and all(type(side) is int and side >= 0 for side in shape)
+    if not whole or type(content) is not bytes or not isinstance(kind, _Byte) or type(fortran) is not bool:
+        raise DataError("its array is not plain bytes: refused, only uint8 is read")
+    if prod(shape) != len(content):
+        raise ValueError(f"its array {shape} has {len(content):,} bytes")
+    target.shape, target.fortran, target.content = shape, fortran, content
+
+
+_SKIPPED = {"PROTO", "FRAME"}
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "MARK": _Mark,
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_DICT": dict,
+    "EMPTY_LIST": list,
+}
+_VALUES = {
+    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+    *("STRING", "SHORT_BINSTRING", "BINSTRING", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+    *("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"),
+}
+_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
+    "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.since_mark())),
+    "LIST": _collect([], _append),
+    "DICT": _collect({}, _set),
+    "APPEND": lambda machine, _: _append(machine, machine.pop(1)),
+    "APPENDS": lambda machine, _: _append(machine, machine.since_mark()),
+    "SETITEM": lambda machine, _: _set(machine, machine.pop(2)),
+    "SETITEMS": lambda machine, _: _set(machine, machine.since_mark()),
+    "GLOBAL": _name,
+    "STACK_GLOBAL": _name,
+    "REDUCE": _call,
+    "BUILD": _build,
+}

@@ -151,6 +151,12 @@ def check(source: Source, root: Path) -> Report:
     except DataError as error:
         return Report(source.name, None, 0, 0, None, (str(error),))
     problems: list[str] = []
+    known = [path for path in files if _key(path) in source.checksums]
+    for path in known:
+        found = _digests(path)
+        if not {*found} & {*source.checksums[_key(path)]}:
+            expected = " or ".join(source.checksums[_key(path)])
+            problems.append(f"{path}: expected the MD5 {expected}, found {found[0]}.")
     counts: tuple[int, int] | None = None
     try:
         arrays, train, test = _fresh(source, layout, files, root)
@@ -169,11 +175,6 @@ def check(source: Source, root: Path) -> Report:
         cached = cache.read(cache.location(root, source.name), cache.fingerprint(root, files))
         if cached is not None and not _equal(cached, arrays):
             problems.append(f"{cache.location(root, source.name)} differs from its source: delete it.")
-    known = [path for path in files if _key(path) in source.checksums]
-    for path in known:
-        if not {*_digests(path)} & {*source.checksums[_key(path)]}:
-            expected = " or ".join(source.checksums[_key(path)])
-            problems.append(f"{path}: expected the MD5 {expected}, found {_digests(path)[0]}.")
     return Report(source.name, root / layout.place, len(files), len(known), counts, tuple(problems))
 
 
@@ -183,7 +184,7 @@ def _source(name: str) -> Source:
     near = difflib.get_close_matches(name, names(), 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
-        f"no data set is called {name!r}.{hint} Known: {', '.join(names())}, and hub:owner/name."
+        f"no data set is called {name!r}.{hint} Known: {', '.join(names())}, and hub:owner/name@revision."
     )
 
 

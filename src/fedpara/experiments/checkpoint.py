@@ -2,13 +2,15 @@
 
     x/NAME  buffers/NAME  server/GROUP/NAME     the model and the server's variables
     clients                                     of each client that keeps something, the round that its file is of
+    digests                                     and the SHA-256 of that file, in the same order
 
-Beside the tensors: the round, the bytes so far, and the identity of the config it belongs to.
+Beside the tensors: the round, the bytes so far, the identity of the config it belongs to, and the SHA-256 of all lines
+of metrics.jsonl up to the round. A checkpoint of an earlier version has no digests.
 """
 
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,7 +24,7 @@ from fedpara.state import State
 
 CHECKPOINT = "checkpoint.safetensors"
 PREVIOUS = "checkpoint.previous.safetensors"
-CLIENTS = "clients"
+CLIENTS, DIGESTS = "clients", "digests"
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +33,10 @@ class Checkpoint:
     kept: dict[int, int]
     """Of which round each client's file is."""
     identity: str
+    digests: dict[int, str] = field(default_factory=dict)
+    """Of each client's file; empty in a checkpoint of an earlier version."""
+    metrics: str | None = None
+    """The digest of the lines of metrics.jsonl up to this round."""
 
     @property
     def round(self) -> int:
@@ -58,14 +64,25 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     state, metadata = _flatten(checkpoint.progress)
     if checkpoint.kept:
         state[CLIENTS] = torch.tensor(sorted(checkpoint.kept.items()))
-    write_tensors(current, state, {**metadata, "identity": checkpoint.identity})
+        joined = bytearray.fromhex("".join(checkpoint.digests[client] for client in sorted(checkpoint.kept)))
+        state[DIGESTS] = torch.frombuffer(joined, dtype=torch.uint8).reshape(len(checkpoint.kept), -1)
+    metadata["identity"] = checkpoint.identity
+    if checkpoint.metrics is not None:
+        metadata["metrics"] = checkpoint.metrics
+    write_tensors(current, state, metadata)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """RunError where it is damaged."""
     state, metadata = read_tensors(path)
     kept = dict(state[CLIENTS].tolist()) if CLIENTS in state else {}
-    return Checkpoint(_unflatten(state, metadata), kept, metadata.get("identity", ""))
+    digests = {}
+    if DIGESTS in state:
+        digests = {
+            client: row.tobytes().hex() for client, row in zip(kept, state[DIGESTS].numpy(), strict=True)
+        }
+    identity, metrics = metadata.get("identity", ""), metadata.get("metrics")
+    return Checkpoint(_unflatten(state, metadata), kept, identity, digests, metrics)
 
 
 def final_checkpoint(folder: Path) -> Checkpoint:

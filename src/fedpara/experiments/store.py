@@ -10,11 +10,14 @@
     clients/                       what clients keep
     log.txt                        starts, resumes, refusals, the engine and why
 
-A round's metrics are written before its checkpoint, so a kill between the two leaves a line too many, never
-one too few: opening the folder cuts the metrics back to the checkpoint.
+A round's metrics and what its clients keep are on the disk before its checkpoint, which has a digest of each. So a kill
+or a power loss leaves a line or a file too many, never one too few. Opening the folder verifies all that its checkpoint
+counts on and goes back to the one before it if something is damaged; only then does it remove what came later. A folder
+whose two checkpoints both fail is refused and left as it is.
 """
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -26,12 +29,12 @@ from typing import Any
 from fedpara.engines.loop import Progress, Round
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments.checkpoint import CHECKPOINT, PREVIOUS, Checkpoint, read_checkpoint, write_checkpoint
-from fedpara.experiments.clients import OnDisk
+from fedpara.experiments.clients import OnDisk, verify_kept
 from fedpara.experiments.config import Experiment, to_toml
 from fedpara.experiments.environment import environment
-from fedpara.experiments.lines import append_line, keep_rounds, read_lines
+from fedpara.experiments.lines import append_line, first_rounds, keep_rounds, raw_lines, read_lines
 from fedpara.experiments.summary import read_config
-from fedpara.files import PART, make_folder, sweep, write_bytes
+from fedpara.files import PART, make_folder, sweep, sync, write_bytes
 
 LOCK = ".lock"
 NODES = "nodes.txt"
@@ -48,14 +51,16 @@ class RunFolder:
         self.experiment = experiment
         self.notes: list[str] = []
         self._kept: dict[int, int] = {}
+        self._digests: dict[int, str] = {}
+        self._metrics = hashlib.sha256()
         unlocked = not (path / LOCK).exists()
         self._lock = _lock(path) if lock is None else lock
         try:
-            sweep(path)
             self.progress = self._newest_checkpoint()
             at = self.progress.round if self.progress else 0
             self._previous = at
-            self.memory = OnDisk(path / "clients", at, self._kept)
+            sweep(path)
+            self.memory = OnDisk(path / "clients", at)
             for name in ("metrics.jsonl", "timing.jsonl"):
                 keep_rounds(path / name, at)
         except BaseException:
@@ -65,12 +70,14 @@ class RunFolder:
             raise
 
     def save(self, result: Round, timing: dict[str, float], engine: str) -> None:
-        """One round: its lines, then its checkpoint."""
-        append_line(self.path / "metrics.jsonl", metrics_of(result))
+        """One round: its lines and its clients' files, on the disk; then its checkpoint."""
+        self._metrics.update(append_line(self.path / "metrics.jsonl", metrics_of(result)))
         line = {"round": result.number, **timing, "engine": engine}
         append_line(self.path / "timing.jsonl", line, durable=False)
+        self._digests |= self.memory.secure(result.number, result.kept)
         self._kept |= dict.fromkeys(result.kept, result.number)
-        write_checkpoint(self.path, Checkpoint(result.progress, self._kept, self.experiment.identity))
+        identity, metrics = self.experiment.identity, self._metrics.hexdigest()
+        write_checkpoint(self.path, Checkpoint(result.progress, self._kept, identity, self._digests, metrics))
         self.memory.settle(self._previous)
         self._previous = result.number
 
@@ -107,7 +114,7 @@ class RunFolder:
         return read_lines(self.path / "timing.jsonl")
 
     def _newest_checkpoint(self) -> Progress | None:
-        """The newest one that is whole and whose rounds are all in the metrics."""
+        """The newest one that is whole, with all that it counts on. Nothing changes on the disk before it is found."""
         current, previous = self.path / CHECKPOINT, self.path / PREVIOUS
         paths = [path for path in (current, previous) if path.exists()]
         reasons: list[str] = []
@@ -118,11 +125,10 @@ class RunFolder:
                 reasons.append(str(error))
                 continue
             checkpoint.refuse_other(path, self.experiment)
-            rounds = [*range(1, checkpoint.round + 1)]
-            if [line["round"] for line in self.metrics()][: checkpoint.round] != rounds:
-                reasons.append(
-                    f"{self.path / 'metrics.jsonl'} lacks rounds up to {checkpoint.round} of {path}."
-                )
+            try:
+                self._verify(checkpoint)
+            except RunError as error:
+                reasons.append(f"{path} is of no use: {error}")
                 continue
             if reasons:
                 # The next checkpoint moves this name aside: it must not bury the good one under a damaged one.
@@ -131,23 +137,35 @@ class RunFolder:
                 f"{reason} The checkpoint before it, of round {checkpoint.round}, is used."
                 for reason in reasons
             ]
-            self._kept = checkpoint.kept
             return checkpoint.progress
         if paths:
             raise RunError(
-                f"no checkpoint in {self.path} can be used: {' '.join(reasons)} Start the run anew in another folder."
+                f"no checkpoint in {self.path} can be used: {' '.join(reasons)} The folder was left as it is: bring "
+                "back the files that are named here. Start the run anew in another folder if they are lost."
             )
         # A kill before the first checkpoint leaves one line at most, and what was laid down before it. More lines, or
         # only lines, are a run's small form, kept for reading.
-        lines = len(self.metrics())
+        lines = len(raw_lines(self.path / "metrics.jsonl"))
         if lines > 1 or (
             lines and not any((self.path / name).exists() for name in ("model.json", "data.json"))
         ):
             raise RunError(
-                f"{self.path} has {lines} round{'s' * (lines > 1)} and no checkpoint: it is kept for reading and "
+                f"{self.path} has {lines} round{'s' * (lines > 1)} and no {CHECKPOINT}: it is kept for reading and "
                 "cannot go on. Start the run anew in another folder."
             )
         return None
+
+    def _verify(self, checkpoint: Checkpoint) -> None:
+        """RunError unless metrics and clients' files are those that the checkpoint counts on."""
+        path = self.path / "metrics.jsonl"
+        self._metrics = hashlib.sha256(first_rounds(path, checkpoint.round))
+        if checkpoint.metrics not in (None, self._metrics.hexdigest()):
+            raise RunError(
+                f"the first {checkpoint.round} lines of {path} do not match its digest: they were changed after they "
+                "were written."
+            )
+        self._kept = checkpoint.kept
+        self._digests = verify_kept(self.path / "clients", checkpoint.kept, checkpoint.digests)
 
 
 def create(path: Path, experiment: Experiment, model: dict[str, Any], data: str) -> RunFolder:
@@ -166,6 +184,7 @@ def create(path: Path, experiment: Experiment, model: dict[str, Any], data: str)
         write_bytes(path / "model.json", (json.dumps(model) + "\n").encode())
         write_bytes(path / "data.json", (json.dumps({"blake2b": data}) + "\n").encode())
         write_bytes(path / "config.toml", to_toml(experiment).encode())
+        sync(path.parent)
     except BaseException:
         os.close(lock)
         raise

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,12 +40,26 @@ def write_tensors(path: Path, state: State, metadata: Mapping[str, str], durable
 
 def read_tensors(path: Path) -> tuple[State, dict[str, str]]:
     """The tensors and the metadata; RunError for a file that is cut or altered."""
+    state, metadata, _ = _read(path)
+    return state(), metadata
+
+
+def named_digest(path: Path) -> str:
+    """The digest that a file just written says it has, from its header alone."""
+    with path.open("rb") as file:
+        metadata = json.loads(file.read(int.from_bytes(file.read(8), "little")))["__metadata__"]
+    return str(metadata.get(_DIGEST) or metadata[_EACH])
+
+
+def _read(path: Path) -> tuple[Callable[[], State], dict[str, str], str]:
+    """What makes the tensors, the metadata without the digest, and the digest, which the content has."""
     try:
         header, data = tensors.split_index(np.fromfile(path, np.uint8).data)
         metadata, index = _parted(header)
         if _DIGEST in metadata:
-            if metadata.pop(_DIGEST) == _digest(metadata, index, [data]):
-                return tensors.read(index, data), metadata
+            digest = metadata.pop(_DIGEST)
+            if digest == _digest(metadata, index, [data]):
+                return lambda: tensors.read(index, data), metadata, digest
             raise RunError(f"{path} does not match its digest: it was altered or damaged.")
     except OSError as error:
         raise RunError(f"{path} cannot be read ({error}): expected a whole safetensors file.") from None
@@ -54,15 +68,16 @@ def read_tensors(path: Path) -> tuple[State, dict[str, str]]:
     return _read_each(path)
 
 
-def _read_each(path: Path) -> tuple[State, dict[str, str]]:
+def _read_each(path: Path) -> tuple[Callable[[], State], dict[str, str], str]:
     """A file with a digest tensor by tensor: of what no message could hold, or of an earlier version."""
     try:
         state, metadata = files.read_tensors(path)
     except StateError as error:
         raise RunError(str(error)) from None
-    if metadata.pop(_EACH, None) != _digest_of_each(state):
+    digest = _digest_of_each(state)
+    if metadata.pop(_EACH, None) != digest:
         raise RunError(f"{path} does not match its digest: it was altered or damaged.")
-    return state, metadata
+    return lambda: state, metadata, digest
 
 
 def _header(metadata: Mapping[str, str], index: bytes) -> bytes:
@@ -111,9 +126,28 @@ def write_groups(
     write_tensors(path, state, {"groups": json.dumps(list(groups)), **own}, durable)
 
 
-def read_groups(path: Path, whose: tuple[int, int] | None = None) -> Groups:
-    """RunError for a file that says it is another's; one of an earlier version says nothing."""
-    state, metadata = read_tensors(path)
+def read_groups(path: Path, whose: tuple[int, int] | None = None, digest: str | None = None) -> Groups:
+    """RunError for a file that says it is another's, or that is not the one with this digest."""
+    state, metadata, found = _read(path)
+    _refuse_another(path, metadata, whose, found, digest)
+    groups: Groups = {group: {} for group in json.loads(metadata["groups"])}
+    for name, tensor in state().items():
+        group, _, rest = name.partition("/")
+        groups[group][rest] = tensor
+    return groups
+
+
+def verify_groups(path: Path, whose: tuple[int, int], digest: str | None = None) -> str:
+    """The file's digest; RunError where `read_groups` would raise one. No tensor is made."""
+    _, metadata, found = _read(path)
+    _refuse_another(path, metadata, whose, found, digest)
+    return found
+
+
+def _refuse_another(
+    path: Path, metadata: Mapping[str, str], whose: tuple[int, int] | None, found: str, digest: str | None
+) -> None:
+    """RunError for another client's or round's file; one of an earlier version does not say whose it is."""
     if whose is not None and _WHOSE in metadata:
         expected = f"client {whose[0]}, round {whose[1]}"
         if metadata[_WHOSE] != expected:
@@ -121,8 +155,5 @@ def read_groups(path: Path, whose: tuple[int, int] | None = None) -> Groups:
                 f"{path} holds what was kept by {metadata[_WHOSE]}: expected that of {expected}. Bring back the file "
                 "it was, or start the run anew."
             )
-    groups: Groups = {group: {} for group in json.loads(metadata["groups"])}
-    for name, tensor in state.items():
-        group, _, rest = name.partition("/")
-        groups[group][rest] = tensor
-    return groups
+    if digest not in (None, found):
+        raise RunError(f"{path} is not the file that the checkpoint counts on: its digest is another.")

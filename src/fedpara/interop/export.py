@@ -60,11 +60,12 @@ def export(
     """Write the merged `source` to `path` and report what was written.
 
     ONNX and pt2 need the network: `source` itself, `model` (plain, its weights are replaced in a copy), or the
-    one the saved state describes. They also need an `example` of its input, batch first; it is drawn at random
-    where the description says its shape. The batch is left free. `tolerance` bounds the difference of the
-    outputs, relative to the largest where that is above 1.
+    model of this package that the saved state describes. They also need an `example` of its input, batch first; it
+    is drawn at random where the description says its shape. The batch is left free. `tolerance` bounds the
+    difference of the outputs, relative to the largest where that is above 1.
 
-    A state that does not fit the network is refused. Only safetensors calls no `target` to find that out.
+    A state that does not fit the network is refused. A `target` that the state names is never called: pass
+    `model=build_target(target)` if you trust it.
     """
     path = Path(path)
     if not isinstance(source, SavedState | nn.Module):

@@ -1,10 +1,14 @@
 """A model again from its description: what a saved state says about where its network comes from.
 
 {"name": "vgg16", "classes": 10, "shape": [3, 32, 32]}      a model of this package
-{"target": "package.module:function"}                       the user's own; "shape" if an example has one
+{"target": "package.module:function"}                       a custom model; "shape" if an example has one
+
+Only `build_target` imports and calls code, and only the user's own words go there: a target that comes with a file is a
+hint, which error messages show and `rebuild` refuses.
 """
 
 import importlib
+import shlex
 from collections.abc import Mapping
 from difflib import get_close_matches
 
@@ -40,11 +44,15 @@ def is_description(value: object) -> bool:
 
 
 def rebuild(description: Description) -> nn.Module:
-    """The described model with fresh weights. A target is imported and called: trust where it comes from."""
+    """The described model of this package with fresh weights. UsageError for a target, which is never called here."""
     if not is_description(description):
         raise UsageError(f"a model cannot be built from {description!r}: {EXPECTED}.")
     if "target" in description:
-        return build_target(str(description["target"]))
+        target = description["target"]
+        raise UsageError(
+            f"the state names {target!r} as its model, and code that a file names is never run: pass --model "
+            f"{shlex.quote(str(target))} if you trust it. In Python, pass model=build_target({target!r})."
+        )
     classes = description["classes"]
     assert isinstance(classes, int)
     return models.build(str(description["name"]), classes=classes, shape=shape_of(description) or ())

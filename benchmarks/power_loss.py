@@ -1,0 +1,223 @@
+"""Runs killed at random moments, with files damaged as a power loss would: each resumes to the same bits or is refused.
+
+    python benchmarks/power_loss.py [--kills 100] [--seed 0]
+
+After each kill (SIGKILL; `crash.py` says when) files of the run folder are emptied, cut, zeroed, flipped or removed:
+
+    unsynced   files written since the newest checkpoint, the ends of metrics.jsonl and timing.jsonl after it
+    newest     also what the newest checkpoint alone counts on: its clients' files, its line, or itself; a disk that
+               said it had synced and had not
+    both       also a file that both checkpoints count on
+
+A folder that is refused must name a damaged file and be left as it is, byte for byte; the damaged files are then
+brought back, and it goes on. Every finished folder is compared with the run left alone: metrics.jsonl, the checkpoint
+and what every client keeps. A kill that leaves nothing to damage does not count.
+"""
+
+import argparse
+import os
+import platform
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from crash import OPERATIONS, RUNS, contents, equal, killed, start
+
+from fedpara.errors import RunError
+from fedpara.experiments import Experiment
+from fedpara.experiments.build import build
+from fedpara.experiments.checkpoint import CHECKPOINT, PREVIOUS, Checkpoint, read_checkpoint
+from fedpara.experiments.clients import kept_file, kept_files
+from fedpara.experiments.lines import raw_lines
+from fedpara.experiments.store import open_run
+from fedpara.files import PART
+
+NAME = "scaffold, pfedpara, float16 up"
+EXPERIMENT = RUNS[NAME]
+KINDS = {"unsynced": 0.4, "newest": 0.4, "both": 0.2}
+
+
+def emptied(content: bytes, rng: random.Random) -> bytes:
+    return b""
+
+
+def cut(content: bytes, rng: random.Random) -> bytes:
+    return content[: rng.randrange(len(content))]
+
+
+def zeroed(content: bytes, rng: random.Random) -> bytes:
+    """Its length was written, the rest of the content was not."""
+    start = rng.randrange(len(content))
+    return content[:start] + bytes(len(content) - start)
+
+
+def flipped(content: bytes, rng: random.Random) -> bytes:
+    changed = bytearray(content)
+    changed[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+WAYS: list[Callable[[bytes, random.Random], bytes]] = [emptied, cut, zeroed, flipped]
+
+
+class Folder:
+    """A run folder between two starts, and what was damaged in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.whole: dict[Path, bytes] = {}
+        self.told: list[str] = []
+        self.newest = 0
+
+    def damage(self, file: Path, rng: random.Random, after: int = 0) -> None:
+        """Damage the file's content from byte `after` on."""
+        content = file.read_bytes()
+        if len(content) <= after:
+            return
+        self.whole.setdefault(file, content)
+        if after == 0 and rng.random() < 0.2:
+            file.unlink()
+            self.told.append(f"{file.name} lost")
+            return
+        way = rng.choice(WAYS)
+        file.write_bytes(content[:after] + way(content[after:], rng))
+        self.told.append(f"{file.name} {way.__name__}")
+
+    def bring_back(self) -> None:
+        for file, content in self.whole.items():
+            file.write_bytes(content)
+        self.whole, self.told = {}, []
+
+    def content(self) -> dict[Path, bytes]:
+        return {file: file.read_bytes() for file in self.path.rglob("*") if file.is_file()}
+
+    def checkpoints(self) -> list[tuple[Path, Checkpoint]]:
+        paths = [self.path / name for name in (CHECKPOINT, PREVIOUS) if (self.path / name).exists()]
+        return [(path, read_checkpoint(path)) for path in paths]
+
+    def lose_power(self, kind: str, rng: random.Random) -> None:
+        checkpoints = self.checkpoints()
+        newest = self.newest = checkpoints[0][1].round if checkpoints else 0
+        for _, round, file in list(kept_files(self.path / "clients")):
+            if round > newest and rng.random() < 0.7:
+                self.damage(file, rng)
+        for file in list(self.path.rglob(PART)):
+            self.damage(file, rng)
+        for name in ("metrics.jsonl", "timing.jsonl"):
+            if (file := self.path / name).exists() and rng.random() < 0.7:
+                self.damage(file, rng, after=len(b"".join(raw_lines(file)[:newest])))
+        if kind == "newest" and checkpoints:
+            self._damage_newest(checkpoints, rng)
+        if kind == "both" and checkpoints:
+            of_both = set.intersection(*(self._counted_on(checkpoint) for _, checkpoint in checkpoints))
+            for file in rng.sample(sorted(of_both), min(len(of_both), 1)):
+                self.damage(file, rng)
+
+    def _damage_newest(self, checkpoints: list[tuple[Path, Checkpoint]], rng: random.Random) -> None:
+        path, newest = checkpoints[0]
+        files = self._counted_on(newest)
+        for _, older in checkpoints[1:]:
+            files -= self._counted_on(older)
+        for file in rng.sample(sorted(files), rng.randint(0, len(files))):
+            self.damage(file, rng)
+        if rng.random() < 0.3:
+            self.damage(path, rng)
+        if rng.random() < 0.3:
+            metrics = self.path / "metrics.jsonl"
+            self.damage(metrics, rng, after=len(b"".join(raw_lines(metrics)[: newest.round - 1])))
+
+    def _counted_on(self, checkpoint: Checkpoint) -> set[Path]:
+        return {kept_file(self.path / "clients", *entry) for entry in checkpoint.kept.items()}
+
+
+def opened(folder: Folder, data: str) -> str:
+    """How the folder opens. A refusal that names no damaged file or changes anything ends all."""
+    before = folder.content()
+    try:
+        run = open_run(folder.path, EXPERIMENT, data)
+    except RunError as error:
+        if folder.content() | {folder.path / ".lock": b""} != before | {folder.path / ".lock": b""}:
+            sys.exit(f"{folder.path} was refused and changed: {error}")
+        if not any(file.name in str(error) for file in folder.whole):
+            sys.exit(f"{folder.path} was refused without the name of a damaged file: {error}")
+        folder.bring_back()
+        again = open_run(folder.path, EXPERIMENT, data)
+        again.close()
+        return f"refused by name; brought back, goes on after round {again.progress.round if again.progress else 0}"
+    run.close()
+    folder.whole, folder.told = {}, []
+    at = run.progress.round if run.progress else 0
+    return f"fell back to round {at}" if at < folder.newest else f"goes on after round {at}"
+
+
+def trial(kills: int, rng: random.Random, scratch: Path) -> Counter[str]:
+    data = build(EXPERIMENT).digest
+    alone = scratch / "alone"
+    began = time.monotonic()
+    killed(start(EXPERIMENT, alone), after=None)
+    length = time.monotonic() - began
+    reference = _all(alone, EXPERIMENT)
+    tally: Counter[str] = Counter()
+    folder = Folder(scratch / "0")
+    while tally["kills"] < kills:
+        by_time = rng.random() < 0.5
+        child = start(EXPERIMENT, folder.path, None if by_time else rng.randint(1, 4 * OPERATIONS))
+        if not killed(child, rng.uniform(0, length) if by_time else None):
+            _finish(folder, reference, tally)
+            folder = Folder(scratch / str(tally["folders"]))
+            continue
+        if not (folder.path / "config.toml").exists():
+            continue
+        (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
+        folder.lose_power(kind, rng)
+        if not folder.told:
+            continue
+        told, outcome = ", ".join(folder.told), opened(folder, data)
+        tally["kills"] += 1
+        tally[" ".join(outcome.split()[:2])] += 1
+        print(f"kill {tally['kills']:3}, {kind:8}: {told}: {outcome}", flush=True)
+    killed(start(EXPERIMENT, folder.path), after=None)
+    _finish(folder, reference, tally)
+    return tally
+
+
+def _finish(folder: Folder, reference: dict[str, object], tally: Counter[str]) -> None:
+    tally["folders"] += 1
+    same = equal(_all(folder.path, EXPERIMENT), reference)
+    tally["bit-identical"] += same
+    print(f"folder {tally['folders']} finished: {'the same bits' if same else 'OTHER BITS'}", flush=True)
+
+
+def _all(path: Path, experiment: Experiment) -> dict[str, object]:
+    return {**contents(path, experiment), "checkpoint": (path / CHECKPOINT).read_bytes()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=None, help="drawn and printed if left out")
+    given = parser.parse_args()
+    seed = random.randrange(10**6) if given.seed is None else given.seed
+    torch.set_num_threads(1)  # a fork has only the thread that called it
+    with tempfile.TemporaryDirectory() as scratch:
+        tally = trial(given.kills, random.Random(seed), Path(scratch))
+    print(
+        f"{NAME}, {EXPERIMENT.rounds} rounds: {tally['kills']} kills, files damaged after each; "
+        f"{tally['goes on']} went on at the newest checkpoint, {tally['fell back']} fell back one, "
+        f"{tally['refused by']} refused by name and left as they were; "
+        f"{tally['bit-identical']} of {tally['folders']} finished folders bit-identical"
+    )
+    print(
+        f"seed {seed}, one thread, {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}"
+    )
+    return 0 if tally["bit-identical"] == tally["folders"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
