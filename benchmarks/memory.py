@@ -61,7 +61,9 @@ def measure(algorithm: str, engine: str, cohort: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cohorts", type=int, nargs="*", default=COHORTS)
     parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -81,11 +83,9 @@ def main() -> None:
                     print(f"{algorithm:10} {engine:10} {cohort:6} {why}", flush=True)
                     continue
                 found = json.loads(ended.stdout.strip().splitlines()[-1])
-                peak = float(found["peak_mb"])
-                print(
-                    f"{algorithm:10} {engine:10} {cohort:6} {peak / 1e3:9.2f} {peak / MODEL_MB:7.1f}  {found['digest']}",
-                    flush=True,
-                )
+                peak, digest = float(found["peak_mb"]), found["digest"]
+                figures = f"{peak / 1e3:9.2f} {peak / MODEL_MB:7.1f}  {digest}"
+                print(f"{algorithm:10} {engine:10} {cohort:6} {figures}", flush=True)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ def _row(summary: Summary) -> dict[str, Any]:
         "seconds": round(summary.seconds, 3),
         "engine": summary.engine,
     }
+    if summary.everyone:
+        row["everyone"] = summary.everyone
     if summary.experiment.validation:
         row["scored"] = "validation"
     target = summary.experiment.target
@@ -43,7 +45,7 @@ def print_runs(runs: dict[str, Summary]) -> None:
     for name, s in runs.items():
         sent = s.bytes_up + s.bytes_down
         held_out = " (validation)" * (s.experiment.validation > 0)
-        accuracy = "-" if s.accuracy is None else f"{s.accuracy:.1%}{held_out}"
+        accuracy = "-" if s.final is None else f"{s.final:.1%}{held_out}{_whose(s)}"
         table.add_row(
             name,
             str(s.rounds),
@@ -53,3 +55,11 @@ def print_runs(runs: dict[str, Summary]) -> None:
             f"{s.seconds:.1f}",
         )
     print_table(table)
+
+
+def _whose(run: Summary) -> str:
+    """Of how many clients' own models an accuracy is the mean."""
+    if run.everyone is None:
+        return f" ({run.metrics[-1]['clients']} of {run.experiment.clients} clients)" if run.of_cohort else ""
+    clients, of = run.everyone["clients"], run.everyone["of"]
+    return f" (all {of} clients)" if clients == of else f" ({clients} of {of} clients)"

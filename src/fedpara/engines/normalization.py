@@ -32,7 +32,7 @@ class LanesGroupNorm(nn.GroupNorm):
         return x * a[..., None, None] + d[..., None, None]
 
     def _of_group(self, values: Tensor) -> Tensor:
-        return values.unflatten(1, (self.num_groups, -1)).mean(2)
+        return values.unflatten(1, (self.num_groups, -1)).mean(2)  # type: ignore[no-any-return]
 
     def _of_channel(self, values: Tensor) -> Tensor:
         return values.repeat_interleave(self.num_channels // self.num_groups, 1)

@@ -140,6 +140,8 @@ def _prepared(experiment: Experiment, parts: Parts) -> Prepared:
         evaluate_every=experiment.evaluate_every,
         personal=experiment.personal,
         max_norm=experiment.max_norm,
+        weights=experiment.weights,  # type: ignore[arg-type]
+        max_share=experiment.max_share,
         target=experiment.target,
     )
 

@@ -23,6 +23,7 @@ import math
 import os
 import shlex
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,7 @@ def metrics_of(result: Round) -> dict[str, Any]:
         "clients": len(result.cohort) - len(result.refused),
         "refused": [{"client": client, "reason": reason} for client, reason in result.refused],
         "notes": list(result.notes),
+        **({"everyone": asdict(result.everyone)} if result.everyone else {}),
     }
 
 

@@ -28,6 +28,11 @@ class Summary:
         return float(measured[-1]) if measured else None
 
     @property
+    def final(self) -> float | None:
+        """The accuracy to quote: all clients' own models at the end where the run has that score, else `accuracy`."""
+        return self.everyone["accuracy"] if self.everyone else self.accuracy
+
+    @property
     def of_cohort(self) -> bool:
         """Whether its personal scores are each of one round's cohort and not of all clients."""
         e = self.experiment
