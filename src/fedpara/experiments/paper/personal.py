@@ -43,7 +43,7 @@ PERSONALIZATION = Study(
         "Scenario 1: all data of ten FEMNIST writers; 2: a fifth of it; 3: MNIST, two classes a client. "
         "± is a 95% confidence interval over the repeats, as in the figure, which prints no numbers.",
         "Before and after the last scored round's local training. The paper's local models are those after it, its "
-        "FedAvg is the global model: before. All ten clients train in every round, so a score is the mean over all ten.",
+        "FedAvg is the global model: before. All ten clients train in every round, so a score is of all ten.",
         "In the paper pFedPara is first in scenarios 1 and 2. In 1 Local is above FedAvg and FedPer; in 2 FedAvg is "
         "above both; in 3 it is far below the others.",
         "The rates of the three scenarios were chosen by test accuracy on seed 0. That of scenario 1, 0.01 for every "
