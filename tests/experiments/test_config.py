@@ -3,7 +3,6 @@
 import re
 import tomllib
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +14,8 @@ from fedpara.data import FederatedData
 from fedpara.errors import ConfigError, SchemeError
 from fedpara.experiments import Experiment
 from fedpara.experiments.build import build, build_algorithm, build_scheme
-from fedpara.experiments.config import FREE, LATER, read_toml, to_toml, with_values
+from fedpara.experiments.config import FREE, read_toml, to_toml, with_values
 from fedpara.experiments.presets import PRESETS, preset
-from fedpara.experiments.summary import read_config
 from fedpara.parameterization import FedPara, LowRank, PFedPara
 
 positive = st.floats(1e-30, 1e30)
@@ -128,40 +126,6 @@ def test_the_identity_is_of_everything_but_the_free_fields():
         changed = replace(base, **{name: value})
         assert changed != base, name
         assert (changed.identity == base.identity) == (name in FREE), name
-
-
-def test_golden_a_field_that_was_added_later_leaves_the_identity_of_runs_without_it():
-    """The digests of two experiments, as they were before the first such field."""
-    assert LATER.keys() == {"validation", "weights", "max_share", "test_owners"}
-    assert Experiment().identity == "d9146da9ccc93a55"
-    before = Experiment(split="owner", dataset="femnist", model="mlp", test_owners="all")
-    assert before.identity == "735bee1d96cbdd41"
-    assert replace(before, test_owners="training").identity != before.identity
-
-
-@pytest.mark.parametrize("changes", [{"split": "iid"}, {"personal": True}])
-def test_whose_test_data_it_is_counts_only_where_it_decides_a_score(changes):
-    base = replace(Experiment(split="largest"), **changes)
-    assert replace(base, test_owners="all").identity == base.identity
-
-
-RESULTS = Path(__file__).parents[2] / "results"
-
-
-def test_golden_every_kept_run_has_the_identity_its_folder_is_named_by():
-    folders = sorted(path.parent for path in (RESULTS / "paper").glob("*/config.toml"))
-    assert len(folders) > 80
-    assert [f.name[-6:] for f in folders] == [read_config(f).identity[:6] for f in folders]
-
-
-@pytest.mark.parametrize(("said", "found"), [("", "all"), ('test_owners = "training"\n', "training")])
-def test_a_run_folder_of_before_was_scored_on_all_owners(tmp_path, said, found):
-    """And a config that someone gives to a new run means the default."""
-    (tmp_path / "config.toml").write_text(f'split = "owner"\n{said}')
-    assert read_config(tmp_path).test_owners == found
-    assert read_toml(tmp_path / "config.toml").test_owners == "training"
-    (tmp_path / "config.toml").write_text(f'split = "iid"\n{said}')
-    assert read_config(tmp_path) == read_toml(tmp_path / "config.toml"), "there it makes no difference"
 
 
 BAD = {

@@ -276,6 +276,14 @@ def test_the_documents_are_those_of_the_results():
         assert readme.split(BEGIN)[1].split(END)[0] == text.split(BEGIN)[1].split(END)[0]
 
 
+def test_the_rate_at_which_fedavg_is_ahead_is_said_beside_the_personal_table():
+    found = Library.of(ROOT / "results" / "personal-femnist")
+    before = [100 * run.metrics[-1]["before"] for run in found]
+    assert {run.experiment.seed for run in found} == set(range(5))
+    (note,) = (note for note in paper.study("personalization").notes if "FedAvg has" in note)
+    assert f"at 0.1 FedAvg has {mean(before):.2f} ± {half_width(before):.2f} before local training" in note
+
+
 def test_runs_of_no_table_have_one_of_their_own(library, tables, tmp_path):
     assert other_runs(library, tables) is None, "the fixture's runs are all the miniature's"
     rest = other_runs(library, [])
