@@ -21,7 +21,7 @@ from fedpara.apps.flower_app import write_home
 from fedpara.apps.flower_certs import make_certificates
 from fedpara.apps.flower_drive import follow
 from fedpara.apps.flower_federation import NAME, Federation
-from fedpara.apps.flower_processes import Processes, environment, free_port, program
+from fedpara.apps.flower_processes import Processes, environment, free_port, program, wait_for_port
 from fedpara.apps.flower_watchdog import family as family_of
 from fedpara.experiments import Experiment
 from fedpara.experiments.checkpoint import final_checkpoint
@@ -45,13 +45,15 @@ NGINX = shutil.which("nginx", path=os.pathsep.join([os.environ.get("PATH", ""), 
 CONFIG = Path(__file__).parents[2] / "docs" / "nginx.conf"
 
 
-def start_nginx(federation, folder):
-    """docs/nginx.conf as it is, but for where files and ports are."""
+def start_nginx(federation, folder, sites="allow 127.0.0.1;\ndeny all;\n"):
+    """docs/nginx.conf as it is, but for where files and ports are. `sites` is the list of addresses."""
     port = free_port()
     text = CONFIG.read_text()
+    (folder / "sites.conf").write_text(sites)
     for ours, theirs in {
         "127.0.0.1:8000": f"127.0.0.1:{federation.port}",
         "listen 8443": f"listen 127.0.0.1:{port}",
+        "/etc/fedpara/sites": f"{folder}/sites",
         "/etc/fedpara/": f"{federation.certificates}/",
         "/run/fedpara-nginx.pid": f"{folder}/nginx.pid",
         "/var/log/fedpara-nginx.log": f"{folder}/nginx.log",
@@ -64,6 +66,7 @@ def start_nginx(federation, folder):
     with (folder / "nginx.out").open("ab") as log:
         process = subprocess.Popen([NGINX, *words], stdout=log, stderr=log, start_new_session=True)
     federation.processes.running.append(process)
+    wait_for_port(port, process, folder / "nginx.log")
     return port
 
 
@@ -80,7 +83,25 @@ def deployed(tmp_path_factory):
         federation.register()
         for i in range(3):
             federation.start_node(i, port=port)
+        greedy(federation, folder / "greedy", port)
         yield federation, folder / "run", port, federation.submit()
+
+
+def greedy(federation, folder, port):
+    """A fourth node, with a key that is registered with the SuperLink: it claims every client."""
+    make_certificates(folder, ["127.0.0.1"], 1)
+    register(federation, folder / "node-0.pub")
+    federation.start_node(7, port=port, key=folder / "node-0", more="client=0 clients=1")
+
+
+def register(federation, key):
+    got = flwr(federation.folder / "flwr", "supernode", "register", str(key))
+    assert got.returncode == 0, got.stdout + got.stderr
+
+
+def flwr(home, *words):
+    command = [program("flwr"), *words, NAME]
+    return subprocess.run(command, env=environment(home), capture_output=True, text=True)
 
 
 def test_the_model_is_the_sequential_engines(deployed, tmp_path):
@@ -106,6 +127,22 @@ def test_the_model_is_the_sequential_engines(deployed, tmp_path):
         ]
 
 
+def test_a_node_that_claims_every_client_is_refused_by_name(deployed):
+    """Its key is registered, so Flower lets it in; the run above ended with the same bits as without it."""
+    federation, folder, *_ = deployed
+    (wanted,) = [
+        node for node in federation.ask("supernode", "list")["nodes"] if _is_greedy(federation, node)
+    ]
+    said = (folder / "log.txt").read_text()
+    assert f"node {wanted['node-id']} refused: its key is not in the server's keys file" in said
+    assert "is number 0 of 1" not in said
+    assert not (federation.folder / "node-7" / "memory").exists()
+
+
+def _is_greedy(federation, node):
+    return f"SuperNode ID: {node['node-id']}" in (federation.folder / "node-7" / "log.txt").read_text()
+
+
 def test_strangers_are_refused(deployed, tmp_path):
     """A key that was not registered, and a node to which the server's certificate says nothing."""
     federation, *_ = deployed
@@ -129,7 +166,7 @@ def test_strangers_are_refused(deployed, tmp_path):
         assert "SuperNode ID" not in logs[i].read_text()
     link = (federation.folder / "superlink.log").read_text()
     assert link.count("No SuperNode found with the given public key") == 1
-    assert len(federation.ask("supernode", "list")["nodes"]) == 3
+    assert len(federation.ask("supernode", "list")["nodes"]) == 4
 
 
 @pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx-light")
@@ -139,16 +176,63 @@ def test_the_door_lets_nodes_in_and_nothing_else(deployed, tmp_path):
     make_certificates(tmp_path / "other", ["127.0.0.1"], 1)
     key = str(tmp_path / "other" / "node-0.pub")
     write_home(tmp_path / "outside", port, federation.certificates / "ca.crt")
-
-    def flwr(home, *words):
-        command = [program("flwr"), *words, NAME]
-        return subprocess.run(command, env=environment(home), capture_output=True, text=True)
-
     for words in (["supernode", "register", key], ["ls"], ["run", str(federation.folder / "app")]):
         refused = flwr(tmp_path / "outside", *words)
         assert refused.returncode != 0, refused.stdout
         assert "403" in refused.stdout + refused.stderr
-    assert flwr(federation.folder / "flwr", "supernode", "register", key).returncode == 0
+    register(federation, key)
+    for path in (
+        "/v1/fleet/../control/list-runs",
+        "/v1/fleet/..%2fcontrol/list-runs",
+        "//v1/control/list-runs",
+        "/",
+    ):
+        assert status(knock(federation, port, path)) == 403, path
+
+
+def knock(federation, port, path="/v1/fleet/push-object", length=0, body=b"", rest="\r\n\r\n"):
+    """A stranger's request over TLS, whose answer has not been read; without `rest` its header does not end."""
+    trusting = ssl.create_default_context(cafile=federation.certificates / "ca.crt")
+    plain = socket.create_connection(("127.0.0.1", port), timeout=30)
+    door = trusting.wrap_socket(plain, server_hostname="127.0.0.1")
+    words = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/protobuf"]
+    door.sendall("\r\n".join([*words, f"Content-Length: {length}{rest}"]).encode() + body)
+    return door
+
+
+def status(door):
+    """0 where the door was shut without a word."""
+    with door:
+        try:
+            answer = door.recv(64)
+        except ConnectionResetError:
+            return 0
+    return int(answer.split()[1]) if answer else 0
+
+
+@pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx-light")
+def test_the_door_bounds_what_strangers_cost(deployed, tmp_path):
+    """Size, number and slowness of requests: without the door the SuperLink reads 200 MB of a stranger's body."""
+    federation, *_ = deployed
+    port = start_nginx(federation, tmp_path)
+    slow = knock(federation, port, rest="")
+    began = time.monotonic()
+    assert status(knock(federation, port, length=9 << 20)) == 413
+    assert status(knock(federation, port, length=3, body=b"abc")) != 413
+    held = [knock(federation, port, length=1000, body=b"x") for _ in range(32)]
+    time.sleep(1)  # nginx counts a request once it has read the header
+    assert status(knock(federation, port, length=1000, body=b"x")) == 503
+    for door in held:
+        door.close()
+    assert status(slow) == 0
+    assert 5 < time.monotonic() - began < 25, "a header has ten seconds to come"
+
+
+@pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx-light")
+def test_the_door_can_be_shut_to_all_but_the_sites(deployed, tmp_path):
+    federation, *_ = deployed
+    port = start_nginx(federation, tmp_path, sites="allow 192.0.2.1;\ndeny all;\n")
+    assert status(knock(federation, port)) == 403
 
 
 def a_node(family):
