@@ -143,7 +143,8 @@ def opened(folder: Folder, data: str) -> str:
     except RunError as error:
         if folder.content() | {folder.path / ".lock": b""} != before | {folder.path / ".lock": b""}:
             sys.exit(f"{folder.path} was refused and changed: {error}")
-        if not any(file.name in str(error) for file in folder.whole):
+        # Where both checkpoints are lost, the newest is the one that is named.
+        if not any(file.name.replace(PREVIOUS, CHECKPOINT) in str(error) for file in folder.whole):
             sys.exit(f"{folder.path} was refused without the name of a damaged file: {error}")
         folder.bring_back()
         again = open_run(folder.path, EXPERIMENT, data)

@@ -26,7 +26,7 @@ def test_a_disk_that_is_full_at_a_rounds_line_is_said_in_a_line(cli, monkeypatch
     def append(path, line, durable=True):
         if line["round"] == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written(path, line, durable)
+        return written(path, line, durable)
 
     monkeypatch.setattr(store, "append_line", append)
     code, out, err = cli("run", *TINY, "--rounds", "3", "--out", "a")

@@ -1,5 +1,6 @@
 """A run folder puts on the disk what it counts on, and verifies it when it is opened."""
 
+import errno
 import json
 import os
 import re
@@ -8,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from fedpara.errors import RunError
 from fedpara.experiments import Experiment, read_run, resume, run
 from fedpara.experiments.checkpoint import final_checkpoint
-from fedpara.experiments.clients import kept_file
+from fedpara.experiments.clients import OnDisk, kept_file
 from fedpara.experiments.tensor_files import read_groups, read_tensors, write_groups, write_tensors
 from fedpara.files import write_bytes
 
@@ -262,6 +264,18 @@ def test_clients_files_are_on_the_disk_before_their_checkpoint(tmp_path, events)
         assert here.index(("sync", str(path / "metrics.jsonl")))
         assert events[end + 1] == ("sync", str(path)), "the checkpoint's own name"
     assert ("sync", str(tmp_path)) in events[: checkpoints[0]], "the folder's own name"
+
+
+def test_a_disk_that_is_full_when_files_are_synced_is_named(tmp_path, monkeypatch):
+    disk = OnDisk(tmp_path)
+    disk.put(7, 1, {"private": {"w": torch.ones(2)}})
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunError, match=r"7-1\.safetensors could not be written: No space left on device\."):
+        disk.secure(1, [7])
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")

@@ -111,8 +111,8 @@ class OnDisk:
         paths = [self._path(client, round) for client in clients]
         if not paths:
             return {}
-        at_once(sync, paths)
-        at_once(sync, {*(path.parent for path in paths), self.folder})
+        at_once(_sync, paths)
+        at_once(_sync, {*(path.parent for path in paths), self.folder})
         return dict(zip(clients, map(named_digest, paths), strict=True))
 
     def settle(self, previous: int) -> None:
@@ -126,3 +126,11 @@ class OnDisk:
 
     def _path(self, client: int, round: int) -> Path:
         return kept_file(self.folder, client, round)
+
+
+def _sync(path: Path) -> None:
+    """A full or broken disk may show only here."""
+    try:
+        sync(path)
+    except OSError as error:
+        raise RunError(f"{path} could not be written: {error.strerror}.") from error
