@@ -103,6 +103,23 @@ def test_places_where_no_file_can_be(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("reason", [errno.EINVAL, errno.EACCES])
+def test_a_folder_that_cannot_be_synced_still_takes_files(tmp_path, monkeypatch, reason):
+    fsync = os.fsync
+
+    def refuse_folders(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(reason, os.strerror(reason))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    write_bytes(tmp_path / "a", b"content")
+    assert (tmp_path / "a").read_bytes() == b"content"
+    monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(reason, "no")))
+    with pytest.raises(FedParaError, match="could not be written"):
+        write_bytes(tmp_path / "b", b"content")
+
+
 def test_a_sweep_takes_the_leftovers_of_the_dead(tmp_path):
     (tmp_path / "below").mkdir()
     old, fresh = tmp_path / "below" / ".a1.part.txt", tmp_path / ".b2.part"

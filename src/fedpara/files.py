@@ -58,15 +58,16 @@ def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
 
 def sync(path: Path) -> None:
     """Put a file's content, or a folder's names, on the disk."""
-    handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
     except OSError as error:
-        # Some network file systems keep names safe by themselves and refuse this for folders.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not os.path.isdir(path):
+        # Some file systems refuse this for folders, and a folder may be writable but not readable.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES) or not os.path.isdir(path):
             raise
-    finally:
-        os.close(handle)
 
 
 def make_folder(folder: Path, what: str = "folder", cure: str = "another --out") -> None:

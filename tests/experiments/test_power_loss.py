@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fedpara.errors import RunError
-from fedpara.experiments import Experiment, read_run, resume, run
-from fedpara.experiments.checkpoint import final_checkpoint
+from fedpara.experiments import Experiment, checkpoint, read_run, resume, run
+from fedpara.experiments.checkpoint import NEXT, PREVIOUS, final_checkpoint, read_checkpoint
 from fedpara.experiments.clients import OnDisk, kept_file
 from fedpara.experiments.tensor_files import read_groups, read_tensors, write_groups, write_tensors
 from fedpara.files import write_bytes
@@ -137,6 +137,25 @@ def test_only_files_that_the_checkpoint_names_are_read(stopped, alone):
         file.write_bytes(b"")
     resume(stopped)
     ends_like(stopped, alone)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_two(stopped, alone, monkeypatch):
+    """Until the new one is whole, none is given up."""
+    rounds = [final_checkpoint(stopped).round, read_checkpoint(stopped / PREVIOUS).round]
+
+    def full(*words):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(checkpoint, "write_tensors", full)
+        with pytest.raises(OSError, match="No space"):
+            resume(stopped)
+    assert rounds == [STOPPED, STOPPED - 1]
+    assert [final_checkpoint(stopped).round, read_checkpoint(stopped / PREVIOUS).round] == rounds
+    (stopped / NEXT).write_bytes(b"torn")
+    resume(stopped)
+    ends_like(stopped, alone)
+    assert not (stopped / NEXT).exists()
 
 
 def without_digests(path):

@@ -20,10 +20,13 @@ from fedpara.errors import RunError
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.summary import read_config
 from fedpara.experiments.tensor_files import read_tensors, write_tensors
+from fedpara.files import sync
 from fedpara.state import State
 
 CHECKPOINT = "checkpoint.safetensors"
 PREVIOUS = "checkpoint.previous.safetensors"
+NEXT = ".checkpoint.part.safetensors"
+"""A name that `sweep` removes."""
 CLIENTS, DIGESTS = "clients", "digests"
 
 
@@ -57,10 +60,7 @@ class Checkpoint:
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """The one that is there becomes the one before it."""
-    current = folder / CHECKPOINT
-    if current.exists():
-        current.replace(folder / PREVIOUS)
+    """The one that is there becomes the one before it, once the new one is on the disk: until then both stay."""
     state, metadata = _flatten(checkpoint.progress)
     if checkpoint.kept:
         state[CLIENTS] = torch.tensor(sorted(checkpoint.kept.items()))
@@ -69,7 +69,12 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     metadata["identity"] = checkpoint.identity
     if checkpoint.metrics is not None:
         metadata["metrics"] = checkpoint.metrics
-    write_tensors(current, state, metadata)
+    current, written = folder / CHECKPOINT, folder / NEXT
+    write_tensors(written, state, metadata)
+    if current.exists():
+        current.replace(folder / PREVIOUS)
+    written.replace(current)
+    sync(folder)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
