@@ -279,6 +279,30 @@ def test_the_first_count_is_pinned_and_a_reply_with_another_is_refused(tmp_path,
     ]
 
 
+def test_a_count_that_outweighs_all_others_is_capped_and_named(tmp_path, own):
+    """Zeros with 2^40 examples are the model where nothing caps them; by default one client is at most half of it."""
+    honest = Nodes(tmp_path / "honest")
+    del honest.configs[102]
+    by_flower(replace(own, rounds=1), tmp_path / "two", honest)
+    two = final_checkpoint(tmp_path / "two").state
+    for name, given, share in (
+        ("free", {"max_share": 1.0}, 0.0),
+        ("default", {}, 1 / 2),
+        ("uniform", {"weights": "uniform"}, 2 / 3),
+    ):
+        courier = Nodes(tmp_path / f"nodes-{name}")
+        courier.change = claiming(1 << 40)
+        by_flower(replace(own, rounds=1, **given), tmp_path / name, courier)
+        state = final_checkpoint(tmp_path / name).state
+        for key, tensor in two.items():
+            torch.testing.assert_close(state[key], share * tensor, rtol=1e-2, atol=1e-4)
+    said = (
+        "client 2 with 1099511627776 examples counts as 899: no client has more than 50% of a round's weight"
+    )
+    assert said in log(tmp_path / "default")
+    assert "counts as" not in log(tmp_path / "free") + log(tmp_path / "uniform")
+
+
 def test_a_resumed_run_keeps_the_counts(tmp_path, own):
     """A site whose data changed is refused by name; back as they were, it takes part again."""
     courier = Nodes(tmp_path / "nodes")

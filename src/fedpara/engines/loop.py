@@ -22,7 +22,7 @@ from fedpara.engines.client import DIVERGED, Protocol, Reply, change_coded, from
 from fedpara.engines.freight import HOST, bring, place_of
 from fedpara.engines.streams import cohort, final_sample, torch_numbers
 from fedpara.engines.threads import THREADS
-from fedpara.engines.weights import capped
+from fedpara.engines.weights import round_weights
 from fedpara.engines.worker import Score
 from fedpara.errors import RunError, UpdateRejected, WireError
 from fedpara.state import State, finite
@@ -248,7 +248,9 @@ def _collect(
             continue
         assert verdict is not None
         if got.intake is None:
-            weights = _weights(schedule, chosen, round, got.notes)
+            counts = {client: schedule.examples(client) for client in chosen} if schedule.examples else {}
+            weights, notes = round_weights(counts, schedule.weights, schedule.max_share)
+            got.notes += [f"round {round}: {note}" for note in notes]
             got.intake = Intake(protocol.algorithm, progress.x, weights)
         update, buffers = verdict
         if protocol.link.down != "float32":
@@ -259,25 +261,6 @@ def _collect(
         meter.down(round, client, message)
         got.refused.append((client, "it sent no reply"))
     return got
-
-
-def _weights(schedule: Schedule, chosen: Sequence[int], round: int, notes: list[str]) -> dict[int, float]:
-    """The weight of every client of the cohort that holds examples; those it caps are named in the notes."""
-    if schedule.examples is None:
-        return {}
-    counts = {client: count for client in chosen if (count := schedule.examples(client))}
-    if schedule.weights == "uniform":
-        return dict.fromkeys(counts, 1.0)
-    if schedule.max_share is None:
-        return {client: float(count) for client, count in counts.items()}
-    weights = dict(zip(counts, capped(list(counts.values()), schedule.max_share), strict=True))
-    notes += [
-        f"round {round}: client {client} with {counts[client]} examples counts as {weight:.6g}: "
-        f"no client has more than {schedule.max_share:.0%} of a round's weight"
-        for client, weight in weights.items()
-        if weight < counts[client]
-    ]
-    return weights
 
 
 def _refuse_divergence(round: int, got: _Collected) -> None:
