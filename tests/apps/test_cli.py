@@ -289,6 +289,7 @@ def test_the_preset_compares_and_draws(cli, tmp_path):
     ]
     code, out, _ = cli("run", "quickstart", *small, "--out", "demo")
     assert code == 0
+    table = out
     for name in ("original", "lowrank", "fedpara", "pfedpara"):
         assert read_run(tmp_path / "demo" / name).rounds == 2
         assert re.search(rf"{name} .*%", out)
@@ -300,7 +301,10 @@ def test_the_preset_compares_and_draws(cli, tmp_path):
     assert list(last) == ["run", "runs"], "no number there, it would be one run's"
     assert last["run"] == "demo"
     assert list(last["runs"]) == ["fedpara", "lowrank", "original", "pfedpara"]
+    everyone = last["runs"]["pfedpara"].pop("everyone")
+    assert (everyone["clients"], everyone["of"]) == (5, 5)
     assert all(list(row) == KEYS for row in last["runs"].values())
+    assert "(all 5 clients)" in table, "a personal accuracy says whose it is"
 
 
 def test_resume_goes_on_and_says_where_it_was(cli, tmp_path):
