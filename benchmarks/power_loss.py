@@ -9,6 +9,8 @@ After each kill (SIGKILL; `crash.py` says when) files of the run folder are empt
                said it had synced and had not
     both       also a file that both checkpoints count on
 
+Before round 2, and between a fall back and the next checkpoint, a folder has one checkpoint only: damage to what it
+counts on is refused.
 A folder that is refused must name a damaged file and be left as it is, byte for byte; the damaged files are then
 brought back, and it goes on. Every finished folder is compared with the run left alone: metrics.jsonl, the checkpoint
 and what every client keeps. A kill that leaves nothing to damage does not count.
