@@ -74,7 +74,7 @@ class Folder:
         self.path = path
         self.whole: dict[Path, bytes] = {}
         self.told: list[str] = []
-        self.newest = 0
+        self.newest, self.count = 0, 0
 
     def damage(self, file: Path, rng: random.Random, after: int = 0) -> None:
         """Damage the file's content from byte `after` on."""
@@ -105,6 +105,7 @@ class Folder:
     def lose_power(self, kind: str, rng: random.Random) -> None:
         checkpoints = self.checkpoints()
         newest = self.newest = checkpoints[0][1].round if checkpoints else 0
+        self.count = len(checkpoints)
         for _, round, file in list(kept_files(self.path / "clients")):
             if round > newest and rng.random() < 0.7:
                 self.damage(file, rng)
@@ -158,6 +159,15 @@ def opened(folder: Folder, data: str) -> str:
     return f"fell back to round {at}" if at < folder.newest else f"goes on after round {at}"
 
 
+def expected(kind: str, checkpoints: int) -> tuple[str, ...]:
+    """Damage to what nothing counts on changes nothing, and what the newest alone counts on is made again."""
+    if kind == "unsynced":
+        return ("goes on",)
+    return (
+        ("goes on", "fell back") if kind == "newest" and checkpoints == 2 else ("goes on", "fell", "refused")
+    )
+
+
 def trial(kills: int, rng: random.Random, scratch: Path) -> Counter[str]:
     data = build(EXPERIMENT).digest
     alone = scratch / "alone"
@@ -181,9 +191,12 @@ def trial(kills: int, rng: random.Random, scratch: Path) -> Counter[str]:
         if not folder.told:
             continue
         told, outcome = ", ".join(folder.told), opened(folder, data)
+        if not outcome.startswith(expected(kind, folder.count)):
+            sys.exit(f"{kind}, {folder.count} checkpoints, {told}: {outcome}")
         tally["kills"] += 1
         tally[" ".join(outcome.split()[:2])] += 1
-        print(f"kill {tally['kills']:3}, {kind:8}: {told}: {outcome}", flush=True)
+        checkpoints = f"{folder.count} checkpoint{'s' * (folder.count != 1)}"
+        print(f"kill {tally['kills']:3}, {checkpoints}, {kind:8}: {told}: {outcome}", flush=True)
     killed(start(EXPERIMENT, folder.path), after=None)
     _finish(folder, reference, tally)
     return tally
