@@ -57,7 +57,10 @@ def test_a_saved_state_merges_without_its_model(tmp_path, scheme):
 
     assert same(saved.state, dict(model.state_dict()))
     assert saved.model == CNN
-    assert same(saved.merged(), dict(fp.merge(model).state_dict()))
+    merged, expected = saved.merged(), fp.merge(model).state_dict()
+    assert merged.keys() == expected.keys()
+    for name, tensor in expected.items():  # a product's last bit depends on where its factors lie in memory
+        torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-6)
 
 
 def test_a_forced_rank_above_r_max_is_read_back(tmp_path):
