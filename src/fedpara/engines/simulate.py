@@ -8,6 +8,7 @@ import torch
 
 from fedpara.algorithms import Algorithm
 from fedpara.algorithms.core import AT_MOST_ONE, COUNT, SEED, Weighting, check
+from fedpara.choices import ENGINES
 from fedpara.data import FederatedData
 from fedpara.engines.batched import Batched
 from fedpara.engines.client import PRIVATE, Protocol
@@ -29,7 +30,6 @@ from fedpara.wire import Link
 
 MAX_CLAIMED_SHARE = 0.5
 """The default of `max_share` where clients state how many examples they have, and nobody else knows."""
-ENGINES = ("auto", "sequential", "batched", "flower")
 
 
 @dataclass(frozen=True, eq=False)
