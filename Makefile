@@ -11,7 +11,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.11 python3.12 python3.13,\
 	$(if $(shell $(name) -c '$(NEW_ENOUGH)' 2>/dev/null && echo yes),$(name))))
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test test-deploy check install
+.PHONY: demo test test-deploy check install dist
 
 demo: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/fedpara run quickstart
@@ -31,6 +31,10 @@ check: $(READY)
 	@echo $(BIN)/lint-imports; found=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$found"; exit 1; }
 
 install: $(READY)
+
+# The wheel and the sdist, without network; tests/test_dist.py checks what they contain.
+dist: $(READY)
+	$(BIN)/hatchling build -d dist
 
 # torch first and by its exact version: a looser request may fetch gigabytes of CUDA packages.
 $(READY): pyproject.toml constraints.txt

@@ -101,11 +101,11 @@ def test_the_places_where_each_heavy_package_belongs_stay_open(checkout):
     assert report.returncode == 0, report.stdout + report.stderr
 
 
-def test_import_fedpara_costs_torch_numpy_and_safetensors_only():
+def test_the_public_names_cost_torch_numpy_and_safetensors_only():
     code = """
 import sys, torch, numpy.random, safetensors.torch
 before = {name.partition(".")[0] for name in sys.modules}
-import fedpara
+from fedpara import *
 after = {name.partition(".")[0] for name in sys.modules}
 print(*sorted(after - before - sys.stdlib_module_names))
 print(*sorted(after & {"sklearn", "matplotlib", "typer", "rich", "flwr", "PIL", "pandas", "onnx", "peft"}))
@@ -113,6 +113,19 @@ print(*sorted(after & {"sklearn", "matplotlib", "typer", "rich", "flwr", "PIL", 
     result = python(code)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split("\n")[:2] == ["fedpara", ""]
+
+
+def test_import_fedpara_loads_a_name_at_its_first_use():
+    code = """
+import sys, fedpara
+assert {*fedpara.__all__, "data", "models", "__version__"} <= {*dir(fedpara)}
+assert not hasattr(fedpara, "nonsense")
+print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "numpy", "safetensors"}))
+print(fedpara.data.names()[0], fedpara.simulate.__module__, vars(fedpara)["simulate"] is fedpara.simulate)
+"""
+    result = python(code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "\ndigits fedpara.engines.simulate True\n"
 
 
 def test_public_names_are_sorted_and_there():

@@ -1,11 +1,16 @@
 """FedPara: low-rank Hadamard products for communication-efficient federated learning."""
 
-from fedpara.data import FederatedData
-from fedpara.engines import Task, simulate
-from fedpara.errors import FedParaError
-from fedpara.experiments import Experiment
-from fedpara.parameterization import FedPara, LowRank, PFedPara, factorize, merge
-from fedpara.wire import Link
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedpara.data import FederatedData
+    from fedpara.engines.simulate import simulate
+    from fedpara.engines.task import Task
+    from fedpara.errors import FedParaError
+    from fedpara.experiments import Experiment
+    from fedpara.parameterization import FedPara, LowRank, PFedPara, factorize, merge
+    from fedpara.wire import Link
 
 __version__ = "0.1.0"
 
@@ -22,3 +27,36 @@ __all__ = [
     "merge",
     "simulate",
 ]
+
+# Each name is imported at its first use (PEP 562): torch takes seconds, and `fedpara --help` does not need it.
+_MODULES = (
+    *("algorithms", "data", "engines", "errors", "experiments", "files", "layout", "models"),
+    *("parameterization", "state", "wire"),
+)
+_HOMES = {
+    "Experiment": "experiments",
+    "FedPara": "parameterization",
+    "FedParaError": "errors",
+    "FederatedData": "data",
+    "Link": "wire",
+    "LowRank": "parameterization",
+    "PFedPara": "parameterization",
+    "Task": "engines",
+    "factorize": "parameterization",
+    "merge": "parameterization",
+    "simulate": "engines",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"fedpara.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fedpara' has no attribute {name!r}")
+    value = getattr(import_module(f"fedpara.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, *__all__})

@@ -128,3 +128,9 @@ def finite(a: Mapping[str, Tensor]) -> bool:
 
 def nbytes(a: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in a.values())
+
+
+def in_words(state: Mapping[str, Tensor]) -> str:
+    """How much a state holds, for a repr: `6 tensors, 85,002 numbers`."""
+    numbers = sum(tensor.numel() for tensor in state.values())
+    return f"{len(state)} tensor{'s' * (len(state) != 1)}, {numbers:,} number{'s' * (numbers != 1)}"

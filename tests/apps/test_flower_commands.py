@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpara.apps import flower, flower_drive
+from fedpara.apps import flower_drive, flower_up
 from fedpara.apps.flower_app import CLIENT, SERVER
 from fedpara.apps.flower_settings import DEFAULT_OUT, read
 from fedpara.engines.terms import Terms
@@ -249,7 +249,7 @@ def test_a_folder_of_this_experiment_that_is_finished_says_so(cli, tmp_path, wor
 def test_a_folder_begun_with_other_examples_is_refused_before_flower_is_started(cli, tmp_path, monkeypatch):
     run(Experiment(model="mlp", clients=3, cohort=3, rounds=2, engine="sequential"), tmp_path / "try")
     (tmp_path / "try" / "data.json").write_text('{"blake2b": "another"}')
-    monkeypatch.setattr(flower, "_federate", lambda *_: pytest.fail("Flower was started"))
+    monkeypatch.setattr(flower_up, "_federate", lambda *_: pytest.fail("Flower was started"))
     code, _, err = cli("flower", "up", "--nodes", 2, *TINY, "--set", "rounds=3", "--out", "try")
     assert (code, "was begun with other examples" in err) == (1, True)
 
@@ -268,7 +268,7 @@ def test_a_round_without_its_checkpoint_is_run_again(cli, tmp_path, monkeypatch)
     def federate(experiment, out, *_):
         return resume(out, rounds=experiment.rounds, engine="sequential")
 
-    monkeypatch.setattr(flower, "_federate", federate)
+    monkeypatch.setattr(flower_up, "_federate", federate)
     code, out, err = cli("flower", "up", "--nodes", 2, *TINY, "--set", "rounds=3", "--out", "try", "--json")
     assert code == 0, err
     assert "try holds this experiment already, up to round 2: going on to 3." in err

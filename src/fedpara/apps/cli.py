@@ -9,22 +9,22 @@ import signal
 import sys
 from contextlib import suppress
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
 import typer
 
 from fedpara import __version__
+from fedpara.apps import commands
 from fedpara.apps.data import app as data_app
-from fedpara.apps.export import export
 from fedpara.apps.flower import app as flower_app
-from fedpara.apps.inspect import inspect
 from fedpara.apps.plain_help import PlainGroup
 from fedpara.apps.progress import say
-from fedpara.apps.report import report
-from fedpara.apps.reproduce import reproduce
-from fedpara.apps.run import resume, run
-from fedpara.engines.group import Group, join, place
+from fedpara.apps.starting import NotBegun, starting
 from fedpara.errors import FedParaError, UsageError, in_a_line
+
+if TYPE_CHECKING:
+    from fedpara.engines.group import Group
 
 INTERRUPTED = 130
 KEEPS = {"run", "resume", "reproduce"}
@@ -39,12 +39,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(inspect)
-app.command()(run)
-app.command()(resume)
-app.command()(reproduce)
-app.command()(report)
-app.command()(export)
+app.command()(commands.inspect)
+app.command()(commands.run)
+app.command()(commands.resume)
+app.command()(commands.reproduce)
+app.command()(commands.report)
+app.command()(commands.export)
 app.add_typer(data_app, name="data")
 app.add_typer(flower_app, name="flower")
 
@@ -72,18 +72,22 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated("SIGTERM")
 
 
-def _command(group: Group) -> int:
+def _command(group: "Group | None") -> int:
     """Under torchrun all ranks run the command, in step, and rank 0 speaks for them."""
-    if group.size > 1:
-        signal.signal(signal.SIGTERM, _terminate)
+    if group is None or group.size == 1:
+        return _call()
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         with group.in_step("the end of the command"):
-            code = app(standalone_mode=False) or 0
-            if code == INTERRUPTED:  # which typer makes of Ctrl-C
-                raise KeyboardInterrupt
+            return _call()
     finally:
-        if group.size > 1:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends by itself now, and says why
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends by itself now, and says why
+
+
+def _call() -> int:
+    code = app(standalone_mode=False) or 0
+    if code == INTERRUPTED:  # which typer makes of Ctrl-C
+        raise KeyboardInterrupt
     return int(code)
 
 
@@ -106,10 +110,13 @@ def _flush() -> None:
 def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # a file's name that is no text is said as it is
-    first, group = True, Group()
+    first, group, begun = True, None, True
     try:
-        first = place()[0] == 0
-        group = join()
+        if "WORLD_SIZE" in os.environ:  # set by torchrun; without it there is one process, and torch can wait
+            with starting():
+                from fedpara.engines.group import join, place
+            first = place()[0] == 0
+            group = join()
         try:
             code = _command(group)
         finally:
@@ -123,14 +130,16 @@ def main() -> None:
         code = 2
     except (KeyboardInterrupt, click.exceptions.Abort):
         code = INTERRUPTED
+    except NotBegun:
+        code, begun = INTERRUPTED, False
     except FedParaError as error:
-        if first or group.over:  # rank 0 may be the one that is gone
+        if first or (group and group.over):  # rank 0 may be the one that is gone
             say(f"fedpara: {error}")
         code = 2 if isinstance(error, UsageError) else 1
     except BrokenPipeError:  # who read what was said has enough
         code = 1
     except OSError as error:
-        if first or group.over:
+        if first or (group and group.over):
             say(f"fedpara: {_told(error)}")
         code = 1
     except MemoryError as error:
@@ -140,6 +149,7 @@ def main() -> None:
         kept = ": what was finished is saved, `fedpara resume` goes on with it" * bool(
             KEEPS & {*sys.argv[1:2]}
         )
-        say(f"interrupted{kept}.")
-    group.leave()
+        say(f"interrupted{kept if begun else ': nothing was begun'}.")
+    if group:
+        group.leave()
     sys.exit(code)

@@ -3,13 +3,16 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedpara import data
 from fedpara.apps.plain_help import PlainGroup
+from fedpara.apps.starting import starting
 from fedpara.errors import DataError
+
+if TYPE_CHECKING:
+    from fedpara import data
 
 app = typer.Typer(
     cls=PlainGroup, help="Data sets: list, verify, prepare.", no_args_is_help=True, rich_markup_mode=None
@@ -26,6 +29,8 @@ def list_(data_dir: Folder = None, as_json: Json = False) -> None:
 
     Example: fedpara data list
     """
+    with starting():
+        from fedpara import data
     for name in data.names():
         status = data.status(name, data_dir)
         if as_json:
@@ -48,6 +53,8 @@ def verify(
 
     Example: fedpara data verify cifar10
     """
+    with starting():
+        from fedpara import data
     names = [n for n in data.names() if data.status(n, data_dir).present] if name == "all" else [name]
     missing, bad = [], []
     for each in names:
@@ -73,7 +80,7 @@ def verify(
         raise DataError(" ".join(texts))
 
 
-def _found(report: data.Report) -> str:
+def _found(report: "data.Report") -> str:
     if report.path is None:
         return "missing"
     counts = f"{report.examples[0]:,} + {report.examples[1]:,} examples, " if report.examples else ""
@@ -95,6 +102,8 @@ def prepare(
 
     Example: fedpara data prepare cifar10 mnist
     """
+    with starting():
+        from fedpara import data
     for name in names:
         status: Any = data.prepare(name, data_dir)
         typer.echo(

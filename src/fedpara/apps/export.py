@@ -1,50 +1,25 @@
-"""fedpara export: the merged model of a run or a saved state, for others to use."""
+"""The work of `fedpara export`: the merged model of a run or a saved state, for others to use."""
 
 import json
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from fedpara.apps.merged import DEFAULT_CLASSES, read_run_or_state
+from fedpara.apps.merged import read_run_or_state
 from fedpara.experiments.library import refuse_own
 
 
 def export(
-    source: Annotated[
-        Path, typer.Argument(help="A run folder, or a .safetensors state saved by the library.")
-    ],
-    client: Annotated[
-        int | None,
-        typer.Option(
-            help="Whose own model, of a run with private parts (pFedPara, FedPer, Local): what it keeps, in the "
-            "shared part as averaged last. The next round begins with it, and `before` in metrics.jsonl scores such."
-        ),
-    ] = None,
-    format: Annotated[str, typer.Option("--format", help="safetensors, onnx or pt2.")] = "safetensors",
-    out: Annotated[Path | None, typer.Option(help="The file to write; by default beside the source.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="The model of a bare state: a name or package.module:function, which is imported and called. A "
-            "function that only the file names never is."
-        ),
-    ] = None,
-    classes: Annotated[
-        int | None,
-        typer.Option(help=f"Its classes, of a model of the library: {DEFAULT_CLASSES} unless given."),
-    ] = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(help="The shape of one example, such as 3,32,32: ONNX and pt2 trace with it."),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    source: Path,
+    client: int | None,
+    format: str,
+    out: Path | None,
+    model: str | None,
+    classes: int | None,
+    shape: str | None,
+    overwrite: bool,
+    as_json: bool,
 ) -> None:
-    """Write the merged model: plain layers, no factors.
-
-    Example: fedpara export runs/first --format onnx
-    """
     from fedpara.interop.export import export as export_model
 
     saved, network = read_run_or_state(source, model, classes, shape, client)

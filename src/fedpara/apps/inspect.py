@@ -1,8 +1,8 @@
-"""fedpara inspect: what a model's weights become, before anything is trained."""
+"""The work of `fedpara inspect`: what a model's weights become, before anything is trained."""
 
 import json
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
@@ -20,26 +20,18 @@ from fedpara.parameterization.plan import Where
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="A model of the library, or package.module:function.")],
-    scheme: Annotated[str, typer.Option(help="fedpara, pfedpara or lowrank.")] = "fedpara",
-    gamma: Annotated[
-        float | None, typer.Option(help="Between the smallest full rank (0) and dense size (1).")
-    ] = None,
-    rank: Annotated[int | None, typer.Option(help="The inner rank, in place of gamma.")] = None,
-    ratio: Annotated[float | None, typer.Option(help="Share of the dense parameters (lowrank).")] = None,
-    nonlinearity: Annotated[str | None, typer.Option(help="tanh")] = None,
-    conv: Annotated[str, typer.Option(help="tensor (Prop. 3) or reshape (Prop. 1).")] = "tensor",
-    classes: Annotated[int, typer.Option(help="Classes of a library model.")] = 10,
-    every: Annotated[
-        bool, typer.Option("--every", help="Every weight, not only those of the model's rule.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Also weights that do not become smaller.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
+    model: str,
+    scheme: str,
+    gamma: float | None,
+    rank: int | None,
+    ratio: float | None,
+    nonlinearity: str | None,
+    conv: str,
+    classes: int,
+    every: bool,
+    force: bool,
+    as_json: bool,
 ) -> None:
-    """A table of layers: shape, scheme, rank, maximal rank, parameters, and totals.
-
-    Example: fedpara inspect vgg16 --scheme fedpara --gamma 0.1 --classes 10
-    """
     if scheme == "original":
         raise UsageError(
             "scheme 'original' leaves every weight as it is: choose fedpara, pfedpara or lowrank."

@@ -14,6 +14,7 @@ from fedpara import models
 from fedpara.algorithms import Groups
 from fedpara.apps.flower_memory import NodeMemory
 from fedpara.apps.named_model import is_users
+from fedpara.choices import CLASSES
 from fedpara.engines.client import PRIVATE
 from fedpara.engines.flower import ACCEPTED
 from fedpara.engines.program import shared_names, take_apart
@@ -32,7 +33,6 @@ from fedpara.state import State
 
 FEW = 8
 """Clients that a text names before it stops at dots."""
-DEFAULT_CLASSES = 10
 
 
 def read_run_or_state(
@@ -74,7 +74,7 @@ def _described(
         usual = list(models.usual_shape(model))
         description = {
             "name": model,
-            "classes": DEFAULT_CLASSES if classes is None else classes,
+            "classes": CLASSES if classes is None else classes,
             "shape": usual,
         }
     elif classes is not None:

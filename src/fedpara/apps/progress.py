@@ -7,12 +7,12 @@ import sys
 import time
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 
-from fedpara.engines import Round
-from fedpara.engines.group import join
+if TYPE_CHECKING:
+    from fedpara.engines import Round
 
 
 def say(text: str) -> None:
@@ -49,6 +49,8 @@ class Show:
         self._accuracy = "-"
 
     def __enter__(self) -> "Show":
+        from fedpara.engines.group import join
+
         if join().rank == 0 and _is_terminal(sys.stderr):
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -72,7 +74,7 @@ class Show:
         if self._bar is not None:
             self._bar.stop()  # type: ignore[attr-defined]
 
-    def __call__(self, result: Round, timing: dict[str, float]) -> None:
+    def __call__(self, result: "Round", timing: dict[str, float]) -> None:
         if result.accuracy is not None:
             self._accuracy = f"{result.accuracy:.2%}"
         sent = (result.progress.bytes_up + result.progress.bytes_down) / 1e6

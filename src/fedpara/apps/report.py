@@ -1,12 +1,12 @@
-"""fedpara report: run folders as one page, figures or tables."""
+"""The work of `fedpara report`: run folders as one page, figures or tables."""
 
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
+from fedpara.choices import FORMATS
 from fedpara.errors import UsageError
 from fedpara.experiments.library import Library, is_run
 from fedpara.experiments.paper import STUDIES
@@ -17,8 +17,6 @@ from fedpara.report.formats import csv_text, latex
 from fedpara.report.others import other_runs
 from fedpara.report.page import page
 from fedpara.report.tables import Table, table_of
-
-FORMATS = ("html", "markdown", "csv", "latex", "png", "svg")
 
 ENDINGS = {
     "html": (".html", ".htm"),
@@ -31,26 +29,7 @@ ENDINGS = {
 USUAL = {"markdown": "page.md", "csv": "page.csv", "latex": "page.tex", "png": "figures", "svg": "figures"}
 
 
-def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold some.")],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="The file, page.html unless told; for png and svg a folder, figures. An existing file is replaced "
-            "if its ending is the format's. Nothing is written into a run folder."
-        ),
-    ] = None,
-    format_: Annotated[
-        str | None, typer.Option("--format", help=", ".join(FORMATS) + "; else by the file's ending.")
-    ] = None,
-    scale: Annotated[
-        str, typer.Option(help="paper, or tiny: hold miniatures against the paper's tables.")
-    ] = "paper",
-) -> None:
-    """Everything the runs say: tables as paper | ours, and curves.
-
-    Example: fedpara report results --out page.html
-    """
+def report(runs: list[Path], out: Path | None, format_: str | None, scale: str) -> None:
     if out is None:
         out = Path(USUAL.get(format_ or "html", "page.html"))
     kind = format_ or {".md": "markdown", ".tex": "latex"}.get(out.suffix, out.suffix.removeprefix("."))

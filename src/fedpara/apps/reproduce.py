@@ -1,24 +1,22 @@
-"""fedpara reproduce: a table or figure of the paper by name."""
+"""The work of `fedpara reproduce`: a table or figure of the paper by name."""
 
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from fedpara.apps.progress import Show, say
-from fedpara.apps.run import DataDir
 from fedpara.apps.terminal_table import empty_table, print_table
 from fedpara.engines.group import join
-from fedpara.engines.simulate import ENGINES
 from fedpara.errors import UsageError
 from fedpara.experiments import Experiment
 from fedpara.experiments.library import Library
 from fedpara.experiments.paper import STUDIES, Study, merged, study
 from fedpara.experiments.paper.sizes import gpu_minutes, total_bytes
-from fedpara.experiments.reproduce import OUT, RESULTS, carry_out, jobs
+from fedpara.experiments.reproduce import carry_out, jobs
 from fedpara.experiments.run import Watcher
 from fedpara.report.figures import study_figure
 from fedpara.report.formats import plain
@@ -26,33 +24,19 @@ from fedpara.report.tables import Table, table_of
 
 
 def reproduce(
-    names: Annotated[
-        list[str] | None, typer.Argument(help="Tables and figures by name; --list shows them.")
-    ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="All names, with what they cost.")] = False,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Repeats; else as many as the paper made.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds, in place of the paper's.")] = None,
-    only: Annotated[
-        str | None, typer.Option(help="Run only those whose name has this piece or fits this pattern.")
-    ] = None,
-    scale: Annotated[str, typer.Option(help="paper, or tiny: a miniature on generated data.")] = "paper",
-    out: Annotated[Path, typer.Option(help="Where new run folders and the figure go.")] = OUT,
-    results: Annotated[
-        Path, typer.Option(help="Where finished runs are kept; they are not run again.")
-    ] = RESULTS,
-    data_dir: DataDir = None,
-    engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
-    precision: Annotated[str | None, typer.Option(help="float32, tf32, bfloat16 (default on a GPU)")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The last line of stdout is one JSON object.")
-    ] = False,
+    names: list[str] | None,
+    list_: bool,
+    seeds: int | None,
+    rounds: int | None,
+    only: str | None,
+    scale: str,
+    out: Path,
+    results: Path,
+    data_dir: Path | None,
+    engine: str | None,
+    precision: str | None,
+    as_json: bool,
 ) -> None:
-    """Run what a table or figure of the paper needs, then print paper | ours and draw the figure.
-
-    Runs that are there are skipped, those that were cut go on.
-
-    Example: fedpara reproduce capacity-cnn --only cifar10-iid
-    """
     if list_:
         _list(as_json)
         return

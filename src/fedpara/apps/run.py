@@ -1,4 +1,4 @@
-"""fedpara run and fedpara resume."""
+"""The work of `fedpara run` and `fedpara resume`; `commands.py` declares their options."""
 
 import json
 import shlex
@@ -9,113 +9,39 @@ from dataclasses import asdict
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from fedpara import data, models
 from fedpara.apps.named_model import refuse_users
 from fedpara.apps.outcome import json_of, print_runs
 from fedpara.apps.progress import Show, say
 from fedpara.engines.group import Part, join
-from fedpara.engines.simulate import ENGINES
 from fedpara.errors import ConfigError, FedParaError, UsageError, of_several
 from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments import resume as resume_run
-from fedpara.experiments.config import SPLITS, read_options, read_toml, with_values
+from fedpara.experiments.config import read_options, read_toml, with_values
 from fedpara.experiments.presets import preset as find_preset
 from fedpara.experiments.run import lay_out_all, look_over
 from fedpara.experiments.store import refuse_used
 from fedpara.experiments.track import require, tracker
 from fedpara.files import make_folder
 
-Json = Annotated[bool, typer.Option("--json", help="The last line of stdout is one JSON object.")]
-DataDir = Annotated[
-    Path | None, typer.Option("--data-dir", help="Where data sets lie; else FEDPARA_DATA, else the cache.")
-]
-Track = Annotated[str, typer.Option(help="Also log to tensorboard, mlflow or wandb.")]
-
 
 def run(
-    preset: Annotated[str | None, typer.Argument(help="A preset, such as quickstart.")] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="A TOML file of fields; options given here win.")
-    ] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            help=f"{', '.join(data.names())}; generated:NAME (a drawn one), hub:OWNER/NAME@REVISION"
-        ),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help=", ".join(models.names()))] = None,
-    scheme: Annotated[str | None, typer.Option(help="original, lowrank, fedpara, pfedpara")] = None,
-    gamma: Annotated[
-        float | None, typer.Option(help="Between the smallest full rank (0) and dense size (1).")
-    ] = None,
-    rank: Annotated[int | None, typer.Option(help="The inner rank, in place of gamma.")] = None,
-    nonlinearity: Annotated[str | None, typer.Option(help="tanh")] = None,
-    init: Annotated[
-        str | None, typer.Option(help="fan_out, calibrated, he, fit; he:1.4 is 1.4 times larger")
-    ] = None,
-    algorithm: Annotated[
-        str | None, typer.Option(help="fedavg, fedprox, scaffold, feddyn, fedadam, ...")
-    ] = None,
-    option: Annotated[list[str] | None, typer.Option(help="The algorithm's own: mu=0.1, alpha=0.1.")] = None,
-    share: Annotated[
-        str | None, typer.Option(help="all, fedper (all but the last layer), none (Local)")
-    ] = None,
-    split: Annotated[str | None, typer.Option(help=", ".join(SPLITS))] = None,
-    alpha: Annotated[float | None, typer.Option(help="Of the Dirichlet splits.")] = None,
-    clients: Annotated[int | None, typer.Option(help="Among which the examples are split.")] = None,
-    cohort: Annotated[int | None, typer.Option(help="Clients a round.")] = None,
-    rounds: int | None = None,
-    epochs: Annotated[int | None, typer.Option(help="Local epochs a round.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Local steps a round, in place of epochs.")] = None,
-    batch_size: int | None = None,
-    lr: float | None = None,
-    lr_decay: Annotated[float | None, typer.Option(help="A round.")] = None,
-    momentum: float | None = None,
-    weight_decay: float | None = None,
-    clip: Annotated[float | None, typer.Option(help="Gradient norm.")] = None,
-    jacobian: Annotated[float | None, typer.Option(help="lambda of the Jacobian correction.")] = None,
-    augment: Annotated[str | None, typer.Option(help="none, crop-flip")] = None,
-    validation: Annotated[
-        float | None,
-        typer.Option(
-            help="Hold out this share of each client's examples, such as 0.1, and score them in place of the test set."
-        ),
-    ] = None,
-    personal: Annotated[bool | None, typer.Option(help="Score each client's own model.")] = None,
-    link_up: Annotated[str | None, typer.Option(help="float32, float16, bfloat16, int8")] = None,
-    link_down: Annotated[str | None, typer.Option(help="The same.")] = None,
-    target: Annotated[float | None, typer.Option(help="Stop at this accuracy, such as 0.8.")] = None,
-    evaluate_every: Annotated[int | None, typer.Option(help="Rounds between evaluations.")] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(help="Of the updates in their mean: examples (each client's number), uniform"),
-    ] = None,
-    max_share: Annotated[
-        float | None, typer.Option(help="The most of a round's weight that one client may have, such as 0.2.")
-    ] = None,
-    max_norm: Annotated[float | None, typer.Option(help="Refuse updates further away than this.")] = None,
-    seed: int | None = None,
-    engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
-    precision: Annotated[str | None, typer.Option(help="float32, tf32, bfloat16 (default on a GPU)")] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; by default under runs/.")] = None,
-    data_dir: DataDir = None,
-    track: Track = "none",
-    as_json: Json = False,
+    preset: str | None,
+    config: Path | None,
+    given: dict[str, Any],
+    option: list[str] | None,
+    out: Path | None,
+    data_dir: Path | None,
+    track: str,
+    as_json: bool,
 ) -> None:
-    """Run an experiment into a folder.
-
-    Example: fedpara run --dataset digits --scheme fedpara --gamma 0.1 --rounds 20 --out runs/first
-    """
-    given = {name: value for name, value in locals().items() if value is not None}
+    """`given` are the experiment's fields that have an option on the command line."""
     refuse_users(given)
-    for name in ("preset", "config", "out", "data_dir", "track", "as_json", "option"):
-        given.pop(name, None)
     if option:
-        given["options"] = read_options(option)
+        given = {**given, "options": read_options(option)}
     require(track)
     experiments = _experiments(preset, config, given)
     _refuse_ranks(*(experiment.engine for experiment in experiments.values()))
@@ -132,19 +58,14 @@ def run(
 
 
 def resume(
-    folder: Annotated[Path, typer.Argument(help="A run folder, or a folder of run folders.")],
-    rounds: Annotated[int | None, typer.Option(help="Go on to this round instead.")] = None,
-    engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
-    precision: Annotated[str | None, typer.Option(help="float32, tf32, bfloat16")] = None,
-    data_dir: DataDir = None,
-    track: Track = "none",
-    as_json: Json = False,
+    folder: Path,
+    rounds: int | None,
+    engine: str | None,
+    precision: str | None,
+    data_dir: Path | None,
+    track: str,
+    as_json: bool,
 ) -> None:
-    """Go on with a run where it stopped; with the same engine and precision and the same number of threads, to the same
-    bits as if it had not.
-
-    Example: fedpara resume runs/first
-    """
     if (folder / "config.toml").exists() or not folder.is_dir():
         paths = {folder.name: folder}
     else:

@@ -69,6 +69,11 @@ class Examples:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __repr__(self) -> str:
+        inputs = f"{str(self.inputs.dtype).removeprefix('torch.')} of shape {list(self.shape)}"
+        owners = ", with owners" * (self.owners is not None)
+        return f"Examples({len(self):,} examples, {inputs}, {self.classes} classes{owners}, {self.labels.device})"
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one example."""

@@ -48,6 +48,10 @@ class FederatedData:
     def __len__(self) -> int:
         return len(self.clients)
 
+    def __repr__(self) -> str:
+        own = ", each with test data" * self.has_personal
+        return f"FederatedData({len(self):,} client{'s' * (len(self) != 1)}{own}\n    train: {self.train!r})"
+
     def size(self, i: int) -> int:
         return len(self.clients[i])
 

@@ -48,6 +48,10 @@ class Protocol:
     down: Spec = field(init=False)
     up: Spec = field(init=False)
 
+    def __repr__(self) -> str:
+        link = f"{self.link.down} down, {self.link.up} up"
+        return f"Protocol({self.algorithm.name}, {self.program.scheme}, seed {self.seed}, link: {link})"
+
     def __post_init__(self) -> None:
         x = self.program.start(self.program.shared)
         model = {**x, **self.program.start(self.program.shared_buffers)}

@@ -25,7 +25,7 @@ from fedpara.engines.threads import THREADS
 from fedpara.engines.weights import round_weights
 from fedpara.engines.worker import Score
 from fedpara.errors import RunError, UpdateRejected, WireError
-from fedpara.state import State, finite
+from fedpara.state import State, finite, in_words
 from fedpara.wire import Letter, Meter, admit, guard, letter, pack, unpack
 
 Verdict = TypeVar("Verdict")
@@ -69,6 +69,10 @@ class Progress:
     bytes_up: int = 0
     bytes_down: int = 0
 
+    def __repr__(self) -> str:
+        sent = f"{self.bytes_up:,} bytes up, {self.bytes_down:,} down"
+        return f"Progress(round {self.round}, {sent}, model of {in_words({**self.x, **self.buffers})})"
+
 
 @dataclass(frozen=True)
 class Everyone:
@@ -101,6 +105,15 @@ class Round:
     @property
     def number(self) -> int:
         return self.progress.round
+
+    def __repr__(self) -> str:
+        accuracy = "accuracy not measured" if self.accuracy is None else f"accuracy {self.accuracy:.2%}"
+        refused = f" ({len(self.refused)} refused)" * bool(self.refused)
+        sent = f"{self.bytes_up:,} bytes up, {self.bytes_down:,} down"
+        clients = f"{len(self.cohort)} client{'s' * (len(self.cohort) != 1)}"
+        return (
+            f"Round({self.number}, {clients}{refused}, train loss {self.train_loss:.4g}, {accuracy}, {sent})"
+        )
 
 
 @dataclass(frozen=True)

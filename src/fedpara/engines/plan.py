@@ -33,6 +33,10 @@ class Plan:
     seeds: NDArray[np.int64]
     crops: NDArray[np.uint8] | None
 
+    def __repr__(self) -> str:
+        lanes = self.index.shape[0]
+        return f"Plan({len(self.segments)} clients in {lanes} lanes, {self.steps} steps, batches of {self.width})"
+
     @property
     def steps(self) -> int:
         return int(self.index.shape[1])

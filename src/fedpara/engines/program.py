@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedpara import models, parameterization
 from fedpara.errors import ConfigError
 from fedpara.parameterization import Form
-from fedpara.state import State
+from fedpara.state import State, in_words
 
 Share = Literal["all", "none", "fedper"]
 
@@ -31,6 +31,14 @@ class Program:
     private: frozenset[str]
     scheme: str
     initial: State
+
+    def __repr__(self) -> str:
+        trained = {name: self.initial[name] for name in self.parameters}
+        private = {name: self.initial[name] for name in self.private}
+        return (
+            f"Program({type(self.model).__name__}, {self.scheme}, {len(self.buffers)} buffers\n"
+            f"    trains: {in_words(trained)}\n    private: {in_words(private)})"
+        )
 
     @cached_property
     def shared(self) -> tuple[str, ...]:

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from textwrap import shorten
 from typing import get_args
 
 import torch
 
 from fedpara.algorithms import Algorithm
 from fedpara.algorithms.core import AT_MOST_ONE, COUNT, SEED, Weighting, check
+from fedpara.choices import ENGINES
 from fedpara.data import FederatedData
 from fedpara.engines.batched import Batched
 from fedpara.engines.client import PRIVATE, Protocol
@@ -29,7 +31,6 @@ from fedpara.wire import Link
 
 MAX_CLAIMED_SHARE = 0.5
 """The default of `max_share` where clients state how many examples they have, and nobody else knows."""
-ENGINES = ("auto", "sequential", "batched", "flower")
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +80,15 @@ class Run:
     @property
     def bytes(self) -> int:
         return self.progress.bytes_up + self.progress.bytes_down
+
+    def __repr__(self) -> str:
+        last = next((r for r in reversed(self.rounds) if r.accuracy is not None), None)
+        measured = f"{last.accuracy:.2%} after round {last.number}" if last else "not measured"
+        engine = shorten(self.engine, 160, placeholder=" ...")
+        return (
+            f"Run({self.progress.round} rounds of {self.protocol.algorithm.name}, {self.bytes / 1e6:.2f} MB sent\n"
+            f"    accuracy: {measured}\n    engine: {engine})"
+        )
 
 
 def simulate(

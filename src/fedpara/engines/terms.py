@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from fedpara.choices import DEADLINE, MIN_REPLIES, OVERSAMPLE
 from fedpara.engines.loop import Schedule
 from fedpara.errors import ConfigError
 
@@ -13,9 +14,9 @@ LONGEST = 100_000_000
 class Terms:
     """What the server grants its clients."""
 
-    deadline: float = 3600.0  # seconds a round
-    minimum: int = 1  # good replies, else the round keeps the model
-    oversample: int = 0  # clients asked beyond the cohort, whose number of answers ends the round
+    deadline: float = DEADLINE  # seconds a round
+    minimum: int = MIN_REPLIES  # good replies, else the round keeps the model
+    oversample: int = OVERSAMPLE  # clients asked beyond the cohort, whose number of answers ends the round
     wait: float = 120.0  # seconds for nodes to appear, at the start and after a resume
     hello: float = 60.0  # seconds for a node to introduce itself
     poll: float = 0.5

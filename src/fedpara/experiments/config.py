@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from fedpara import algorithms, models
+from fedpara.choices import ENGINES, SPLITS
 from fedpara.engines.program import Share
-from fedpara.engines.simulate import ENGINES
 from fedpara.engines.stacked import Precision
 from fedpara.engines.task import Augment
 from fedpara.errors import ConfigError, among
 
 SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
-SPLITS = ("iid", "dirichlet", "dirichlet-capped", "shards", "owner", "largest")
 OWNED = ("owner", "largest")
 """Splits whose clients are the owners of the examples."""
 WEIGHTS = ("examples", "uniform")

@@ -52,6 +52,11 @@ class Library:
                 found.setdefault(summary.experiment.identity, []).append(summary)
         return cls({identity: tuple(runs) for identity, runs in found.items()}, damaged)
 
+    def __repr__(self) -> str:
+        runs, damaged = sum(map(len, self.runs.values())), len(self.damaged)
+        seeds = f"{len(self.seeds)} seed{'s' * (len(self.seeds) != 1)}"
+        return f"Library({runs} runs of {len(self.runs)} experiments, {seeds}, {damaged} damaged)"
+
     def refuse_damaged(self, done: str) -> None:
         """RunError that names them, after the others are `done`."""
         if self.damaged:

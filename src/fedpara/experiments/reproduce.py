@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedpara.choices import PAPER_RESULTS, PAPER_RUNS
 from fedpara.engines.group import join
 from fedpara.engines.loop import Round
 from fedpara.errors import ConfigError, FedParaError, RunError, of_several
@@ -24,8 +25,6 @@ from fedpara.experiments.paper import changes, merged, run_name, study
 from fedpara.experiments.run import Speaker, Watcher, resume, run
 from fedpara.experiments.summary import Summary
 
-OUT = Path("runs/paper")
-RESULTS = Path("results/paper")
 FEW = 4
 """Runs that a text names before it stops at dots."""
 Begin = Callable[[str, Experiment], Watcher | None]
@@ -74,8 +73,8 @@ def carry_out(
     rounds: int | None = None,
     only: str | None = None,
     scale: str = "paper",
-    out: Path = OUT,
-    kept: Sequence[Path] = (RESULTS,),
+    out: Path = PAPER_RUNS,
+    kept: Sequence[Path] = (PAPER_RESULTS,),
     data_dir: Path | None = None,
     engine: str | None = None,
     precision: str | None = None,
@@ -175,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--only")
     parser.add_argument("--scale", default="paper")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, default=PAPER_RUNS)
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--engine")
     parser.add_argument("--precision")

@@ -63,6 +63,17 @@ class Summary:
         """Which engine ran the last round, how, and what could not be done and why."""
         return self.timing[-1].get("engine") if self.timing else None
 
+    def __repr__(self) -> str:
+        e, sent = self.experiment, (self.bytes_up + self.bytes_down) / 1e6
+        accuracy = "not measured" if self.final is None else f"{self.final:.2%}"
+        path = str(self.path) if len(str(self.path)) <= 120 else f"...{str(self.path)[-117:]}"
+        what = f"{e.dataset}, {e.model}, {e.scheme}, {e.algorithm}, seed {e.seed}"
+        return (
+            f"Summary({path}\n    {what}\n"
+            f"    {self.rounds} of {e.rounds} rounds, {sent:.2f} MB sent, {self.seconds:.1f} s\n"
+            f"    accuracy: {accuracy})"
+        )
+
     def reached(self, accuracy: float) -> dict[str, Any] | None:
         """The first round whose accuracy is at least this."""
         return next(

@@ -1,0 +1,67 @@
+"""Start-up: help, the version and a mistyped option answer without importing torch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from fedpara import choices, data, models
+
+HEAVY = {"torch", "numpy", "sklearn", "safetensors", "matplotlib", "flwr"}
+PROGRAM = """
+import json, sys
+from fedpara.apps.cli import main
+try:
+    main()
+except SystemExit as end:
+    tops = {name.partition(".")[0] for name in sys.modules}
+    sys.stderr.write("\\n" + json.dumps([end.code, sorted(tops)]))
+"""
+COMMANDS = ("inspect", "run", "resume", "reproduce", "report", "export", "data", "flower")
+
+
+def start(*words):
+    got = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True)
+    code, modules = json.loads(got.stderr.splitlines()[-1])
+    return code, HEAVY & {*modules}
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("--help", 0),
+        ("--version", 0),
+        ("--nonsense", 2),
+        ("nonsense", 2),
+        *((f"{command} --help", 0) for command in COMMANDS),
+        ("flower up --help", 0),
+        ("data verify --nonsense", 2),
+        ("run --nonsense", 2),
+        ("run --rounds many", 2),
+    ],
+)
+def test_answers_without_torch(words, code):
+    assert start(*words.split()) == (code, set())
+
+
+def test_a_command_imports_torch_once_its_options_are_valid():
+    code, heavy = start("inspect", "mlp")
+    assert code == 0
+    assert "torch" in heavy
+
+
+def test_the_choices_are_those_of_the_registries():
+    assert [*choices.DATASETS] == data.names()
+    assert [*choices.MODELS] == models.names()
+
+
+def test_ctrl_c_while_a_command_imports_torch(tmp_path):
+    """A torch whose import is interrupted stands in for the real one, which takes seconds."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from fedpara_command import main; main()"
+    got = subprocess.run(
+        [sys.executable, "-c", code, "run", "--rounds", "1"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (got.returncode, got.stdout, got.stderr) == (130, "", "interrupted: nothing was begun.\n")
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["torch.py"]
