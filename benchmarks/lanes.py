@@ -45,7 +45,14 @@ def ratio(scheme: Scheme | None, batch_size: int, lanes: int, turns: int) -> flo
     for _ in range(turns):
         for i, engine in enumerate(engines):
             started = time.process_time()
-            list(play(protocol, engine, Schedule(2, CLIENTS, lanes, evaluate_every=9), personal=False))
+            list(
+                play(
+                    protocol,
+                    engine,
+                    Schedule(2, CLIENTS, lanes, federation.size, evaluate_every=9),
+                    personal=False,
+                )
+            )
             least[i] = min(least[i], time.process_time() - started)
     return least[0] / least[1]
 

@@ -289,7 +289,7 @@ def test_a_number_too_large_for_a_float_is_no_loss():
 
 def test_a_round_needs_at_least_one_reply():
     with pytest.raises(ConfigError, match="min_replies is 0: expected 1 to the cohort of 3"):
-        Terms(minimum=0).schedule(Schedule(1, 5, 3))
+        Terms(minimum=0).schedule(Schedule(1, 5, 3, lambda client: 1))
 
 
 def test_what_could_not_be_sent_is_not_counted(tmp_path):

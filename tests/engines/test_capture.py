@@ -45,7 +45,7 @@ def last_round(kind, method, model, digits, rounds=2):
     federation = fp.FederatedData(train, data.dirichlet(train.labels, 8, alpha=0.5, seed=0))
     protocol = Protocol(take_apart(model), method, fp.Link(), 0)
     engine = kind(protocol, fp.Task(model, test=test), federation, InMemory(), size=4)
-    return list(play(protocol, engine, Schedule(rounds, 8, 4), personal=False))[-1].progress
+    return list(play(protocol, engine, Schedule(rounds, 8, 4, federation.size), personal=False))[-1].progress
 
 
 def small(scheme, network=lambda: models.mlp(64, 24, 10)):

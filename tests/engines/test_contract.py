@@ -79,7 +79,7 @@ def test_another_seed_gives_other_bits(world, engine):
 def test_neither_company_nor_order_nor_scoring_changes_what_a_client_sends(world, engine, scheme):
     protocol = world.protocol(world.model(scheme), world.algorithm("scaffold"), fp.Link(up="int8"))
     alone = world.engine(engine, protocol, InMemory(), world.personal)
-    next(iter(play(protocol, alone, Schedule(1, 6, 6), personal=False)))
+    next(iter(play(protocol, alone, Schedule(1, 6, 6, world.federation.size), personal=False)))
     message = alone.down[0]
     expected = {reply.client: reply.message for reply in alone.up[0]}
     for clients, personal in (([5, 4, 3, 2, 1, 0], False), ([4], True), ([0, 4, 2], True)):
@@ -147,7 +147,7 @@ def test_counted_bytes_are_the_encoded_bytes(world, engine, algorithm, precision
         world.model("pfedpara"), world.algorithm(algorithm), fp.Link(precision, precision)
     )
     seen = world.engine(engine, protocol, InMemory())
-    rounds = list(play(protocol, seen, Schedule(3, 6, 4), personal=False))
+    rounds = list(play(protocol, seen, Schedule(3, 6, 4, world.federation.size), personal=False))
     for t, result in enumerate(rounds):
         assert result.bytes_down == 4 * len(seen.down[t])
         assert result.bytes_up == sum(len(reply.message) for reply in seen.up[t])
@@ -162,7 +162,7 @@ def test_scaffold_sends_twice_what_fedavg_does(world, engine, scheme):
     for algorithm in ("fedavg", "scaffold"):
         protocol = world.protocol(world.model(scheme), world.algorithm(algorithm))
         seen = world.engine(engine, protocol, InMemory())
-        list(play(protocol, seen, Schedule(1, 6, 1), personal=False))
+        list(play(protocol, seen, Schedule(1, 6, 1, world.federation.size), personal=False))
         sent[algorithm] = [nbytes(decode(m)[1]) for m in (seen.down[0], seen.up[0][0].message)]
     assert sent["scaffold"] == [2 * size for size in sent["fedavg"]]
     assert min(sent["fedavg"]) > 1000
@@ -179,7 +179,7 @@ def test_batch_norm_statistics_are_averaged_and_never_stepped(world, engine, sch
     local = world.algorithm(batch_size=3, steps=2, momentum=0.5, weight_decay=0.1)
     protocol = world.protocol(model, local, fp.Link(up=precision))
     seen = world.engine(engine, protocol, InMemory())
-    first, second = play(protocol, seen, Schedule(2, 6, 3), personal=False)
+    first, second = play(protocol, seen, Schedule(2, 6, 3, world.federation.size), personal=False)
     assert not first.refused
     assert not second.refused
     assert first.progress.buffers["2.num_batches_tracked"] == 2
@@ -264,7 +264,7 @@ def test_dropout_is_not_the_same_for_every_client_or_round(world, engine, kind):
     federation = fp.FederatedData(world.train, [range(1)] * 6)
     protocol = world.protocol(world.model("original", NOISY[kind]))
     seen = world.engine(engine, protocol, InMemory(), federation)
-    list(play(protocol, seen, Schedule(1, 6, 6), personal=False))
+    list(play(protocol, seen, Schedule(1, 6, 6, world.federation.size), personal=False))
     states = [decode(reply.message)[1] for reply in seen.up[0]]
     assert not same(states[0], states[1])
 
@@ -303,7 +303,7 @@ def test_frozen_parameters_are_neither_trained_nor_sent(world, engine):
     model.fc1.requires_grad_(False)
     protocol = world.protocol(model)
     seen = world.engine(engine, protocol, InMemory())
-    list(play(protocol, seen, Schedule(1, 6, 2), personal=False))
+    list(play(protocol, seen, Schedule(1, 6, 2, world.federation.size), personal=False))
     for message in (seen.down[0], *(reply.message for reply in seen.up[0])):
         assert set(decode(message)[1]) == {"fc2.weight", "fc2.bias"}
 

@@ -41,7 +41,7 @@ def both(name, model, method, rounds=3, even=False, **options):
     federation = fp.FederatedData(train, split)
     task = fp.Task(model, test=test, augment="none" if name == "shakespeare" else "crop-flip")
     protocol = Protocol(take_apart(model), method, fp.Link(), 0)
-    schedule = Schedule(rounds, 8, 4)
+    schedule = Schedule(rounds, 8, 4, federation.size)
     engines = (
         Sequential(protocol, task, federation, InMemory()),
         Batched(protocol, task, federation, InMemory(), size=4, device="cuda", **options),

@@ -26,7 +26,7 @@ def crossed(world, scheme, share="all", algorithm="fedavg", link=None, network=N
     """(protocol, every message of two rounds, both ways)"""
     protocol = world.protocol(world.model(scheme, network), world.algorithm(algorithm), link, share)
     seen = world.engine("sequential", protocol, InMemory())
-    list(play(protocol, seen, Schedule(2, 6, 3), personal=False))
+    list(play(protocol, seen, Schedule(2, 6, 3, world.federation.size), personal=False))
     return protocol, [*seen.down, *(reply.message for replies in seen.up for reply in replies)]
 
 
@@ -128,7 +128,7 @@ def test_a_client_that_tries_to_send_a_private_factor_is_stopped(world):
     protocol = world.protocol(world.model("pfedpara"), algorithm)
     engine = world.engine("sequential", protocol, InMemory())
     with pytest.raises(PrivacyError, match=r"fc1\.weight\.x2"):
-        list(play(protocol, engine, Schedule(1, 6, 1), personal=False))
+        list(play(protocol, engine, Schedule(1, 6, 1, world.federation.size), personal=False))
 
 
 @pytest.mark.parametrize("link", [fp.Link(up="float16"), fp.Link(up="int8"), fp.Link("float32", "float16")])
@@ -136,12 +136,12 @@ def test_a_narrow_uplink_carries_the_change(world, link):
     """FedPAQ: what few bits resolve is y - x. The server adds what the client moved to its own x."""
     protocol = world.protocol(world.model(), link=link)
     seen = world.engine("sequential", protocol, InMemory())
-    (result,) = play(protocol, seen, Schedule(1, 6, 1), personal=False)
+    (result,) = play(protocol, seen, Schedule(1, 6, 1, world.federation.size), personal=False)
     _, sent = decode(seen.down[0])
     _, up = decode(seen.up[0][0].message)
     exact = world.protocol(world.model(), link=fp.Link(down=link.down))
     wide = world.engine("sequential", exact, InMemory())
-    list(play(exact, wide, Schedule(1, 6, 1), personal=False))
+    list(play(exact, wide, Schedule(1, 6, 1, world.federation.size), personal=False))
     _, y = decode(wide.up[0][0].message)
     for name, tensor in result.progress.x.items():
         moved, x = tensor - protocol.program.initial[name], sent[name]
@@ -173,9 +173,14 @@ def test_running_statistics_travel_exactly_on_every_link(world, precision, engin
     link = fp.Link(up=precision, down=precision)
     protocol = world.protocol(world.model(network=network), world.algorithm(batch_size=6), link=link)
     seen = world.engine(engine, protocol, InMemory())
-    *_, last = play(protocol, seen, Schedule(3, 6, 3), personal=False)
+    *_, last = play(protocol, seen, Schedule(3, 6, 3, world.federation.size), personal=False)
     _, sent = decode(seen.down[-1], protocol.exact)
-    *_, before = play(protocol, world.engine(engine, protocol, InMemory()), Schedule(2, 6, 3), personal=False)
+    *_, before = play(
+        protocol,
+        world.engine(engine, protocol, InMemory()),
+        Schedule(2, 6, 3, world.federation.size),
+        personal=False,
+    )
     for name in ("3.running_mean", "3.running_var"):
         assert torch.equal(sent[name], before.progress.buffers[name])
     assert float(last.progress.buffers["3.running_var"].min()) >= 0
@@ -231,7 +236,7 @@ def test_vgg16_costs_what_the_paper_says_a_client_and_round(gamma, link, megabyt
     if gamma is not None:
         fp.factorize(model, fp.FedPara(gamma=gamma), where=models.convolutions)
     protocol = Protocol(take_apart(model), algorithms.fedavg(), link, seed=0)
-    (result,) = play(protocol, Idle(protocol), Schedule(1, 1, 1), personal=False)
+    (result,) = play(protocol, Idle(protocol), Schedule(1, 1, 1, lambda client: 1), personal=False)
     assert not result.refused
     assert (result.bytes_up + result.bytes_down) / 1e6 == pytest.approx(megabytes, rel=0.001)
 
@@ -243,7 +248,7 @@ def test_a_server_that_tries_to_send_a_private_factor_is_stopped(world):
     protocol = world.protocol(world.model("pfedpara"), algorithm)
     engine = world.engine("sequential", protocol, InMemory())
     with pytest.raises(PrivacyError, match=r"fc1\.weight\.x2"):
-        list(play(protocol, engine, Schedule(1, 6, 1), personal=False))
+        list(play(protocol, engine, Schedule(1, 6, 1, world.federation.size), personal=False))
     assert engine.down == []
 
 

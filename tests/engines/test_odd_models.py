@@ -44,7 +44,7 @@ def test_a_buffer_is_the_clients_own_however_it_is_written(world, engine, persis
     protocol = world.protocol(world.model("original", lambda: Centred(persistent, in_place)))
     federation = fp.FederatedData(world.train, EVEN)
     seen = world.engine(engine, protocol, InMemory(), federation)
-    result = next(iter(play(protocol, seen, Schedule(1, 5, 5), personal=False)))
+    result = next(iter(play(protocol, seen, Schedule(1, 5, 5, federation.size), personal=False)))
     assert not result.refused
     expected = {reply.client: reply.message for reply in seen.up[0]}
     assert len({*expected.values()}) == 5

@@ -29,7 +29,7 @@ class Small(Batched):
 
 
 def rounds_of(engine, protocol, clients, cohort):
-    return list(play(protocol, engine, Schedule(2, clients, cohort), personal=False))
+    return list(play(protocol, engine, Schedule(2, clients, cohort, engine.data.size), personal=False))
 
 
 def test_a_cohort_larger_than_memory_goes_in_waves_to_the_same_model(digits):

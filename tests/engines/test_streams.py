@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from fedpara.algorithms import Local
 from fedpara.engines.augment import PAD, crop_flip, draw
 from fedpara.engines.batches import batches
-from fedpara.engines.streams import cohort, numbers, own_layers, torch_numbers, torch_seed
+from fedpara.engines.streams import LayerStream, cohort, numbers, torch_numbers, torch_seed
 
 quick = settings(deadline=None, max_examples=60)
 seeds = st.integers(0, 2**40)
@@ -69,15 +69,15 @@ def test_layers_draw_from_their_own_stream_even_if_they_fail():
     expected = torch.rand(2)
     torch.manual_seed(5)
     try:
-        with own_layers(0, 1, 2):
+        with LayerStream(0, 1, 2):
             inside = torch.rand(3)
             raise KeyError
     except KeyError:
         pass
     assert torch.equal(torch.rand(2), expected)
-    with own_layers(0, 1, 2):
+    with LayerStream(0, 1, 2):
         assert torch.equal(torch.rand(3), inside)
-    with own_layers(0, 1, 3):
+    with LayerStream(0, 1, 3):
         assert not torch.equal(torch.rand(3), inside)
 
 

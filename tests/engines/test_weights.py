@@ -66,7 +66,7 @@ def test_a_capped_client_moves_the_model_by_no_more_than_its_share(world):
     def first(max_share, weights="examples"):
         engine = Claimed(world.engine("sequential", protocol, InMemory()))
         engine.states = {}
-        schedule = Schedule(1, 3, 3, examples=claims.__getitem__, max_share=max_share, weights=weights)
+        schedule = Schedule(1, 3, 3, claims.__getitem__, max_share=max_share, weights=weights)
         (result,) = play(protocol, engine, schedule, personal=False)
         return result, engine.states
 
@@ -133,7 +133,7 @@ def test_a_round_holds_few_messages_at_once(world, engine):
                 yield reply
                 del reply
 
-    schedule = Schedule(1, 6, 6, examples=world.federation.size)
+    schedule = Schedule(1, 6, 6, world.federation.size)
     list(play(protocol, Watched(), schedule, personal=False))
     assert len(alive) == 6
     assert most <= 2

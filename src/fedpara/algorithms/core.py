@@ -123,12 +123,7 @@ class Update:
     extra: Groups
     examples: int
     weight: float | None = None
-    """in a mean weighted by examples, where the run caps it (max_share) or weights all alike"""
-
-    @property
-    def counts(self) -> float:
-        """w_i in a mean weighted by examples."""
-        return float(self.examples) if self.weight is None else self.weight
+    """w_i, where a run caps the number of examples (max_share) or weights all clients alike"""
 
 
 @dataclass(frozen=True)
@@ -174,7 +169,10 @@ class FromMean:
     weights: Weighting = "examples"
 
     def weight(self, update: Update) -> float:
-        return 1.0 if self.weights == "uniform" else update.counts
+        """w_i of the mean that this method takes."""
+        if self.weights == "uniform":
+            return 1.0
+        return float(update.examples) if update.weight is None else update.weight
 
     def __call__(
         self, x: State, server: Groups, updates: Sequence[Update], clients: int

@@ -36,8 +36,8 @@ def up(
         raise ConfigError(f"{nodes} nodes for {experiment.clients} clients: expected 1 to as many.")
     # The server checks its terms too, but a federation would be up by then and the folder laid out.
     granted = terms_of(terms)
-    clients = len(build(experiment, data_dir).data)
-    granted.schedule(Schedule(experiment.rounds, clients, experiment.cohort))
+    data = build(experiment, data_dir).data
+    granted.schedule(Schedule(experiment.rounds, len(data), experiment.cohort, data.size))
     require()
     if there is None:
         lay_out(experiment, out, data_dir=data_dir)

@@ -13,35 +13,30 @@ from fedpara.algorithms.core import MeanOfUpdates, expect_groups, expect_like
 from fedpara.engines.freight import HOST, bring, bring_groups, place_of
 from fedpara.errors import ConfigError
 from fedpara.state import State, WeightedSum
-from fedpara.state import mean as mean_of
 
 
 class Intake:
     """A round's updates on their way into the aggregate, in the order in which `take` is called.
 
     `weights` holds w_i of every client that may answer: its number of examples, unless the run caps it or weights all
-    alike. It is empty where only the clients know; each then counts by the number it states, and all are held.
+    alike.
     """
 
     def __init__(self, algorithm: Algorithm, x: State, weights: Mapping[int, float]) -> None:
         self._algorithm, self._x, self._weights = algorithm, x, weights
-        self._held: list[tuple[Update, State]] = []
-        self._mean: MeanOfUpdates | None = None
-        self._buffers: WeightedSum | None = None
-        aggregate = algorithm.aggregate
-        if weights and isinstance(aggregate, FromMean):
-            total = sum(weights.values())
-            self._buffers = WeightedSum(total)
-            self._mean = MeanOfUpdates(x, float(len(weights)) if aggregate.weights == "uniform" else total)
+        aggregate, total = algorithm.aggregate, sum(weights.values())
+        uniform = isinstance(aggregate, FromMean) and aggregate.weights == "uniform"
+        self._buffers = WeightedSum(total)
+        self._mean = MeanOfUpdates(x, float(len(weights)) if uniform else total)
+        self._held: list[Update] = []
 
     def take(self, client: int, update: Update, buffers: State) -> None:
-        update = replace(update, weight=self._weights.get(client))
-        aggregate = self._algorithm.aggregate
-        if self._mean is None or self._buffers is None or not isinstance(aggregate, FromMean):
-            self._held.append((update, buffers))
-            return
-        self._mean.add(update, aggregate.weight(update))
+        update, aggregate = replace(update, weight=self._weights[client]), self._algorithm.aggregate
         self._buffers.add(buffers, self._weights[client])
+        if isinstance(aggregate, FromMean):
+            self._mean.add(update, aggregate.weight(update))
+        else:
+            self._held.append(update)
 
     def aggregate(self, server: Groups, clients: int) -> tuple[State, Groups, State]:
         """(the next x, the server's variables, the mean of the buffers), all on the host.
@@ -49,17 +44,15 @@ class Intake:
         ConfigError in the round that made it, where x is not like the model: the next round could not send it.
         """
         aggregate = self._algorithm.aggregate
-        if self._mean is not None and self._buffers is not None and isinstance(aggregate, FromMean):
-            mean, buffers = self._mean.result(), self._buffers.mean()
+        if isinstance(aggregate, FromMean):
+            mean = self._mean.result()
             device = place_of([mean.y])
             made = aggregate.step(bring(self._x, device), bring_groups(server, device), mean, clients)
         else:
-            updates = [update for update, _ in self._held]
-            buffers = mean_of([buffers for _, buffers in self._held], [update.counts for update in updates])
-            device = place_of(update.y for update in updates)
-            made = aggregate(bring(self._x, device), bring_groups(server, device), updates, clients)
+            device = place_of(update.y for update in self._held)
+            made = aggregate(bring(self._x, device), bring_groups(server, device), self._held, clients)
         fresh, variables = _checked(self._algorithm, made, self._x)
-        return bring(fresh, HOST), bring_groups(variables, HOST), bring(buffers, HOST)
+        return bring(fresh, HOST), bring_groups(variables, HOST), bring(self._buffers.mean(), HOST)
 
 
 def _checked(algorithm: Algorithm, made: tuple[State, Groups], x: State) -> tuple[State, Groups]:

@@ -23,16 +23,13 @@ from fedpara.engines.plan import Outlook, Plan, look_ahead, make_plan
 from fedpara.engines.pooling import by_mean
 from fedpara.engines.scoring import scores
 from fedpara.engines.stacked import Precision, make_tick, one_step
-from fedpara.engines.streams import cohort, own_layers
+from fedpara.engines.streams import LayerStream, cohort
 from fedpara.engines.task import Task
 from fedpara.engines.traffic import Event, Owned, drive
 from fedpara.engines.worker import Score, Trained, Worker
 from fedpara.errors import RunError, in_a_line
 from fedpara.state import State, nbytes
 from fedpara.wire import Letter, Link
-
-_GONE = Trained({}, {}, 0.0, 0)
-"""In the place of a client whose reply was made: a cohort's states are let go one by one."""
 
 
 class Batched:
@@ -138,10 +135,15 @@ class Batched:
             ended = [next(trained) for _ in some]
             after = self._scores(some, [one.state for one in ended]) if personal else []
             for place, client in enumerate(some):
-                one, ended[place] = ended[place], _GONE
                 examples = self.data.size(client)
-                made, kept = reply_of(
-                    self.protocol, one, *seen, own[client], round=round, client=client, examples=examples
+                made, kept = reply_of(  # each state is let go as its reply is made
+                    self.protocol,
+                    ended.pop(0),
+                    *seen,
+                    own[client],
+                    round=round,
+                    client=client,
+                    examples=examples,
                 )
                 self.memory.hold(client, round, kept)
                 yield replace(made, before=before[place], after=after[place]) if personal else made
@@ -226,7 +228,7 @@ class Batched:
             return stacked.pop(PRIVATE), stacked
 
         # After the tick is made: warming it up draws numbers too, and a resumed run makes it in another round.
-        layers = own_layers(self.protocol.seed, round, self.stream, self.device)
+        layers = LayerStream(self.protocol.seed, round, self.stream, self.device)
         events = drive(tick, places, plan, start, bring_own, self.waits)
         self._steps_done += sum(segment.steps for segment in plan.segments)
         self._steps_run += self.lanes * plan.steps
@@ -234,20 +236,21 @@ class Batched:
             with layers:
                 ended = list(events)
             self._think_ahead(round, clients)
-            yield from self._collect(_joined(ended))
+            trained = self._collect(_joined(ended))
+            yield from (trained[place] for place in range(len(clients)))
             return
-        waiting: dict[int, Trained] = {}
-        place = 0
+        trained, place = {}, 0
         while True:
             with layers:
                 event = next(events, None)
             if event is None:
-                return
-            waiting |= dict(zip((s.client for s in event[0]), self._collect(event, False), strict=True))
+                break
+            trained |= self._collect(event)
             del event
-            while place in waiting:
-                yield waiting.pop(place)
+            while place in trained:
+                yield trained.pop(place)
                 place += 1
+        self._think_ahead(round, clients)
 
     def one_tick(self) -> Callable[[], None]:
         """One step of all lanes, again and again, outside any round: what a benchmark times."""
@@ -316,8 +319,8 @@ class Batched:
             self.say(f"engine: compiling the step of {self.lanes} lanes, once; minutes at first, then cached")
         return capture(tick, places, self.compile, self.notes)
 
-    def _collect(self, event: Event, in_order: bool = True) -> list[Trained]:
-        """One state a client, on the host unless it stays; in the cohort's order, or in that of the event."""
+    def _collect(self, event: Event) -> dict[int, Trained]:
+        """What each client has become, by its place in the cohort; on the host unless updates stay on the device."""
         program = self.protocol.program
         segments, stacked, losses = event
         sound = (
@@ -326,7 +329,7 @@ class Batched:
             else None
         )
         clients = fetch(stacked, self.stays)
-        trained = {
+        return {
             segment.client: Trained(
                 {name: client[name] for name in program.parameters},
                 {name: client[name] for name in program.buffers},
@@ -338,7 +341,6 @@ class Batched:
                 zip(segments, clients, losses.tolist(), strict=True)
             )
         }
-        return [trained[place] for place in (sorted(trained) if in_order else trained)]
 
     def _narrow(self, size: int) -> None:
         """On a CPU, as many lanes as half of the memory holds: a GPU says itself when it has no more."""

@@ -18,7 +18,6 @@ from fedpara.state import State, finite, zeros_like
 from fedpara.wire import Header, Letter, Link, Message, Spec, admit, guard, letter, pack, spec_of, unpack
 
 PRIVATE = "private"
-DIVERGED = "it diverged"
 
 
 @dataclass(frozen=True)
@@ -185,7 +184,7 @@ def reply_of(
     if not wrong and not (finite(trained.parameters) if trained.finite is None else trained.finite):
         wrong = "its parameters are no longer finite"
     if wrong:
-        return Reply(client, reason=f"{DIVERGED}: {wrong}", diverged=True), memory
+        return Reply(client, reason=f"it diverged: {wrong}", diverged=True), memory
     x = {name: model[name] for name in program.shared}
     y = {name: trained.parameters[name] for name in program.shared}
     eta = algorithm.local.lr_at(round)

@@ -18,7 +18,7 @@ import torch
 from fedpara.algorithms import Groups, Update
 from fedpara.algorithms.core import Weighting
 from fedpara.engines.aggregation import Intake
-from fedpara.engines.client import DIVERGED, Protocol, Reply, change_coded, from_change
+from fedpara.engines.client import Protocol, Reply, change_coded, from_change
 from fedpara.engines.freight import HOST, bring, place_of
 from fedpara.engines.streams import cohort, final_sample, torch_numbers
 from fedpara.engines.threads import THREADS
@@ -31,7 +31,7 @@ from fedpara.wire import Letter, Meter, admit, guard, letter, pack, unpack
 Verdict = TypeVar("Verdict")
 
 MOST_SCORED = 1000
-"""Clients that are scored at the end of a run; of a larger federation so many are drawn."""
+"""The most clients that are scored at the end of a run; from a larger federation that many are drawn."""
 LARGE_MESSAGE = 1 << 20  # bytes; threads gain on hashing and copying more than this, and lose below
 
 
@@ -121,11 +121,11 @@ class Schedule:
     rounds: int
     clients: int
     cohort: int
+    examples: Callable[[int], int]  # how many a client has; 0 where nobody knows yet
     evaluate_every: int = 1
     max_norm: float | None = None
     target: float | None = None
     minimum: int = 1  # usable updates, else the round keeps the model
-    examples: Callable[[int], int] | None = None  # how many a client has, where the server knows
     weights: Weighting = "examples"  # of the updates, in a mean that an algorithm weights by examples
     max_share: float | None = None  # of a round's weight, the most that one client has
 
@@ -210,7 +210,7 @@ class _Collected:
     replies: list[Reply] = field(default_factory=list)
     refused: list[tuple[int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    diverged: int = 0  # of those refused
+    diverged: list[tuple[int, str]] = field(default_factory=list)  # of those refused
 
 
 def _collect(
@@ -254,14 +254,14 @@ def _collect(
             meter.down(round, reply.client, message)
         if reply.message is None:
             got.refused.append((reply.client, reply.reason))
-            got.diverged += reply.diverged
+            got.diverged += [(reply.client, reply.reason)] if reply.diverged else []
             continue
         if isinstance(verdict, WireError):
             got.refused.append((reply.client, str(verdict)))
             continue
         assert verdict is not None
         if got.intake is None:
-            counts = {client: schedule.examples(client) for client in chosen} if schedule.examples else {}
+            counts = {client: schedule.examples(client) for client in chosen}
             weights, notes = round_weights(counts, schedule.weights, schedule.max_share)
             got.notes += [f"round {round}: {note}" for note in notes]
             got.intake = Intake(protocol.algorithm, progress.x, weights)
@@ -277,12 +277,13 @@ def _collect(
 
 
 def _refuse_divergence(round: int, got: _Collected) -> None:
-    """RunError where no client is left because all that trained diverged: the next round would do the same."""
+    """RunError where clients diverged and no update is left: the next round would do the same."""
     if got.diverged and not got.replies:
-        client, reason = next((c, why) for c, why in got.refused if DIVERGED in why)
+        client, reason = got.diverged[0]
         raise RunError(
-            f"round {round}: every client that trained diverged; client {client}: {reason}. The state before this "
-            "round is kept. Lower the learning rate, or set a gradient clip."
+            f"round {round}: no update is left, and {len(got.diverged)} of {len(got.refused)} clients diverged (client "
+            f"{client}: {reason}). The state before this round is kept. Lower the learning rate, or set a gradient "
+            "clip."
         )
 
 
@@ -342,7 +343,7 @@ def _admit(
         method=protocol.algorithm.name,
         scheme=protocol.program.scheme,
         link=protocol.link.up,
-        examples=schedule.examples(reply.client) if schedule.examples is not None else None,
+        examples=schedule.examples(reply.client),
         max_norm=schedule.max_norm,
         reference={name: sent[name] for name in protocol.exact} if changes else sent,
         exact=protocol.exact,
@@ -390,7 +391,10 @@ def _with_everyone(protocol: Protocol, engine: Engine, schedule: Schedule, resul
     replies = list(engine.score_clients(result.number + 1, chosen, message))
     scored = [reply.before.accuracy for reply in replies if reply.before and reply.before.examples]
     missing = [reply for reply in replies if reply.before is None]
-    notes = [f"client {reply.client} was not scored at the end: {reply.reason}" for reply in missing]
+    notes = [
+        f"{len(missing)} of {len(chosen)} clients were not scored at the end; client {reply.client}: {reply.reason}"
+        for reply in missing[:1]
+    ]
     if not scored:
         return replace(result, notes=(*result.notes, *notes))
     sent = len(message) * sum(reply.reached for reply in replies)

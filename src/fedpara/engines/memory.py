@@ -47,7 +47,7 @@ class InMemory:
 MOST_READ = 1 << 30
 """Bytes of a cohort's own parts that are read before a round and held to its end."""
 MOST_WAITING = 64 << 20
-"""Bytes that wait in memory for the server's word; what exceeds them waits where the memory keeps things."""
+"""Bytes that may wait in RAM for the server's word; beyond that, a memory on disk takes them in early."""
 
 
 class Held:

@@ -247,17 +247,16 @@ def prepare(
             "model are private, each client's own."
         )
     protocol = Protocol(program, algorithm, link, seed)
-    known = data.size if len(data.train) else None  # where nodes have data of their own, only they know
-    if known is None and max_share is None:
+    if not len(data.train) and max_share is None:  # nodes bring their own data, and state how much
         max_share = MAX_CLAIMED_SHARE
     schedule = Schedule(
         rounds,
         len(data),
         cohort,
+        data.size,
         evaluate_every,
         max_norm,
         target,
-        examples=known,
         weights=weights,
         max_share=max_share,
     )

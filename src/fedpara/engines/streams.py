@@ -29,7 +29,7 @@ def torch_numbers(seed: int, purpose: Purpose, round: int, client: int = 0) -> t
     return torch.Generator().manual_seed(torch_seed(seed, purpose, round, client))
 
 
-class own_layers:
+class LayerStream:
     """What layers draw for themselves comes from the client's stream; the caller's is left alone.
 
     Entered again, the stream goes on where it was left.

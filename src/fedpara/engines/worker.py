@@ -23,7 +23,7 @@ from fedpara.engines.batches import batches
 from fedpara.engines.buffers import BufferPlaces
 from fedpara.engines.dropout import layer_seed, own_dropouts, step_seed
 from fedpara.engines.program import Program, named_tensors
-from fedpara.engines.streams import numbers, own_layers, torch_seed
+from fedpara.engines.streams import LayerStream, numbers, torch_seed
 from fedpara.engines.task import Augment
 from fedpara.state import State
 
@@ -92,7 +92,7 @@ class Worker:
         y = {name: self.parameters[name].detach() for name in x}  # stepped in place: good for every step
         velocity: State = {}
         total, steps = torch.zeros(()), 0
-        with own_layers(seed, round, who):
+        with LayerStream(seed, round, who):
             for batch in batches(len(examples), local, order):
                 index = torch.from_numpy(batch)
                 images, labels = inputs.index_select(0, index), examples.labels.index_select(0, index)
