@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fedpara.experiments.track import TRACKERS
+from fedpara.experiments.trackers import TRACKERS
 
 TINY = ["--model", "mlp", "--scheme", "original", "--clients", "8", "--cohort", "2", "--steps", "1"]
 

@@ -15,8 +15,8 @@ from fedpara import data
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import Experiment, read_run, resume, run
 from fedpara.experiments.run import lay_out
-from fedpara.experiments.summary import read_config
-from fedpara.experiments.tensor_files import read_tensors
+from fedpara.experiments.storage.summary import read_config
+from fedpara.experiments.storage.tensor_files import read_tensors
 
 CRASH = Path(__file__).parents[2] / "benchmarks" / "crash.py"
 
