@@ -107,7 +107,7 @@ def deployed(
             federation.register()
         for i in range(experiment.clients):
             federation.start_node(i, port=proxy.port if proxy else None)
-        summary = follow(folder, federation.submit(), scratch / "run.log", None, None, None)
+        summary = follow(folder, federation.submit(), scratch / "run.log", None, None)
         if proxy is None:
             return summary, 0, 0
         (listed,) = federation.ask("ls")["runs"]

@@ -17,10 +17,10 @@ import torch
 import fedpara as fp
 from fedpara import algorithms, data, models
 from fedpara.engines.batched.engine import Batched
+from fedpara.engines.local.engine import Sequential
 from fedpara.engines.memory import InMemory
 from fedpara.engines.program import make_program
 from fedpara.engines.progress import Schedule
-from fedpara.engines.sequential import Sequential
 from fedpara.engines.server import Engine, run_rounds
 from fedpara.engines.session import Session
 from fedpara.parameterization.schemes import Scheme

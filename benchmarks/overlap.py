@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedpara.algorithms import Local
 from fedpara.data import Examples
-from fedpara.engines import sequential
+from fedpara.engines.local import engine as sequential
 from fedpara.engines.local.worker import Score, Trained, Worker
 from fedpara.engines.program import Program
 from fedpara.experiments.config import Experiment

@@ -31,13 +31,13 @@ def start(options: argparse.Namespace, folder: Path) -> None:
     )
     of = replace(of, engine="batched", **({"model": options.model} if options.model else {}))
 
-    def watch(_: object, timing: dict[str, float]) -> None:
+    def on_round(_: object, timing: dict[str, float]) -> None:
         whole = time.perf_counter() - began
         print(
             f"{whole:6.1f} s to the end of the first round, {whole - timing['seconds']:.1f} of them before it began"
         )
 
-    run(of, folder, data_dir=options.data_dir, watch=watch)
+    run(of, folder, data_dir=options.data_dir, on_round=on_round)
 
 
 def main() -> None:

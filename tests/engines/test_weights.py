@@ -99,7 +99,7 @@ def test_an_update_is_let_go_once_it_is_in_the_mean(name):
     for client in (7, 8, 9):
         update = updates.pop(0)
         held = weakref.ref(update.y["w"])
-        intake.take(client, update, {})
+        intake.add(client, update, {})
         del update
         assert held() is None, "the sum is all that a round holds"
     one_by_one = intake.aggregate(server, 10)

@@ -56,7 +56,7 @@ def alone(tmp_path_factory):
 def stopped(tmp_path):
     path = tmp_path / "run"
     with pytest.raises(Stop):
-        run(SHORT, path, watch=stop)
+        run(SHORT, path, on_round=stop)
     return path
 
 

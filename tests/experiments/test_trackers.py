@@ -19,9 +19,9 @@ def tracked(kind, path):
     """Two rounds, then two more after a resume, both tracked."""
     first = replace(TINY, rounds=2)
     with tracker(kind, path, asdict(first)) as log:
-        run(first, path / "run", watch=log)
+        run(first, path / "run", on_round=log)
     with tracker(kind, path, asdict(TINY)) as log:
-        resume(path / "run", rounds=4, watch=log)
+        resume(path / "run", rounds=4, on_round=log)
     return read_run(path / "run").metrics
 
 
@@ -85,13 +85,13 @@ def test_an_unknown_tracker_is_refused_with_the_known_ones():
 def test_no_tracker_leaves_no_trace(tmp_path):
     require("none")
     with tracker("none", tmp_path, {}) as log:
-        run(TINY, tmp_path / "run", watch=log)
+        run(TINY, tmp_path / "run", on_round=log)
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 
 def test_what_was_not_measured_is_not_logged(tmp_path):
     seen = []
-    run(TINY, tmp_path / "run", watch=lambda result, timing: seen.append(scalars(result, timing)))
+    run(TINY, tmp_path / "run", on_round=lambda result, timing: seen.append(scalars(result, timing)))
     assert "accuracy" not in seen[0]
     assert "accuracy" in seen[1]
     assert all(value == value for logged in seen for value in logged.values())

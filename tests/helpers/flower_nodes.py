@@ -7,7 +7,7 @@ from fedpara.apps.flower.host import host_on
 from fedpara.apps.flower.node import answer
 from fedpara.engines.flower.policy import Policy
 from fedpara.engines.flower.rpc import Request, from_packet
-from fedpara.engines.sequential import Sequential
+from fedpara.engines.local.engine import Sequential
 from fedpara.experiments import Experiment
 from fedpara.experiments.run import lay_out, resume
 from fedpara.experiments.storage.checkpoint import final_checkpoint
@@ -91,7 +91,7 @@ def sequentially(experiment, folder, change=None):
     resume(
         folder,
         engine="sequential",
-        host=lambda session, parts, opened, schedule, tell: (
+        host=lambda session, parts, opened, schedule: (
             Disturbed(session, parts.task, parts.data, opened.memory),
             schedule,
         ),

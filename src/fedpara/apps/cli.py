@@ -4,6 +4,7 @@ Exit code 0 done, 1 failed, 2 wrong use, 130 interrupted.
 """
 
 import io
+import logging
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ from fedpara.apps.data import app as data_app
 from fedpara.apps.flower.cli import app as flower_app
 from fedpara.apps.terminal.interrupt import NotBegun, starting
 from fedpara.apps.terminal.plain_help import PlainGroup
-from fedpara.apps.terminal.progress import say
+from fedpara.apps.terminal.progress import TerminalHandler, say
 from fedpara.errors import FedParaError, UsageError, in_a_line
 
 if TYPE_CHECKING:
@@ -85,7 +86,13 @@ def _command(group: "ProcessGroup | None") -> int:
 
 
 def _call() -> int:
-    code = app(standalone_mode=False) or 0
+    logger, handler = logging.getLogger("fedpara"), TerminalHandler()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        code = app(standalone_mode=False) or 0
+    finally:
+        logger.removeHandler(handler)
     if code == INTERRUPTED:  # which typer makes of Ctrl-C
         raise KeyboardInterrupt
     return int(code)

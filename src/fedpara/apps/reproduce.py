@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from fedpara.apps.terminal.progress import Show, say
+from fedpara.apps.terminal.progress import Show
 from fedpara.apps.terminal.table import empty_table, print_table
 from fedpara.engines.distributed.process_group import join
 from fedpara.errors import UsageError
@@ -16,7 +16,7 @@ from fedpara.experiments import Experiment
 from fedpara.experiments.paper import STUDIES, Study, merged, study
 from fedpara.experiments.paper.sizes import gpu_minutes, total_bytes
 from fedpara.experiments.reproduce import carry_out, jobs
-from fedpara.experiments.run import Watcher
+from fedpara.experiments.run import OnRound
 from fedpara.experiments.storage.catalog import Library
 from fedpara.report.figures import study_figure
 from fedpara.report.formats import plain
@@ -45,7 +45,7 @@ def reproduce(
     studies = [study(name) for name in names]
     with ExitStack() as stack:
 
-        def begin(name: str, experiment: Experiment) -> Watcher:
+        def begin(name: str, experiment: Experiment) -> OnRound:
             stack.close()
             return stack.enter_context(Show(name, experiment.rounds))
 
@@ -61,7 +61,6 @@ def reproduce(
             engine=engine,
             precision=precision,
             begin=begin,
-            say=say,
         )
     if join().rank:
         return

@@ -164,13 +164,13 @@ def _go_on(
                 Show(name, rounds or experiment.rounds) as show,
             ):
 
-                def watch(result: Any, timing: dict[str, float], show: Any = show, log: Any = log) -> None:
+                def on_round(result: Any, timing: dict[str, float], show: Any = show, log: Any = log) -> None:
                     show(result, timing)
                     log(result, timing)
 
                 play = simulated if path in by_flower else partial(resume_run, precision=precision)
                 summaries[name] = play(
-                    path, rounds=rounds, engine=engine, data_dir=data_dir, watch=watch, say=say
+                    path, rounds=rounds, engine=engine, data_dir=data_dir, on_round=on_round
                 )
     _raise(failed, len(paths))
     return summaries

@@ -1,4 +1,4 @@
-"""Who runs the clients."""
+"""Engines run the clients of a round; `simulate` runs a whole federated training."""
 
 from fedpara.engines.progress import Progress, Round
 from fedpara.engines.simulate import Run, simulate

@@ -1,8 +1,8 @@
-"""Aggregation: the updates that were admitted become the server's next model, on the device where they are.
+"""Accepted updates become the server's next model, on the device where they are.
 
-    mean of the updates, added up as they come in;   x, server = step(x, server, mean, N), checked, and to the host
+    mean = sum_i w_i (y_i, extra_i) / sum_i w_i, summed as updates arrive;   x, server = step(x, server, mean, N)
 
-An algorithm whose `aggregate` is not a `FromMean` may need every update: its updates are held until the last one.
+A custom `aggregate` that is not a `FromMean` may need every update, so its updates are held until the last one.
 
     examples    w_i = n_i            uniform    w_i = 1
     max_share   w_i = min(n_i, c) with the largest c for which w_i <= max_share * sum_j w_j
@@ -19,10 +19,9 @@ from fedpara.state import State, WeightedSum
 
 
 class Aggregator:
-    """A round's updates on their way into the aggregate, in the order in which `take` is called.
+    """Sums one round's updates, in the order of the calls to `add`.
 
-    `weights` holds w_i of every client that may answer: its number of examples, unless the run caps it or weights all
-    alike.
+    `weights` holds w_i of every client that may reply.
     """
 
     def __init__(self, algorithm: Algorithm, x: State, weights: Mapping[int, float]) -> None:
@@ -33,7 +32,7 @@ class Aggregator:
         self._mean = MeanOfUpdates(x, float(len(weights)) if uniform else total)
         self._held: list[Update] = []
 
-    def take(self, client: int, update: Update, buffers: State) -> None:
+    def add(self, client: int, update: Update, buffers: State) -> None:
         update, aggregate = replace(update, weight=self._weights[client]), self._algorithm.aggregate
         self._buffers.add(buffers, self._weights[client])
         if isinstance(aggregate, FromMean):
@@ -42,10 +41,7 @@ class Aggregator:
             self._held.append(update)
 
     def aggregate(self, server: Variables, clients: int) -> tuple[State, Variables, State]:
-        """(the next x, the server's variables, the mean of the buffers), all on the host.
-
-        ConfigError in the round that made it, where x is not like the model: the next round could not send it.
-        """
+        """(the next x, the server's variables, the mean of the buffers), all on the host."""
         aggregate = self._algorithm.aggregate
         if isinstance(aggregate, FromMean):
             mean = self._mean.result()
@@ -72,7 +68,7 @@ def _checked(algorithm: Algorithm, made: tuple[State, Variables], x: State) -> t
 def round_weights(
     counts: Mapping[int, int], weighting: Weighting, max_share: float | None
 ) -> tuple[dict[int, float], list[str]]:
-    """(the weight of every client that holds examples, a sentence for each that is capped)"""
+    """(the weight of each client that has examples, a sentence about each capped client)"""
     present = {client: count for client, count in counts.items() if count}
     if weighting == "uniform":
         return dict.fromkeys(present, 1.0), []
@@ -80,7 +76,7 @@ def round_weights(
         return {client: float(count) for client, count in present.items()}, []
     weights = dict(zip(present, capped(list(present.values()), max_share), strict=True))
     return weights, [
-        f"client {client} with {present[client]} examples counts as {weight:.6g}: no client has more than "
+        f"client {client} with {present[client]} examples counts as {weight:.6g}: max_share limits each client to "
         f"{max_share:.0%} of a round's weight"
         for client, weight in weights.items()
         if weight < present[client]
@@ -88,7 +84,7 @@ def round_weights(
 
 
 def capped(counts: Sequence[float], max_share: float) -> list[float]:
-    """The counts, cut so that none is more than `max_share` of their sum. Equal where no cut can do that."""
+    """The counts, capped so that none exceeds `max_share` of their sum; all equal if no cap achieves that."""
     present = sorted(count for count in counts if count > 0)
     if not present or present[-1] <= max_share * sum(present):
         return list(counts)

@@ -1,6 +1,7 @@
-"""Trial: one gradient of one example, or of two where one is too few, before anything is run or written.
+"""What is checked before the first round, so that a mistake costs no training.
 
-And one score of one example of each set that the model will be scored on.
+The algorithm's functions are called once, one gradient is computed on one example (or two, where one is too few), and
+one example of each test set is scored.
 """
 
 from dataclasses import replace
@@ -8,35 +9,108 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fedpara.algorithms import Local
+from fedpara.algorithms import Algorithm, Local
+from fedpara.algorithms.core import expect_groups, expect_like
 from fedpara.data import Examples, FederatedData, normalise
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import Program
+from fedpara.engines.session import PRIVATE, Session
+from fedpara.engines.settings import Settings
+from fedpara.engines.task import Task
 from fedpara.errors import ConfigError, in_a_line
+from fedpara.parameterization import covered
+from fedpara.state import State, zeros_like
 
 
-def refuse_untrainable(program: Program, data: FederatedData, local: Local) -> None:
-    """ConfigError for a model that these examples cannot train, in these batches."""
+def check_run(session: Session, task: Task, data: FederatedData, settings: Settings, personal: bool) -> None:
+    """ConfigError for a run that cannot work, in one sentence that says why."""
+    program = session.program
+    if settings.cohort > len(data):
+        raise ConfigError(f"a cohort of {settings.cohort} from {len(data)} clients: choose a smaller cohort.")
+    if task.augment == "crop-flip" and len(data.train.shape) != 3:
+        raise ConfigError(
+            f"crop-flip needs images, and the examples have shape {data.train.shape}: use 'none'."
+        )
+    if session.algorithm.local.jacobian and (reason := _no_jacobian(program)):
+        raise ConfigError(f"the Jacobian correction {reason}. Leave the correction out.")
+    _check_algorithm(session.algorithm, program.start(program.shared))
+    _check_training(program, data, session.algorithm.local)
+    _check_scoring(program, task, data, settings, personal)
+
+
+def _no_jacobian(program: Program) -> str:
+    """Why the correction cannot be computed, or ""."""
+    if not program.forms:
+        return "needs factorized weights, and this model has none"
+    if program.half_frozen:
+        return f"steps all factors of a weight, and some of {program.half_frozen} are frozen"
+    if over := covered(program.model):
+        return f"steps the factors of a weight, and {over} has another parametrization on top of them"
+    return ""
+
+
+def _check_algorithm(a: Algorithm, x: State) -> None:
+    """Calls every function of the algorithm once, except `aggregate`."""
+    broadcast = expect_groups(
+        a.name, "broadcast", a.broadcast(expect_groups(a.name, "server_init", a.server_init(x)))
+    )
+    first = expect_groups(a.name, "client_init", a.client_init(x))
+    expect_like(a.name, "correct", a.correct(zeros_like(x), x, x, broadcast, first), x)
+    made = a.finish(x, x, broadcast, first, 1, 1.0)
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise ConfigError(
+            f"algorithm {a.name!r}: finish returned {type(made).__name__}: expected a pair of dicts, what the client "
+            "sends and its new variables."
+        )
+    extra, kept = (expect_groups(a.name, "finish", part) for part in made)
+    if taken := {PRIVATE, ""} & {*first, *kept, *broadcast, *extra}:
+        raise ConfigError(
+            f"algorithm {a.name!r} names a variable {taken.pop()!r}, which is reserved: rename it."
+        )
+    if any(state.keys() != first.get(name, {}).keys() for name, state in kept.items()):
+        raise ConfigError(
+            f"algorithm {a.name!r}: finish returns client variables with other names than client_init: expected the "
+            "same names."
+        )
+
+
+def _check_training(program: Program, data: FederatedData, local: Local) -> None:
+    """ConfigError for a model that cannot train on these examples in these batches."""
     if not len(data.train) or (error := _failure(program, data, local, 1)) is None:
         return
     said = in_a_line(error).rstrip(".")
     if _failure(program, data, local, 2) is None:
-        if smallest_batch(data, local) != 1:  # asks each client for its size, so only where it matters
+        if smallest_batch(data, local) != 1:  # asks every client for its size, so only where it matters
             return
         raise ConfigError(
-            f"the model cannot be trained on a batch of one example, and some batch here holds but one ({said}). "
-            "Choose another batch size, or a model without BatchNorm."
+            f"the model cannot train on a batch of one example, and some client has such a batch ({said}). Choose "
+            "another batch size, or a model without BatchNorm."
         ) from error
     raise ConfigError(
-        f"the model cannot be trained on {_read(data, 1).inputs.dtype} examples of shape {data.train.shape} with "
-        f"labels up to {int(data.train.labels.max())}: {said}.{_cure(program, data) if 'type' in said else ''}"
+        f"the model cannot train on {_read(data, 1).inputs.dtype} examples of shape {data.train.shape} with labels up "
+        f"to {int(data.train.labels.max())}: {said}.{_cure(program, data) if 'type' in said else ''}"
     ) from error
 
 
-def refuse_unscorable(program: Program, what: str, test: Examples) -> None:
-    """ConfigError for a set that the model cannot be scored on: a round of training would be lost."""
+def _check_scoring(
+    program: Program, task: Task, data: FederatedData, settings: Settings, personal: bool
+) -> None:
+    if personal and not data.has_personal:
+        raise ConfigError("personal=True scores each client's own model, and no client has test data.")
+    if task.test is not None and not program.private:
+        _check_test_set(program, "the test data", task.test)
+    if personal and data.personal is not None:
+        _check_test_set(program, "the clients' test data", data.personal[0])
+    if settings.target is not None and not personal and (program.private or task.test is None):
+        raise ConfigError(
+            f"a target of {settings.target} needs test data to be measured on: give the Task a test set, or the "
+            "clients test data where parts of the model are private."
+        )
+
+
+def _check_test_set(program: Program, what: str, test: Examples) -> None:
     if not len(test):
-        return
+        raise ConfigError(f"{what} hold no example: give some, or None.")
     some = test.subset([int(test.labels.argmax())])
     try:
         Worker(program).evaluate(program.initial, some)
@@ -48,19 +122,19 @@ def refuse_unscorable(program: Program, what: str, test: Examples) -> None:
 
 
 def _cure(program: Program, data: FederatedData) -> str:
-    """For the two mistakes of types that torch's own words do not explain."""
+    """Advice on the two type mistakes that torch's own message does not explain."""
     read = _read(data, 1).inputs.dtype
     held = {t.dtype for t in program.start(program.parameters).values() if t.is_floating_point()}
     if data.train.inputs.dtype == torch.uint8 and data.train.mean is None:
-        return " Bytes are taken for indices unless they have a mean and std: if these are images, give Examples both."
+        return " Bytes without a mean and std are read as indices: if these are images, give Examples both."
     if read.is_floating_point and held and held != {read}:
         types = ", ".join(sorted(map(str, held)))
-        return f" The model holds {types}: make both of one type, as .float() does."
+        return f" The model holds {types}: convert one of the two, for example with .float()."
     return ""
 
 
 def smallest_batch(data: FederatedData, local: Local) -> int:
-    """0 where no client holds an example."""
+    """The size of the smallest batch in any client's round; 0 if no client has an example."""
     held = (int(n) for n in np.unique(data.sizes) if n)
     return min((_smallest_of(n, local) for n in held), default=0)
 
@@ -82,6 +156,6 @@ def _failure(program: Program, data: FederatedData, local: Local, size: int) -> 
 
 
 def _read(data: FederatedData, size: int) -> Examples:
-    """A batch as a step reads it, of the label that an output too small misses."""
+    """A batch as a step reads it, with the largest label: too small an output fails on that one."""
     some = data.train.subset([int(data.train.labels.argmax())] * size)
     return replace(some, inputs=normalise(some.inputs, some.mean, some.std))

@@ -1,6 +1,6 @@
-"""One client's part of a round: a message in, a message out. It sees nothing of the server but that message.
+"""One client's part of a round: a message in, a message out. The client sees nothing else of the server.
 
-x, down <- message;  y = local steps from (x, own private part);  message <- y's shared part, extras
+x, down <- message;  y = local steps from (x, its private part);  message <- y's shared part, extras
 """
 
 import math
@@ -25,7 +25,7 @@ from fedpara.wire import (
 
 @dataclass(frozen=True)
 class Reply:
-    """What an engine hands back for one client: the message, or why there is none."""
+    """What an engine returns for one client: the message, or the reason why there is none."""
 
     client: int
     message: AnyMessage | None = None
@@ -33,10 +33,10 @@ class Reply:
     loss: float = float("nan")
     before: Score | None = None
     after: Score | None = None
-    reached: bool = True  # the server's message was sent to it
-    unread: int = 0  # bytes that came and are not read: no message, or one that came late
-    late: int = 0  # the earlier round that it answers
-    diverged: bool = False  # its loss or its parameters are no longer finite
+    reached: bool = True  # the server's message was sent to the client
+    unread: int = 0  # bytes that arrived but were not a valid message of this round
+    late: int = 0  # the earlier round that this reply belongs to
+    diverged: bool = False  # the loss or the parameters are no longer finite
 
 
 def client_round(
@@ -50,9 +50,9 @@ def client_round(
     client: int,
     test: Examples | None = None,
 ) -> tuple[Reply, Variables]:
-    """The client's reply and what it keeps: its private parameters and the algorithm's variables.
+    """(the client's reply, its new memory: private parameters and the algorithm's variables)
 
-    With `test` the client's own model is scored before and after the local steps.
+    With `test`, the client's own model is scored before and after the local steps.
     """
     model, down = received
     memory = memory or session.first(model)
@@ -87,7 +87,7 @@ def reply_of(
     client: int,
     examples: int,
 ) -> tuple[Reply, Variables]:
-    """What a trained client sends, and what it keeps. One that diverged sends nothing and keeps what it had."""
+    """(the trained client's reply, its new memory). A client that diverged sends nothing and keeps its old memory."""
     program, algorithm = session.program, session.algorithm
     wrong = "" if math.isfinite(trained.loss) else f"its loss is {trained.loss}"
     if not wrong and not (finite(trained.parameters) if trained.finite is None else trained.finite):
@@ -102,33 +102,33 @@ def reply_of(
     private = {name: trained.state[name] for name in program.retained}
     try:
         message = _write_up(session, sent, model, extra, round, client, examples)
-    except UpdateRejected as error:  # too large for a narrow uplink
+    except UpdateRejected as error:  # a value too large for a lossy uplink
         return Reply(client, reason=str(error)), {PRIVATE: private, **own}
     return Reply(client, message, "", trained.loss), {PRIVATE: private, **own}
 
 
 def own_model(session: Session, model: State, memory: Variables | None) -> State:
-    """A client's whole model: the shared part it received, and the private part it keeps or starts with."""
+    """A client's whole model: the shared part it received and its private part."""
     return {**model, **(memory or session.first(model))[PRIVATE]}
 
 
 def own_variables(memory: Variables) -> Variables:
-    """The algorithm's part of what a client keeps."""
+    """The algorithm's variables in a client's memory."""
     return {name: state for name, state in memory.items() if name != PRIVATE}
 
 
 def sends_changes(link: Link) -> bool:
-    """A narrow uplink carries y - x, as FedPAQ does: the change is what its few bits should resolve."""
+    """A lossy uplink carries y - x, as in FedPAQ: the change is small, so few bits resolve it better."""
     return link.up != "float32"
 
 
 def as_change(y: State, x: State, exact: frozenset[str]) -> State:
-    """y - x, but for what travels as it is."""
+    """y - x; the names in `exact` are sent unchanged."""
     return {name: tensor if name in exact else tensor - x[name] for name, tensor in y.items()}
 
 
 def from_change(d: State, x: State, exact: frozenset[str]) -> State:
-    """The inverse: x + d"""
+    """The inverse: x + d."""
     return {name: tensor if name in exact else x[name] + tensor for name, tensor in d.items()}
 
 

@@ -1,4 +1,4 @@
-"""What clients keep from round to round: private parameters, control variates. Made at a client's first round."""
+"""What clients keep between rounds: private parameters and control variates."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
@@ -9,7 +9,7 @@ from fedpara.state import clone, nbytes
 
 
 class ClientMemory(Protocol):
-    """Asked from several threads at once, for a client each."""
+    """Several threads call it at once, each for another client."""
 
     def get(self, client: int) -> Variables | None: ...
 
@@ -18,7 +18,7 @@ class ClientMemory(Protocol):
 
 @runtime_checkable
 class StagedMemory(ClientMemory, Protocol):
-    """One that can take in what a round made before it counts: `adopt` makes it the client's, `drop` removes it."""
+    """Stores a round's results before they count: `adopt` makes them the client's, `drop` removes them."""
 
     def stage(self, client: int, round: int, groups: Variables) -> None: ...
 
@@ -28,7 +28,7 @@ class StagedMemory(ClientMemory, Protocol):
 
 
 class InMemory:
-    """In this process, by client: only those that have taken part cost anything."""
+    """Keeps memories in this process. Only clients that have taken part use space."""
 
     def __init__(self) -> None:
         self._groups: dict[int, Variables] = {}
@@ -37,7 +37,7 @@ class InMemory:
         return self._groups.get(client)
 
     def put(self, client: int, round: int, groups: Variables) -> None:
-        """Copied: what an engine hands over may be a sliver of its whole cohort's memory."""
+        """Copies: the given tensors may be views into a whole cohort's memory."""
         self._groups[client] = {name: clone(state) for name, state in groups.items()}
 
     def __len__(self) -> int:
@@ -45,17 +45,17 @@ class InMemory:
 
 
 MOST_READ = 1 << 30
-"""Bytes of a cohort's own parts that are read before a round and held to its end."""
+"""A cohort's memories are read ahead and held during the round if they take at most this many bytes."""
 MOST_WAITING = 64 << 20
-"""Bytes that may wait in RAM for the server's word; beyond that, a memory on disk takes them in early."""
+"""Bytes that wait in RAM for the server's decision; beyond that, a memory on disk stages them."""
 
 
 class PendingMemory:
-    """A memory whose newest round waits for the server's word.
+    """Holds a round's new memories until the server has decided which updates it accepts.
 
-    Only clients whose updates were taken keep what the round made of them: a control variate that moved without the
-    server's would no longer be a part of its mean. A memory with `stage` and `drop` (one on disk) takes in what a
-    round made before the server has spoken, so that a large cohort need not fit into RAM.
+    Clients whose updates were refused keep their old memories: otherwise the server's control variate would no longer
+    be the mean of the clients'. A `StagedMemory` (on disk) takes in the new ones early, so that a large cohort need
+    not fit into RAM.
     """
 
     def __init__(self, memory: ClientMemory) -> None:
@@ -71,7 +71,7 @@ class PendingMemory:
         return at_once(self._memory.get, clients)
 
     def hold(self, client: int, round: int, groups: Variables) -> None:
-        if not any(groups.values()):  # most methods keep nothing
+        if not any(groups.values()):  # most algorithms have no client variables
             return
         self._waiting[client] = groups
         self._bytes += sum(map(nbytes, groups.values()))
@@ -82,7 +82,7 @@ class PendingMemory:
             self._waiting, self._bytes = {}, 0
 
     def commit(self, round: int, clients: Sequence[int]) -> None:
-        """What these clients hold is theirs; what any other holds is dropped."""
+        """The new memories of these clients count; all others are dropped."""
         waiting, self._waiting, self._bytes = self._waiting, {}, 0
         staged, self._staged = self._staged, set()
         kept = [client for client in clients if client in waiting]
@@ -95,7 +95,7 @@ class PendingMemory:
 
 
 class ClientParts:
-    """What a round's clients hold as it begins: read at once where that is little, else each time it is asked for."""
+    """The memories of a round's clients as it begins: read ahead if they are small, otherwise on demand."""
 
     def __init__(self, memory: PendingMemory, clients: Sequence[int], first: Callable[[], Variables]) -> None:
         self._memory, self._first = memory, first

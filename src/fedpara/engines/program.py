@@ -1,26 +1,24 @@
-"""Program: a model taken apart into what trains, what is averaged, what stays private.
+"""Program: a model's tensors by role: trained, buffers, private.
 
     parameters   trainable tensors, by their readable names
-    buffers      what the forward pass keeps up to date (BatchNorm's statistics): averaged, never stepped
-    private      parameters that never leave the client: pFedPara's second factors, FedPer's last layer,
-                 everything for Local
+    buffers      tensors that the forward pass updates (BatchNorm's statistics): averaged, never trained
+    private      parameters that never leave the client: pFedPara's second factors, the last layer with share="fedper",
+                 everything with share="none"
 
-Frozen parameters are part of the model's definition, not of its state: they are neither trained nor sent.
+Frozen parameters belong to the model's definition: they are neither trained nor sent.
 """
 
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from torch import Tensor, nn
 
 from fedpara import models, parameterization
+from fedpara.engines.settings import Share
 from fedpara.errors import ConfigError
 from fedpara.parameterization import Form
 from fedpara.state import State, in_words
-
-Share = Literal["all", "none", "fedper"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,29 +44,29 @@ class Program:
 
     @cached_property
     def shared_buffers(self) -> tuple[str, ...]:
-        """Buffers travel with the parameters; where nothing is shared they stay too."""
+        """Buffers are sent with the parameters; if nothing is shared, they stay on the client too."""
         return self.buffers if self.shared else ()
 
     @cached_property
     def retained(self) -> tuple[str, ...]:
-        """What a client keeps from round to round."""
+        """What a client keeps between rounds."""
         return (*sorted(self.private), *(self.buffers if not self.shared else ()))
 
     @cached_property
     def forms(self) -> dict[str, Form]:
-        """How the weights that train are written. A tied one is here once; one of frozen factors is a constant."""
+        """The forms of the weights that train. A tied weight appears once; one with only frozen factors does not."""
         trained = set(self.parameters)
         found = parameterization.forms(self.model).items()
         return {weight: form for weight, form in found if trained & factors_of(weight, form)}
 
     @cached_property
     def half_frozen(self) -> str:
-        """A weight of which some factors train and others do not, or "": no function of the parameters alone."""
+        """The name of a weight with trained and frozen factors, or ""."""
         trained = set(self.parameters)
         return next((weight for weight, form in self.forms.items() if factors_of(weight, form) - trained), "")
 
     def plain(self) -> nn.Module:
-        """A copy with plain weights: its state is `compose_state` of the parameters, by `forms`."""
+        """A copy with plain weights, whose state is `compose_state(parameters, forms)`."""
         factorized = parameterization.forms(self.model)
         return parameterization.merge(self.model) if factorized else deepcopy(self.model)
 
@@ -82,37 +80,32 @@ def make_program(model: nn.Module, share: Share = "all") -> Program:
     parameters = tuple(n for n, t in named.items() if isinstance(t, nn.Parameter) and t.requires_grad)
     buffers = tuple(n for n, t in named.items() if not isinstance(t, nn.Parameter))
     if not parameters:
-        raise ConfigError(f"{type(model).__name__} has no trainable parameter: there is nothing to learn.")
+        raise ConfigError(f"{type(model).__name__} has no trainable parameter.")
     if share == "all":
         private = parameterization.private(model)
     elif share == "fedper":
         twins = shared_names(model)
         last = {twins.get(name, name) for name in models.last_layer(model)}
         private = parameterization.private(model) | last
-    elif share == "none":
-        private = frozenset(parameters)
     else:
-        raise ConfigError(
-            f"share is {share!r}: expected 'all', 'fedper' (all but the last layer) or 'none' (Local)."
-        )
+        private = frozenset(parameters)
     initial = {name: tensor.detach().clone() for name, tensor in named.items()}
     return Program(model, parameters, buffers, private & set(parameters), describe(model), initial)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's own tensors by readable name; one that several modules share is named once."""
+    """The model's tensors by readable name; a tensor that several modules share appears once."""
     twins = shared_names(model)
     named = {name: t for name, t in model.state_dict(keep_vars=True).items() if name not in twins}
     if extra := next((name for name in named if name.rpartition(".")[2] == "_extra_state"), ""):
         raise ConfigError(
-            f"{extra} is extra state (get_extra_state), which is in no message and no average: expected parameters "
-            "and buffers alone. Register what it holds as a buffer."
+            f"{extra} is extra state (get_extra_state), which cannot be averaged: register what it holds as a buffer."
         )
     return named
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:
-    """For a tensor with several names, its first one by each of the others."""
+    """Maps each further name of a shared tensor to its first name."""
     first: dict[int, str] = {}
     named = model.state_dict(keep_vars=True).items()
     return {name: found for name, t in named if (found := first.setdefault(id(t), name)) != name}
@@ -123,6 +116,6 @@ def factors_of(weight: str, form: Form) -> set[str]:
 
 
 def describe(model: nn.Module) -> str:
-    """A short name of how the weights are written, for message headers: both ends must agree on it."""
+    """The schemes in use, such as "fedpara+lowrank", for message headers: both ends must agree."""
     names = {form.scheme.name for form in parameterization.forms(model).values()}
     return "+".join(sorted(names)) or "dense"

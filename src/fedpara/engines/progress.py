@@ -1,4 +1,4 @@
-"""What a run has come to: after each round, and between two rounds."""
+"""The result of a round, the server's state between rounds, and the schedule of a run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from fedpara.state import State, in_words
 
 @dataclass(frozen=True, eq=False)
 class Progress:
-    """What the server holds between two rounds, and all a checkpoint needs."""
+    """The server's state between two rounds: everything a checkpoint needs."""
 
     round: int
     x: State
@@ -26,17 +26,17 @@ class Progress:
 
 @dataclass(frozen=True)
 class Everyone:
-    """The clients' own models after the last aggregation, each on its own test data; no client trains for it."""
+    """Scores of the clients' own models after the last aggregation, each on its own test data."""
 
     accuracy: float  # the mean over the clients
     clients: int  # that were scored
     of: int  # in the federation
-    bytes_down: int  # what it took to send them the model: not part of a round's bytes
+    bytes_down: int  # for sending them the model; not part of any round's bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """One round as it happened. `accuracy` is None where it was not measured."""
+    """The result of one round. `accuracy` is None if it was not measured."""
 
     progress: Progress
     cohort: tuple[int, ...]
@@ -49,7 +49,7 @@ class Round:
     before: float | None = None
     after: float | None = None
     notes: tuple[str, ...] = field(default=())
-    kept: tuple[int, ...] = ()  # the clients whose memories are of this round now
+    kept: tuple[int, ...] = ()  # clients whose memories are now of this round
     everyone: Everyone | None = None  # at the end of a run whose clients have test data
 
     @property
@@ -71,13 +71,13 @@ class Schedule:
     rounds: int
     clients: int
     cohort: int
-    examples: Callable[[int], int]  # how many a client has; 0 where nobody knows yet
+    examples: Callable[[int], int]  # how many a client has; 0 if not known yet
     evaluate_every: int = 1
     max_norm: float | None = None
     target: float | None = None
-    minimum: int = 1  # usable updates, else the round keeps the model
-    weights: Weighting = "examples"  # of the updates, in a mean that an algorithm weights by examples
-    max_share: float | None = None  # of a round's weight, the most that one client has
+    minimum: int = 1  # usable updates; with fewer the model stays unchanged
+    weights: Weighting = "examples"  # how a mean over clients is weighted
+    max_share: float | None = None  # the largest share of a round's weight for one client
 
     def evaluates(self, round: int) -> bool:
         return round % self.evaluate_every == 0 or round == self.rounds

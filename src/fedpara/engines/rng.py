@@ -1,8 +1,8 @@
-"""Random streams by name: neither the order of the clients nor the engine changes what a client draws.
+"""Random streams by name: neither the engine nor the order of clients changes what a client draws.
 
-Every draw of a run comes from (seed, purpose, round, client), so there is no generator state to save. A model's random
-layers other than `nn.Dropout` draw from torch's generator, seeded so: in which order is then the engine's, and two runs
-in threads of one process would draw from it in turns.
+Every draw comes from (seed, purpose, round, client), so there is no generator state to save. Random layers other than
+`nn.Dropout` draw from torch's global generator, which is seeded the same way. Their order depends on the engine, and
+two runs in threads of one process share that generator.
 """
 
 from hashlib import blake2b
@@ -20,7 +20,7 @@ def numpy_rng(seed: int, purpose: Purpose, round: int, client: int = 0) -> np.ra
 
 
 def torch_seed(seed: int, purpose: Purpose, round: int, client: int = 0) -> int:
-    """63 bits for torch's generators."""
+    """A seed of 63 bits for torch's generators."""
     digest = blake2b(f"{seed} {purpose} {round} {client}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -30,9 +30,9 @@ def torch_rng(seed: int, purpose: Purpose, round: int, client: int = 0) -> torch
 
 
 class LayerRng:
-    """What layers draw for themselves comes from the client's stream; the caller's is left alone.
+    """Inside this context, torch's global generator is the client's stream; afterwards it is the caller's again.
 
-    Entered again, the stream goes on where it was left.
+    Entering it again continues the stream.
     """
 
     def __init__(self, seed: int, round: int, client: int, device: torch.device | None = None) -> None:
@@ -56,13 +56,12 @@ class LayerRng:
 
 
 def cohort(seed: int, round: int, clients: int, size: int) -> list[int]:
-    """`size` of `clients` without replacement. numpy does it in the time and memory of the cohort once that is
-    under a fiftieth of a large federation."""
+    """`size` of `clients` without replacement, sorted. A million clients cost no more than a thousand."""
     chosen = numpy_rng(seed, "cohort", round).choice(clients, size, replace=False, shuffle=False)
     return sorted(chosen.tolist())
 
 
 def final_sample(seed: int, clients: int, size: int) -> list[int]:
-    """Who is scored at the end of a run whose federation is too large to score everyone."""
+    """The clients that are scored at the end of a run if the federation is too large to score everyone."""
     chosen = numpy_rng(seed, "final", 0).choice(clients, size, replace=False, shuffle=False)
     return sorted(chosen.tolist())

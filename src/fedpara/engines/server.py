@@ -1,9 +1,9 @@
-"""The server's loop: broadcast, collect, check, aggregate, evaluate. Every engine runs under it.
+"""The server's loop, the same over every engine: broadcast, collect, check, aggregate, evaluate.
 
-for t = 1 .. T:  S = cohort(t);  message = make_message(x, extras);  replies = engine.train(S, message)
-                 x, server = aggregate(the replies that are admitted)
+    for t = 1 .. T:  S = cohort(t);  message = make_message(x, extras);  replies = engine.train(S, message)
+                     x, server = aggregate(the updates that pass the checks)
 
-Each update is added to the round's mean as it is admitted, in the cohort's order, and then let go.
+Each update is added to the round's mean as soon as it passes, in the cohort's order, and then freed.
 """
 
 from collections import deque
@@ -30,8 +30,8 @@ from fedpara.wire import Message, Meter, admit, guard, make_message, pack, unpac
 Verdict = TypeVar("Verdict")
 
 MOST_SCORED = 1000
-"""The most clients that are scored at the end of a run; from a larger federation that many are drawn."""
-LARGE_MESSAGE = 1 << 20  # bytes; threads gain on hashing and copying more than this, and lose below
+"""At the end of a run at most this many clients are scored; a larger federation is sampled."""
+LARGE_MESSAGE = 1 << 20  # bytes; threads speed up hashing and copying above this, and slow it down below
 
 
 class Engine(Protocol):
@@ -40,20 +40,20 @@ class Engine(Protocol):
 
     @property
     def why(self) -> str:
-        """How the clients are run, and what could not be done and why."""
+        """How the clients run, and what was not possible and why."""
 
     def train(self, round: int, clients: Sequence[int], message: Message, personal: bool) -> Iterable[Reply]:
-        """One reply a client of the cohort, in the cohort's order."""
+        """One reply per client, in the cohort's order."""
 
     def commit(self, round: int, clients: Sequence[int]) -> None:
-        """The server took these clients' updates: only they keep what the round made of them."""
+        """The server accepted these clients' updates: their new memories now count, all others are dropped."""
 
     def evaluate(self, state: State) -> Score | None: ...
 
     def score_clients(self, round: int, clients: Sequence[int], message: Message) -> Iterable[Reply]:
-        """Each client's own model, the shared part in `message` with what the client keeps, on its own test data.
+        """Each client's own model (the shared part from `message`, its private part from memory) on its test data.
 
-        Nothing is trained or kept. The score is the reply's `before`; a client that has none gives the reason.
+        Nothing trains and no memory changes. The score is `Reply.before`; a client without one states the reason.
         """
 
 
@@ -66,15 +66,15 @@ def initial_progress(session: Session) -> Progress:
 def run_rounds(
     session: Session, engine: Engine, schedule: Schedule, personal: bool, start: Progress | None = None
 ) -> Iterator[Round]:
-    """Round after round, from `start` on; ends early once the target accuracy is met."""
+    """One result per round, from `start` on; stops early at the target accuracy."""
     progress = start or initial_progress(session)
     while progress.round < schedule.rounds:
         try:
             result = _round(session, engine, schedule, personal, progress)
         except torch.OutOfMemoryError:
             raise RunError(
-                f"round {progress.round + 1}: the device has no memory left to join its updates or to score its model. "
-                "The state before it is kept. Lower the batch size or the cohort, or use the sequential engine."
+                f"round {progress.round + 1}: the device is out of memory while aggregating or scoring. The state "
+                "before this round is kept. Use a smaller batch or cohort, or the sequential engine."
             ) from None
         yield result
         progress = result.progress
@@ -90,17 +90,17 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
     replies = engine.train(t, chosen, message, scored)
     got = _collect(session, schedule, progress, chosen, message, sent, replies, meter)
     x, server, averages, count = progress.x, progress.server, progress.buffers, len(got.replies)
-    if got.intake is not None and count >= schedule.minimum:
-        x, server, averages = got.intake.aggregate(server, schedule.clients)
+    if got.aggregator is not None and count >= schedule.minimum:
+        x, server, averages = got.aggregator.aggregate(server, schedule.clients)
         _refuse_overflow(t, [x, averages, *server.values()])
     else:
         _refuse_divergence(t, got)
         few = f"{count} of {schedule.minimum}" if count else "no"
         got.notes.append(
-            f"round {t} had {few} usable update{'s' if count else ''}: the model is kept as it was"
+            f"round {t} had {few} usable update{'s' if count else ''}: the model stays unchanged"
         )
         got.replies.clear()
-    got.intake = None  # it may hold a GPU's memory, which scoring has a use for
+    got.aggregator = None  # frees GPU memory for scoring
     engine.commit(t, [reply.client for reply in got.replies])
     up, down = meter.total_up, meter.total_down
     result = Round(
@@ -119,13 +119,13 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
 
 @dataclass
 class _Collected:
-    """What came back. `replies` are those whose updates were taken, without their messages."""
+    """What came back. `replies` are those with accepted updates, without their messages."""
 
-    intake: Aggregator | None = None
+    aggregator: Aggregator | None = None
     replies: list[Reply] = field(default_factory=list)
     refused: list[tuple[int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    diverged: list[tuple[int, str]] = field(default_factory=list)  # of those refused
+    diverged: list[tuple[int, str]] = field(default_factory=list)  # a part of `refused`
 
 
 def _collect(
@@ -138,10 +138,10 @@ def _collect(
     replies: Iterable[Reply],
     meter: Meter,
 ) -> _Collected:
-    """One update a client that was asked, whatever an engine or a network hands over."""
+    """At most one update per client that was asked, whatever the engine or the network returns."""
     got, round = _Collected(), progress.round + 1
     waiting = dict.fromkeys(chosen)
-    known = {HOST.type: sent}  # the model as it was sent, on each device that an update is on
+    known = {HOST.type: sent}  # the model as it was sent, on each device that holds an update
 
     def judge(reply: Reply) -> tuple[Update, State] | WireError | None:
         if reply.message is None:
@@ -158,11 +158,11 @@ def _collect(
         meter.up(round, reply.client, reply.unread if reply.message is None else reply.message)
         if reply.late:
             got.notes.append(
-                f"round {round}: client {reply.client}'s reply of round {reply.late} came too late and is refused"
+                f"round {round}: client {reply.client}'s reply to round {reply.late} came too late and is refused"
             )
             continue
         if reply.client not in waiting:
-            got.notes.append(f"client {reply.client} answered twice or was not asked: that reply is dropped")
+            got.notes.append(f"client {reply.client} replied twice or was not asked: that reply is dropped")
             continue
         del waiting[reply.client]
         if reply.reached:
@@ -175,15 +175,15 @@ def _collect(
             got.refused.append((reply.client, str(verdict)))
             continue
         assert verdict is not None
-        if got.intake is None:
+        if got.aggregator is None:
             counts = {client: schedule.examples(client) for client in chosen}
             weights, notes = round_weights(counts, schedule.weights, schedule.max_share)
             got.notes += [f"round {round}: {note}" for note in notes]
-            got.intake = Aggregator(session.algorithm, progress.x, weights)
+            got.aggregator = Aggregator(session.algorithm, progress.x, weights)
         update, buffers = verdict
         if session.link.down != "float32":
             update = _as_moved(update, progress.x, sent)
-        got.intake.take(reply.client, update, buffers)
+        got.aggregator.add(reply.client, update, buffers)
         got.replies.append(replace(reply, message=None))
     for client in waiting:
         meter.down(round, client, message)
@@ -192,7 +192,7 @@ def _collect(
 
 
 def _refuse_divergence(round: int, got: _Collected) -> None:
-    """RunError where clients diverged and no update is left: the next round would do the same."""
+    """RunError if clients diverged and no update is left: the next round would do the same."""
     if got.diverged and not got.replies:
         client, reason = got.diverged[0]
         raise RunError(
@@ -203,16 +203,16 @@ def _refuse_divergence(round: int, got: _Collected) -> None:
 
 
 def _refuse_overflow(round: int, states: Iterable[State]) -> None:
-    """RunError before it is saved: finite updates can have a sum, or squares, that are not."""
+    """RunError before anything is saved: the sum or squares of finite updates can overflow."""
     if not all(finite(state) for state in states):
         raise RunError(
-            f"round {round}: the aggregated model, or what the server keeps beside it, holds NaN or infinity. The "
-            "state before it is kept. Lower the learning rates; where an update may be wrong, bound them (max_norm)."
+            f"round {round}: the aggregated model or the server's variables hold NaN or infinity. The state before "
+            "this round is kept. Lower the learning rates, or bound the updates with max_norm."
         )
 
 
 def _judged(replies: Iterable[Reply], judge: Callable[[Reply], Verdict]) -> Iterator[tuple[Reply, Verdict]]:
-    """Each reply with its verdict, in order; large ones off a wire are judged by threads while the next come in."""
+    """Each reply with its verdict, in order. Threads check large messages while the next ones arrive."""
     with ThreadPoolExecutor(THREADS) as pool:
         pending: deque[tuple[Reply, Future[Verdict]]] = deque()
         for reply in replies:
@@ -229,7 +229,7 @@ def _judged(replies: Iterable[Reply], judge: Callable[[Reply], Verdict]) -> Iter
 
 
 def _broadcast(session: Session, progress: Progress, round: int) -> tuple[Message, State]:
-    """The message, and the model as the clients will see it: a narrow link does not carry all of it."""
+    """(the message, the model as the clients will read it: a lossy link changes it)"""
     model = {**progress.x, **progress.buffers}
     state = pack({"": model, **session.algorithm.broadcast(progress.server)})
     guard(state, session.program.private)
@@ -242,7 +242,7 @@ def _broadcast(session: Session, progress: Progress, round: int) -> tuple[Messag
         return message, model if exact else session.read_down(message, round)[0]
     except UpdateRejected as error:
         raise RunError(
-            f"the model cannot be sent in round {round}: {error} The state before it is kept."
+            f"the model cannot be sent in round {round}: {error} The state before this round is kept."
         ) from None
 
 
@@ -264,7 +264,9 @@ def _admit(
         exact=session.exact,
     )
     if header.sender != f"client:{reply.client}":
-        raise UpdateRejected(f"a message of {header.sender} in the name of client {reply.client}.")
+        raise UpdateRejected(
+            f"client {reply.client} sent a message that names {header.sender} as its sender."
+        )
     groups = unpack(state)
     model = groups.pop("")
     if changes:
@@ -276,14 +278,14 @@ def _admit(
 
 
 def _as_moved(update: Update, x: State, sent: State) -> Update:
-    """x + (y - x^) in the place of y: what the client moved, without what a narrow downlink rounded off x."""
+    """x + (y - x^) in place of y: downlink rounding is not mistaken for client progress."""
     return replace(update, y={name: x[name] + (y - sent[name]) for name, y in update.y.items()})
 
 
 def _evaluated(
     session: Session, engine: Engine, schedule: Schedule, replies: list[Reply], result: Round
 ) -> Round:
-    """Personal models: the mean over the cohort's clients of each one's accuracy on its own test data."""
+    """The result with its scores. Personal accuracy is the mean over the cohort's clients."""
     if not schedule.evaluates(result.number):
         return result
     before = [reply.before.accuracy for reply in replies if reply.before and reply.before.examples]
@@ -299,7 +301,7 @@ def _evaluated(
 
 
 def _with_everyone(session: Session, engine: Engine, schedule: Schedule, result: Round) -> Round:
-    """`Everyone` at the end of a run: a round's own scores are of its cohort, before its updates are averaged."""
+    """The result with the score of all clients, after the last aggregation."""
     n = schedule.clients
     chosen = list(range(n)) if n <= MOST_SCORED else final_sample(session.seed, n, MOST_SCORED)
     message, _ = _broadcast(session, result.progress, result.number + 1)

@@ -1,13 +1,11 @@
 """Session: what the server and its clients agree on before the first message."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from fedpara.algorithms import Algorithm, Variables
-from fedpara.algorithms.core import expect_groups, expect_like
 from fedpara.engines.program import Program
-from fedpara.errors import ConfigError
-from fedpara.state import State, zeros_like
+from fedpara.state import State
 from fedpara.wire import AnyMessage, Header, Link, Spec, admit, pack, spec_of, unpack
 
 PRIVATE = "private"
@@ -16,63 +14,42 @@ PRIVATE = "private"
 
 @dataclass(frozen=True)
 class Session:
-    """What both ends know before the first message."""
-
     program: Program
     algorithm: Algorithm
     link: Link
     seed: int
-    down: Spec = field(init=False)
-    up: Spec = field(init=False)
 
     def __repr__(self) -> str:
         link = f"{self.link.down} down, {self.link.up} up"
         return f"Session({self.algorithm.name}, {self.program.scheme}, seed {self.seed}, link: {link})"
 
-    def __post_init__(self) -> None:
-        x = self.program.start(self.program.shared)
-        model = {**x, **self.program.start(self.program.shared_buffers)}
-        first, broadcast, extra, kept = self._tried(x)
-        if taken := {PRIVATE, ""} & {*first, *kept, *broadcast, *extra}:
-            raise ConfigError(
-                f"{self.algorithm.name} has a group called {taken.pop()!r}, which holds the model's own: expected "
-                "another name."
-            )
-        for group, state in kept.items():
-            if state.keys() != first.get(group, {}).keys():
-                raise ConfigError(
-                    f"{self.algorithm.name} keeps {group!r} of a client with other tensors than its client_init gives: "
-                    "expected the same names before a client's first round and after it."
-                )
-        down = pack({"": model, **broadcast})
-        object.__setattr__(self, "down", spec_of(down, self.link.down, self.exact))
-        object.__setattr__(self, "up", spec_of(pack({"": model, **extra}), self.link.up, self.exact))
+    @cached_property
+    def down(self) -> Spec:
+        """Names, types and shapes of the server's messages."""
+        a, model = self.algorithm, self._model()
+        broadcast = a.broadcast(a.server_init(self._x()))
+        return spec_of(pack({"": model, **broadcast}), self.link.down, self.exact)
 
-    def _tried(self, x: State) -> tuple[Variables, Variables, Variables, Variables]:
-        """What a client has at first, what travels to it, what it sends beside the model, what it keeps.
+    @cached_property
+    def up(self) -> Spec:
+        """Names, types and shapes of a client's messages."""
+        a, x = self.algorithm, self._x()
+        extra, _ = a.finish(x, x, a.broadcast(a.server_init(x)), a.client_init(x), 1, 1.0)
+        return spec_of(pack({"": self._model(), **extra}), self.link.up, self.exact)
 
-        Each function of the algorithm but `aggregate`, tried before the first round."""
-        a = self.algorithm
-        server = expect_groups(a.name, "server_init", a.server_init(x))
-        broadcast = expect_groups(a.name, "broadcast", a.broadcast(server))
-        first = expect_groups(a.name, "client_init", a.client_init(x))
-        expect_like(a.name, "correct", a.correct(zeros_like(x), x, x, broadcast, first), x)
-        made = a.finish(x, x, broadcast, first, 1, 1.0)
-        if not (isinstance(made, tuple) and len(made) == 2):
-            raise ConfigError(
-                f"algorithm {a.name!r}: finish returned {type(made).__name__}: expected (the groups to upload, the "
-                "client's new variables), two dicts."
-            )
-        extra, kept = (expect_groups(a.name, "finish", part) for part in made)
-        return first, broadcast, extra, kept
+    def _x(self) -> State:
+        return self.program.start(self.program.shared)
+
+    def _model(self) -> State:
+        return {**self._x(), **self.program.start(self.program.shared_buffers)}
 
     @property
     def exact(self) -> frozenset[str]:
-        """Buffers: on every link they travel as they are."""
+        """Buffers: every link sends them unchanged."""
         return frozenset(self.program.shared_buffers)
 
     def read_down(self, message: AnyMessage, round: int) -> tuple[State, Variables]:
-        """(the model as every client sees it, in its own types whatever the link's; the algorithm's groups)"""
+        """(the model as every client sees it, in the model's own types; the algorithm's variables)"""
         _, state = admit(
             message,
             spec=self.down,
@@ -102,7 +79,7 @@ class Session:
     @cached_property
     def stateful(self) -> bool:
         """Whether a client holds anything from round to round."""
-        return any(self.first(self.program.start(self.program.shared)).values())
+        return any(self.first(self._x()).values())
 
     def header(self, round: int, sender: str = "server", examples: int = 0) -> Header:
         return Header(round, self.algorithm.name, self.program.scheme, sender, examples)

@@ -1,6 +1,6 @@
-"""at_once: one piece of work for each item, by as many threads as there are cores.
+"""at_once: work on all items in parallel threads.
 
-It pays for files and digests, during which Python lets other threads run.
+Worth it for files and digests, which release Python's global lock.
 """
 
 import os
@@ -15,6 +15,6 @@ THREADS = min(16, os.cpu_count() or 1)
 
 
 def at_once(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """The results in the items' order; the first error is raised once what began has ended."""
+    """The results in the items' order. The first error is raised after all started work has ended."""
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(work, items))

@@ -1,4 +1,4 @@
-"""Freight: states between host and device in one copy a type, where a copy a tensor would wait on each."""
+"""States between host and device, with one copy per dtype: one copy per tensor would wait for each."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,12 +13,12 @@ HOST = torch.device("cpu")
 
 
 def device_of(states: Iterable[State]) -> torch.device:
-    """Where they are, by the first tensor there is."""
+    """The device of the first tensor; the host if there is none."""
     return next((tensor.device for state in states for tensor in state.values()), HOST)
 
 
 def move(state: Mapping[str, Tensor], device: torch.device) -> State:
-    """The state on the device, or on the host; the same tensors where it is there already."""
+    """The state on the device. Tensors that are already there are not copied."""
     there = {name: tensor for name, tensor in state.items() if tensor.device.type == device.type}
     rest = {name: tensor for name, tensor in state.items() if name not in there}
     for names in by_type(rest):
@@ -31,7 +31,7 @@ def move_variables(groups: Variables, device: torch.device) -> Variables:
 
 
 def stack_on(states: Sequence[State], device: torch.device) -> State:
-    """States of one kind, stacked as [client, ...] on the device."""
+    """States with the same names and shapes, stacked as [client, ...] on the device."""
     first, there = states[0], State()
     for names in by_type(first):
         there |= cut(torch.stack([flat(state, names) for state in states]).to(device), first, names)
@@ -39,7 +39,10 @@ def stack_on(states: Sequence[State], device: torch.device) -> State:
 
 
 def fetch(stacked: State, stay: bool = False) -> list[State]:
-    """From [client, ...] one state a client, on the host, or where they are: each type side by side, as it is sent."""
+    """One state per client from [client, ...], on the host unless `stay`.
+
+    Tensors of one dtype share memory, in the order of a message.
+    """
     if not stacked:
         return []
     count = len(next(iter(stacked.values())))

@@ -1,10 +1,14 @@
-"""Run an experiment into a folder, or go on with one."""
+"""Run an experiment into a folder, or resume one.
 
+Messages go to the logger "fedpara": those of level INFO are for people, DEBUG ones only for the run folder's log.txt.
+"""
+
+import logging
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
 
@@ -14,8 +18,9 @@ from fedpara.engines.distributed.process_group import Part, ProcessGroup, join
 from fedpara.engines.progress import Round, Schedule
 from fedpara.engines.server import Engine, run_rounds
 from fedpara.engines.session import Session
+from fedpara.engines.settings import Settings
 from fedpara.engines.simulate import build_engine, prepare, refuse_hostless
-from fedpara.errors import ConfigError, RunError, expect_kind, in_a_line
+from fedpara.errors import RunError, in_a_line
 from fedpara.experiments.build import Parts, build
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.follower import Follower, opened
@@ -30,11 +35,13 @@ from fedpara.experiments.storage.run_folder import (
 )
 from fedpara.experiments.storage.summary import Summary, read_config, read_run
 
-Watcher = Callable[[Round, dict[str, float]], None]
-Speaker = Callable[[str], None]
+logger = logging.getLogger("fedpara")
+
+OnRound = Callable[[Round, dict[str, float]], None]
+"""Called after each round with its result, and with its `seconds` and `clients_per_second`."""
 Prepared = tuple[Session, Schedule, bool]
-Host = Callable[[Session, Parts, RunFolder, Schedule, Speaker], tuple[Engine, Schedule]]
-"""An engine that lives outside this process (Flower), and the schedule as it can keep it."""
+Host = Callable[[Session, Parts, RunFolder, Schedule], tuple[Engine, Schedule]]
+"""Makes an engine whose clients live outside this process (Flower), and the schedule it can keep."""
 
 
 def run(
@@ -42,14 +49,12 @@ def run(
     path: str | PathLike[str],
     *,
     data_dir: str | PathLike[str] | None = None,
-    watch: Watcher | None = None,
-    say: Speaker | None = None,
+    on_round: OnRound | None = None,
 ) -> Summary:
-    """A new run folder, filled. Everything is checked before the folder is made: a mistake leaves nothing behind.
+    """Run the experiment into a new folder. Everything is checked first: a mistake leaves no folder behind.
 
-    Under torchrun every rank calls this; rank 0 holds the folder, and `watch` and `say` are called there alone.
+    Under torchrun every rank calls this; rank 0 writes the folder and calls `on_round`.
     """
-    expect_kind("experiment", experiment, Experiment, ConfigError)
     refuse_hostless(experiment.engine)
     path, group = Path(path), join()
     with group.in_step(f"the end of {path}"):
@@ -57,12 +62,12 @@ def run(
         prepared = _prepared(experiment, parts)
         model = _model_of(experiment, parts)
         folder = opened(group, path, experiment, lambda: create(path, experiment, model, parts.digest))
-        _go(group, parts, prepared, folder, watch, say)
+        _go(group, parts, prepared, folder, on_round)
     return read_run(path)
 
 
 def lay_out(experiment: Experiment, path: Path, *, data_dir: Path | None = None) -> None:
-    """The folder of a run that has not begun; `resume` begins it. Under torchrun rank 0 makes it, and all wait."""
+    """Make the folder of a run without starting it; `resume` starts it. Under torchrun rank 0 makes it."""
     lay_out_all({path: experiment}, data_dir=data_dir)
 
 
@@ -92,15 +97,15 @@ def resume(
     engine: str | None = None,
     precision: str | None = None,
     data_dir: str | PathLike[str] | None = None,
-    watch: Watcher | None = None,
-    say: Speaker | None = None,
+    on_round: OnRound | None = None,
     host: Host | None = None,
 ) -> Summary:
-    """Go on where the folder's last checkpoint is; in the same engine and with the same number of threads, to the same
-    bits as if it had never stopped.
+    """Resume the run from its last checkpoint.
+
+    With the same engine and number of threads the results are bit for bit those of an uninterrupted run.
     """
     path = Path(path)
-    experiment = _as_told(path, rounds, engine, precision)
+    experiment = _changed(path, rounds, engine, precision)
     if host is None:
         refuse_hostless(experiment.engine)
         _refuse_on_nodes(path)
@@ -109,18 +114,18 @@ def resume(
         parts = build(experiment, data_dir)
         prepared = _prepared(experiment, parts)
         folder = opened(group, path, experiment, lambda: open_run(path, experiment, parts.digest))
-        _go(group, parts, prepared, folder, watch, say, host)
+        _go(group, parts, prepared, folder, on_round, host)
     return read_run(path)
 
 
 def look_over(
     path: Path, rounds: int | None, engine: str | None, precision: str | None, data_dir: Path | None
 ) -> tuple[int, bool]:
-    """How many rounds are done, by the checkpoint, and whether that is all.
+    """(the rounds that are done, whether those are all), by the checkpoint.
 
-    What `resume` on a host would refuse is refused here, before there is one; the config stays as it was.
+    Raises what `resume` on a host would raise, before the host is started. The folder is not changed.
     """
-    experiment = _as_told(path, rounds, engine, precision)
+    experiment = _changed(path, rounds, engine, precision)
     parts = build(experiment, data_dir)
     _prepared(experiment, parts)
     folder = checked_run(path, experiment, parts.digest)
@@ -128,30 +133,19 @@ def look_over(
     return folder.progress.round if folder.progress else 0, folder.finished
 
 
-def _as_told(path: Path, rounds: int | None, engine: str | None, precision: str | None) -> Experiment:
-    told = {"rounds": rounds, "engine": engine, "precision": precision}
-    return replace(read_config(path), **{name: value for name, value in told.items() if value is not None})  # type: ignore[arg-type]
+def _changed(path: Path, rounds: int | None, engine: str | None, precision: str | None) -> Experiment:
+    given = {"rounds": rounds, "engine": engine, "precision": precision}
+    return replace(read_config(path), **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+
+def _settings(experiment: Experiment, parts: Parts) -> Settings:
+    """The fields of Settings have the names that they have in an Experiment."""
+    same = {field.name: getattr(experiment, field.name) for field in fields(Settings) if field.name != "link"}
+    return Settings(**same, link=parts.link)
 
 
 def _prepared(experiment: Experiment, parts: Parts) -> Prepared:
-    return prepare(
-        parts.task,
-        parts.data,
-        parts.algorithm,
-        rounds=experiment.rounds,
-        cohort=experiment.cohort,
-        seed=experiment.seed,
-        link=parts.link,
-        share=experiment.share,  # type: ignore[arg-type]
-        engine=experiment.engine,
-        precision=experiment.precision,
-        evaluate_every=experiment.evaluate_every,
-        personal=experiment.personal,
-        max_norm=experiment.max_norm,
-        weights=experiment.weights,  # type: ignore[arg-type]
-        max_share=experiment.max_share,
-        target=experiment.target,
-    )
+    return prepare(parts.task, parts.data, parts.algorithm, _settings(experiment, parts))
 
 
 def _go(
@@ -159,51 +153,67 @@ def _go(
     parts: Parts,
     prepared: Prepared,
     folder: RunFolder | Follower,
-    watch: Watcher | None,
-    say: Speaker | None,
+    on_round: OnRound | None,
     host: Host | None = None,
 ) -> None:
-    if group.rank:
-        watch = say = None
+    with _logged_to(folder):
+        try:
+            for note in folder.notes:
+                logger.info("%s", note)
+            if folder.progress:
+                logger.info("resumed after round %d", folder.progress.round)
+            if host is None and not folder.finished and (note := unlike(folder.path)):
+                logger.info("%s", note)
+            if not folder.finished:
+                with _memory_errors_named(folder.path):
+                    _play(parts, prepared, folder, None if group.rank else on_round, host)
+        except BaseException as error:
+            folder.log(f"stopped: {type(error).__name__}: {error}")
+            if group.over and isinstance(error, RunError):
+                raise RunError(
+                    f"{error} Finished rounds are saved: resume with `fedpara resume {shlex.quote(str(folder.path))}`, "
+                    "on any number of ranks."
+                ) from None
+            raise
+        finally:
+            folder.close()
 
-    def tell(text: str) -> None:
-        folder.log(text)
-        if say is not None:
-            say(text)
 
-    try:
-        for note in folder.notes:
-            tell(note)
-        if folder.progress:
-            tell(f"resumed after round {folder.progress.round}")
-        if host is None and not folder.finished and (note := unlike(folder.path)):
-            tell(note)
-        if not folder.finished:
-            with _memory_that_runs_out(folder.path):
-                _play(parts, prepared, folder, watch, tell, host)
-    except BaseException as error:
-        folder.log(f"stopped: {type(error).__name__}: {error}")
-        if group.over and isinstance(error, RunError):
-            raise RunError(
-                f"{error} What was finished is saved: `fedpara resume {shlex.quote(str(folder.path))}` goes on, on any "
-                "number of ranks."
-            ) from None
-        raise
-    finally:
-        folder.close()
+class _FolderHandler(logging.Handler):
+    """Writes the messages of this thread's run to its folder: other threads may run other folders."""
+
+    def __init__(self, folder: RunFolder | Follower) -> None:
+        super().__init__(logging.DEBUG)
+        self._folder, self._thread = folder, logging.LogRecord("", 0, "", 0, "", None, None).thread
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.thread == self._thread:
+            self._folder.log(record.getMessage())
 
 
 @contextmanager
-def _memory_that_runs_out(path: Path) -> Iterator[None]:
-    """RunError for the host's, as for a GPU's: numpy has an error of its own for it, torch a RuntimeError."""
+def _logged_to(folder: RunFolder | Follower) -> Iterator[None]:
+    handler, level = _FolderHandler(folder), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@contextmanager
+def _memory_errors_named(path: Path) -> Iterator[None]:
+    """RunError if the host runs out of memory: numpy raises a MemoryError, torch a RuntimeError."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
             raise
         raise RunError(
-            f"the memory ran out in {path} ({in_a_line(error)}): fewer steps, a smaller batch or a smaller cohort need "
-            "less, in a run of another folder. Rounds that were finished are saved."
+            f"{path} ran out of memory ({in_a_line(error)}). Finished rounds are saved. A new run with a smaller batch "
+            "or cohort needs less."
         ) from error
 
 
@@ -211,56 +221,51 @@ def _play(
     parts: Parts,
     prepared: Prepared,
     folder: RunFolder | Follower,
-    watch: Watcher | None,
-    tell: Speaker,
+    on_round: OnRound | None,
     host: Host | None = None,
 ) -> None:
     experiment = folder.experiment
     session, schedule, personal = prepared
     if host is not None:
         assert isinstance(folder, RunFolder), "Flower under torchrun"
-        engine, schedule = host(session, parts, folder, schedule, tell)
+        engine, schedule = host(session, parts, folder, schedule)
     else:
-        engine = build_engine(
-            experiment.engine,
-            session,
-            parts.task,
-            parts.data,
-            folder.memory,
-            experiment.cohort,
-            experiment.precision,  # type: ignore[arg-type]
-            tell,
-        )
-    ran = f"engine {engine.name} ({experiment.engine} was asked for): {engine.why}"
-    (tell if _surprising(experiment.engine, engine.name) else folder.log)(ran)
+        settings = _settings(experiment, parts)
+        engine = build_engine(settings, session, parts.task, parts.data, folder.memory)
+    surprising = _surprising(experiment.engine, engine.name)
+    logger.log(
+        logging.INFO if surprising else logging.DEBUG,
+        "engine %s (%s was asked for): %s",
+        *(engine.name, experiment.engine, engine.why),
+    )
     if session.program.private and not personal:
-        tell("no accuracy is measured: parts of the model are private, and --personal was not asked for")
+        logger.info("no accuracy is measured: parts of the model are private, and --personal was not given")
     started = time.perf_counter()
     for result in run_rounds(session, engine, schedule, personal, folder.progress):
         seconds = time.perf_counter() - started
         timing = {"seconds": seconds, "clients_per_second": len(result.cohort) / seconds}
         folder.save(result, timing, f"{engine.name}: {engine.why}")
         for client, reason in result.refused:
-            tell(f"round {result.number}: client {client} refused: {reason}")
+            logger.info("round %d: client %d refused: %s", result.number, client, reason)
         for note in result.notes:
-            tell(note)
-        if watch is not None:
-            watch(result, timing)
+            logger.info("%s", note)
+        if on_round is not None:
+            on_round(result, timing)
         started = time.perf_counter()
-    folder.log(f"engine {engine.name}: {engine.why}")
+    logger.debug("engine %s: %s", engine.name, engine.why)
 
 
 def _surprising(asked: str, ran: str) -> bool:
-    """Not the one that was asked for; or, with a GPU at hand, one that does not use it."""
+    """Not the engine that was asked for, or one that leaves a GPU idle."""
     return asked != ran if asked != "auto" else ran == "sequential" and torch.cuda.is_available()
 
 
 def _refuse_on_nodes(path: Path) -> None:
-    """RunError where what clients keep is on Flower's nodes: no engine here could go on with it."""
+    """RunError if the clients' memories are on Flower's nodes, where no engine of this process can read them."""
     if (path / NODES).exists():
         raise RunError(
-            f"what the clients of {path} keep is on Flower's nodes ({NODES} names the run there): go on with "
-            "--engine flower, or with the same `flwr run`."
+            f"what the clients of {path} keep is on Flower's nodes ({NODES} names the run there): resume with --engine "
+            "flower, or with the same `flwr run`."
         )
 
 

@@ -14,10 +14,10 @@ from fedpara import algorithms, data, models
 from fedpara.algorithms import Local
 from fedpara.engines import transfer as freight
 from fedpara.engines.batched.engine import Batched
+from fedpara.engines.local.engine import Sequential
 from fedpara.engines.memory import InMemory
 from fedpara.engines.program import make_program
 from fedpara.engines.progress import Schedule
-from fedpara.engines.sequential import Sequential
 from fedpara.engines.server import run_rounds
 from fedpara.engines.session import Session
 from fedpara.errors import UpdateRejected

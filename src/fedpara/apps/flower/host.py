@@ -17,7 +17,7 @@ from fedpara.engines.session import Session
 from fedpara.experiments.build import Parts
 from fedpara.experiments.config import to_toml
 from fedpara.experiments.node_data import is_own
-from fedpara.experiments.run import Host, Speaker
+from fedpara.experiments.run import Host
 from fedpara.experiments.storage.run_folder import NODES, RunFolder
 from fedpara.files import write_bytes
 
@@ -35,7 +35,7 @@ def host_on(
     sleep: Callable[[float], None] = time.sleep,
 ) -> Host:
     def host(
-        session: Session, parts: Parts, folder: RunFolder, schedule: Schedule, tell: Speaker
+        session: Session, parts: Parts, folder: RunFolder, schedule: Schedule
     ) -> tuple[Engine, Schedule]:
         own = is_own(folder.experiment.dataset)
         engine = Flower(
@@ -49,7 +49,6 @@ def host_on(
             version=version,
             clients=schedule.clients,
             cohort=schedule.cohort,
-            tell=tell,
             keys=keys,
             counts=ExampleCounts(folder.path / EXAMPLES) if own else None,
             clock=clock,

@@ -3,6 +3,8 @@
 A folder that holds a run already is gone on with, so the same `flwr run` after a crash is the resume.
 """
 
+import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,11 +27,19 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
+    logging.getLogger("fedpara").addHandler(_to_stdout())
     settings = read(context.run_config)
     if settings.policy.threads:
         torch.set_num_threads(settings.policy.threads)
     keys = read_keys(settings.keys) if settings.keys is not None else None
     go_through(_laid_out(settings), settings.data_dir, host_on(GridTransport(grid), settings.policy, keys))
+
+
+def _to_stdout() -> logging.Handler:
+    """Flower shows what its apps print."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setLevel(logging.INFO)
+    return handler
 
 
 def go_through(runs: Mapping[Path, int | None], data_dir: Path | None, host: Host) -> None:
@@ -38,14 +48,7 @@ def go_through(runs: Mapping[Path, int | None], data_dir: Path | None, host: Hos
     for path, rounds in runs.items():
         print(f"run folder {path}", flush=True)
         try:
-            resume(
-                path,
-                rounds=rounds,
-                engine="flower",
-                data_dir=data_dir,
-                say=lambda text: print(text, flush=True),
-                host=host,
-            )
+            resume(path, rounds=rounds, engine="flower", data_dir=data_dir, host=host)
         except FedParaError as error:
             if len(runs) == 1:
                 raise

@@ -4,6 +4,7 @@ Flower starts our ServerApp, not we it. So a Flower app that names the folder is
 SuperLink of our own runs it, and what the run folder says is shown as if the rounds were ours.
 """
 
+import logging
 import os
 import re
 import secrets
@@ -24,11 +25,13 @@ from fedpara.apps.flower.processes import Processes, environment, free_port, req
 from fedpara.engines import Progress, Round
 from fedpara.errors import RunError
 from fedpara.experiments import Summary, read_run
-from fedpara.experiments.run import Speaker, Watcher
+from fedpara.experiments.run import OnRound
 from fedpara.experiments.storage.checkpoint import final_checkpoint
 from fedpara.experiments.storage.jsonl import read_lines
 from fedpara.experiments.storage.run_folder import is_locked
 from fedpara.experiments.storage.summary import read_config
+
+logger = logging.getLogger(__name__)
 
 LOOK = 0.2
 # A slow machine is no reason to leave a simulated client out.
@@ -67,11 +70,10 @@ class Simulation:
         rounds: int | None = None,
         engine: str | None = None,
         data_dir: Path | None = None,
-        watch: Watcher | None = None,
-        say: Speaker | None = None,
+        on_round: OnRound | None = None,
     ) -> Summary:
         """As `experiments.resume`; rounds and data are those the simulation was made with."""
-        return follow(path, self._submitted, self._log, self._rounds, watch, say)
+        return follow(path, self._submitted, self._log, self._rounds, on_round)
 
     def _start(self) -> None:
         threads, cores = torch.get_num_threads(), os.cpu_count() or 1
@@ -122,8 +124,7 @@ def follow(
     submitted: "subprocess.Popen[bytes]",
     output: Path,
     rounds: int | None,
-    watch: Watcher | None,
-    say: Speaker | None,
+    on_round: OnRound | None,
 ) -> Summary:
     """Show what the folder says until its run is done; RunError where it was stopped or Flower ended before."""
     log = path / "log.txt"
@@ -132,10 +133,9 @@ def follow(
     while True:
         ended = submitted.poll() is not None or (_is_stopped(log, begun) and not is_locked(path))
         done = _has_its_lines(path, rounds) and not is_locked(path) and _is_saved(path)
-        if say is not None:
-            read = _say_new(log, read, say)
-        if watch is not None:
-            shown = _watch_new(path, shown, watch)
+        read = _repeat_log(log, read)
+        if on_round is not None:
+            shown = _show_new(path, shown, on_round)
         if done:
             return read_run(path)
         if ended:
@@ -163,7 +163,7 @@ def _is_stopped(log: Path, begun: int) -> bool:
     return log.exists() and b" stopped: " in log.read_bytes()[begun:]
 
 
-def _say_new(log: Path, read: int, say: Speaker) -> int:
+def _repeat_log(log: Path, read: int) -> int:
     if not log.exists():
         return read
     with log.open("rb") as file:
@@ -173,16 +173,16 @@ def _say_new(log: Path, read: int, say: Speaker) -> int:
     for line in whole.decode(errors="replace").splitlines():
         text = line.partition(" ")[2]
         if not QUIET.match(text):
-            say(text)
+            logger.info("%s", text)
     return read + len(whole)
 
 
-def _watch_new(path: Path, shown: int, watch: Watcher) -> int:
+def _show_new(path: Path, shown: int, on_round: OnRound) -> int:
     """A resumed folder may be cut back by a round first: what was shown is not shown again."""
     timing = {line["round"]: line for line in read_lines(path / "timing.jsonl")}
     for line in read_lines(path / "metrics.jsonl"):
         if line["round"] > shown and line["round"] in timing:
-            watch(_round(line), timing[line["round"]])
+            on_round(_round(line), timing[line["round"]])
             shown = line["round"]
     return shown
 

@@ -68,7 +68,7 @@ def _federate(
         for i in range(nodes):
             federation.start_node(i)
         submitted = federation.submit()
-        return follow(out, submitted, federation.folder / "run.log", experiment.rounds, show, say)
+        return follow(out, submitted, federation.folder / "run.log", experiment.rounds, show)
 
 
 def _is_finished(out: Path, rounds: int, data_dir: Path | None) -> bool:

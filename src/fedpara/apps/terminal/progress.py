@@ -3,6 +3,8 @@
 Where that is closed or full nothing is shown, and the run goes on: its folder has the log.
 """
 
+import logging
+import os
 import sys
 import time
 from contextlib import suppress
@@ -18,6 +20,17 @@ if TYPE_CHECKING:
 def say(text: str) -> None:
     with suppress(OSError, ValueError):
         typer.echo(text, err=True)
+
+
+class TerminalHandler(logging.Handler):
+    """Prints messages for people to stderr; under torchrun only rank 0 does."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            say(record.getMessage())
 
 
 class Patient:

@@ -1,4 +1,4 @@
-"""A step of all lanes as one CUDA graph: traced, compiled, warmed up, captured, replayed."""
+"""One step of all lanes as a CUDA graph: traced, compiled, warmed up, captured, replayed."""
 
 import os
 import warnings
@@ -20,9 +20,9 @@ OWN_OPS = ("ops.py", "conv.py", "lstm.py")
 def capture(
     tick: Callable[[LaneState], None], lanes: LaneState, compile: bool, notes: list[str]
 ) -> Callable[[], None]:
-    """The tick on these lanes, compiled and captured as a CUDA graph; `notes` says what could not be done and why.
+    """The tick on these lanes, compiled and captured as a CUDA graph. `notes` gets what was not possible and why.
 
-    Warming up steps the lanes for real: their contents are put back afterwards.
+    Warming up changes the lanes, so their contents are restored afterwards.
     """
     keep_what_is_compiled()
     step: Callable[[], None] = partial(tick, lanes)
@@ -43,14 +43,14 @@ def capture(
     _put_back(lanes, saved)
 
     def replay(held: Callable[[], None] = step) -> None:
-        """The graph knows its inputs by address only: what the step reads must stay alive with it."""
+        """The graph knows its inputs by address only, so the step's tensors must stay alive with it."""
         graph.replay()
 
     return replay
 
 
 def compiled(tick: Callable[[LaneState], None], lanes: LaneState) -> Callable[[], None]:
-    """The tick on these lanes, traced and compiled: a program that torch caches whole."""
+    """The tick on these lanes, traced and compiled into one program, which torch caches."""
     from torch._inductor import config, standalone_compile
 
     tensors = lanes.tensors()
@@ -61,9 +61,9 @@ def compiled(tick: Callable[[LaneState], None], lanes: LaneState) -> Callable[[]
 
 
 def traced(tick: Callable[[LaneState], None], lanes: LaneState) -> GraphModule:
-    """The tick as operations on `lanes.tensors()`: of `vmap`, `grad` and autocast only what they come to is left.
+    """The tick as operations on `lanes.tensors()`, with `vmap`, `grad` and autocast resolved.
 
-    To read the tick's Python code, as torch.compile does, takes two or three times as long, and at every start.
+    torch.compile would read the tick's Python code, which takes two or three times as long at every start.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -74,27 +74,30 @@ def traced(tick: Callable[[LaneState], None], lanes: LaneState) -> GraphModule:
 
 
 def _own_ops() -> str:
-    """The cache knows an op of ours by its name alone. Its source is to count too, and a setting is a part of the key.
+    """A digest of our ops' source for torch's cache key, which otherwise has only their names.
 
-    Not torch's own tag for keys: the processes that compile kernels do not hear of it, and a kernel whose best shape
-    one of them wrote down would be tuned again at the next start, perhaps to other bits.
+    torch's own cache tag does not reach the processes that compile kernels: a kernel would be tuned again at the next
+    start, perhaps to other bits.
     """
     folder = Path(__file__).parent / "kernels"
     return sha256(b"".join((folder / name).read_bytes() for name in OWN_OPS)).hexdigest()
 
 
 def keep_what_is_compiled() -> None:
-    """Between starts, in a folder of ours unless the user named one; torch names its own, which a reboot empties.
+    """Cache compiled programs in ~/.cache/fedpara unless the user chose a folder; torch's default is lost on reboot.
 
-    Two things torch settles in some starts only, and our own kernels would be compiled again in the others: Triton's
-    folder, and its assembler, which torch brings along and whose version is a part of what Triton knows a kernel by.
+    Also fix two settings that torch sets in some starts only: Triton's cache folder, and the assembler that torch
+    ships, whose version is part of Triton's cache key.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
     from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if folder in (None, default_cache_dir()):  # as soon as torch's compiler is imported, which vmap does
+    if folder in (
+        None,
+        default_cache_dir(),
+    ):  # torch sets the default when its compiler is imported, which vmap does
         folder = os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(home) / "fedpara" / "compiled")
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path(folder) / "triton"))
     _set_triton_ptxas_path()

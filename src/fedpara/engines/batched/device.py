@@ -1,16 +1,16 @@
-"""What the batched engine asks of its device: a precision, room, and to hold the data."""
+"""The precision of a device, and data sets on it."""
 
 from dataclasses import replace
 
 import torch
 
 from fedpara.data import Examples
-from fedpara.engines.batched.step import Precision
+from fedpara.engines.settings import Precision
 from fedpara.errors import ConfigError
 
 
 def precision_on(device: torch.device, asked: Precision | None) -> Precision:
-    """The one that is asked for, or the narrowest that the device has; torch is set to it."""
+    """The requested precision, or the narrowest that the device has. Configures torch for it."""
     if device.type != "cuda":
         if asked not in (None, "float32"):
             raise ConfigError(f"precision {asked!r} needs a GPU: on the CPU expected float32.")

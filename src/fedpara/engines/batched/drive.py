@@ -1,6 +1,6 @@
-"""Traffic: a round's clients through the lanes.
+"""drive: takes a round's clients through the lanes.
 
-Step all to the next client's end, let those that end leave and the next ones in, and on.
+Step all lanes until a client ends; swap finished clients for waiting ones; repeat.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,11 +28,11 @@ def drive(
     bring_own: Callable[[Sequence[int]], Owned],
     waits: bool,
 ) -> Iterator[Event]:
-    """Who ended, their stacked states and their summed losses, event by event.
+    """Yields (segments that ended, their stacked states, their summed losses), event by event.
 
-    Who comes and goes is on the device before the first step, and so is what everyone owns; each state `waits` there
-    for the last one: a copy in between would wait for the steps. Where a cohort is too large for that, each event
-    brings what those own who come in, and takes the states of those who leave to the host.
+    If states `wait`, everything the clients own is on the device before the first step, and states stay there until the
+    last one: a copy in between would wait for the steps. For a cohort too large for that, each event loads what the
+    entering clients own and moves the states of the leaving ones to the host.
     """
     events = sorted({0} | {segment.end for segment in plan.segments})
     changes = [
@@ -65,7 +65,7 @@ def drive(
             del owned
         if ended:
             yield ended
-            del ended, state  # the caller has them
+            del ended, state  # the caller owns them now
 
 
 def joined(events: list[Event]) -> Event:
@@ -76,6 +76,6 @@ def joined(events: list[Event]) -> Event:
 
 
 def finite_lanes(stacked: State) -> list[bool]:
-    """By client: faster here, all at once, than each on the host."""
+    """Whether each lane's state is finite. On the device, all at once, this is faster than one by one on the host."""
     each = [tensor.flatten(1).isfinite().all(1) for tensor in stacked.values() if tensor.is_floating_point()]
     return torch.stack(each).all(0).tolist() if each else []

@@ -1,9 +1,10 @@
 """The batched engine: a cohort trains as one program.
 
-The clients' states are stacked into lanes and stepped together (`stacked.py`); short clients follow one
-another in a lane (`lanes.py`, `plan.py`). What each client sends is encoded for real, as in every engine.
+The clients' states are stacked into lanes and trained together (`step.py`). Short clients follow one another in a lane
+(`packing.py`, `round_plan.py`). Messages are encoded as in every engine.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,17 +21,20 @@ from fedpara.engines.batched.kernels.install import install_kernels
 from fedpara.engines.batched.lane_state import LaneState, allocate_lanes
 from fedpara.engines.batched.round_plan import LaneShape, RoundPlan, plan_round, typical_shape
 from fedpara.engines.batched.scoring import scores
-from fedpara.engines.batched.step import Precision, make_tick, one_step
+from fedpara.engines.batched.step import make_tick, one_step
 from fedpara.engines.client import Reply, own_model, own_variables, reply_of
 from fedpara.engines.local.worker import Score, Trained, Worker
 from fedpara.engines.memory import ClientMemory, ClientParts, PendingMemory
 from fedpara.engines.rng import LayerRng, cohort
 from fedpara.engines.session import PRIVATE, Session
+from fedpara.engines.settings import Precision
 from fedpara.engines.task import Task
 from fedpara.engines.transfer import fetch, move, move_variables, stack_on
 from fedpara.errors import RunError, in_a_line
 from fedpara.state import State
 from fedpara.wire import Link, Message
+
+logger = logging.getLogger(__name__)
 
 
 class Batched:
@@ -48,21 +52,21 @@ class Batched:
         device: str | None = None,
         precision: Precision | None = None,
         compile: bool | None = None,
-        say: Callable[[str], None] | None = None,
         stream: int = 0,
         stay: bool = True,
         wait: bool | None = None,
     ) -> None:
-        """`stream` keeps apart what layers draw in several such engines of one run; `stay`: see `stays`.
+        """`size` is the cohort's, or this rank's share of it.
 
-        `wait`: whether trained states may wait on the device for the last one. On the host each is let go as it ends.
+        stream   separates what layers draw in several engines of one run (ranks)
+        stay     whether updates may stay on the device, see `stays`
+        wait     whether trained states wait on the device for the last client; otherwise each is freed as it ends
         """
         self.stream, self.stay = stream, stay
         self.session, self.task, self.data, self.memory = session, task, data, PendingMemory(memory)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.on_gpu = self.device.type == "cuda"
         self.notes: list[str] = []
-        self.say = say or (lambda text: None)
         self.precision = precision_on(self.device, precision)
         self.compile = self.on_gpu if compile is None else compile
         program = session.program
@@ -93,14 +97,16 @@ class Batched:
 
     @property
     def stays(self) -> bool:
-        """Whether updates stay on the device, where the server then checks and aggregates them: the model's own, as it
-        is. What clients keep and send beside it is made on the host, and so is what a narrow link leaves of it."""
+        """Whether updates stay on the device, where the server checks and aggregates them.
+
+        Client memories, extra variables and lossy encodings are made on the host, so updates with those do not stay.
+        """
         alone = not self.session.stateful and not self.session.extras and self.session.link == Link()
         return self.stay and self.waits and alone and self.session.algorithm.on_any_device
 
     @property
     def waste(self) -> float:
-        """The share of lane-steps so far that no client was in."""
+        """The share of lane-steps so far without a client."""
         return 1 - self._steps_done / self._steps_run if self._steps_run else 0.0
 
     @property
@@ -127,7 +133,7 @@ class Batched:
         own: ClientParts,
         personal: bool,
     ) -> Iterator[Reply]:
-        """In the clients' order; as many states are held as there are lanes, and those that ended out of order."""
+        """In the clients' order. At most one state per lane is held, and those that ended out of order."""
         seen = (move(model, self.device), move_variables(down, self.device)) if self.stays else (model, down)
         trained = self._train(round, clients, model, down, own)
         for start in range(0, len(clients), self.lanes):
@@ -136,7 +142,7 @@ class Batched:
             ended = [next(trained) for _ in some]
             after = self._scores(some, [one.state for one in ended]) if personal else []
             for place, client in enumerate(some):
-                made, kept = reply_of(  # each state is let go as its reply is made
+                made, kept = reply_of(  # frees each state as its reply is made
                     self.session,
                     ended.pop(0),
                     *seen,
@@ -164,7 +170,7 @@ class Batched:
                 yield Reply(client, before=score)
 
     def _scores(self, clients: Sequence[int], states: list[State]) -> list[Score]:
-        """Each client's own model on its own test data, as many at once as there are lanes."""
+        """Scores each client's own model on its own test data, one per lane at a time."""
         tests = [self.data.client_test(client) for client in clients]
         found = [Score(0, 0, 0.0)] * len(clients)
         able = [place for place, test in enumerate(tests) if len(test)]
@@ -188,7 +194,7 @@ class Batched:
     def _train(
         self, round: int, clients: Sequence[int], model: State, down: Variables, own: ClientParts
     ) -> Iterator[Trained]:
-        """In fewer lanes after each try that the device has no memory for, and no state waits there any more."""
+        """Halves the lanes whenever the device runs out of memory; states then no longer wait there."""
         done = 0
         while done < len(clients):
             try:
@@ -199,8 +205,8 @@ class Batched:
             except torch.OutOfMemoryError:
                 if self.lanes == 1 and not self.waits:
                     raise RunError(
-                        f"round {round}: one client alone is too large for {self.device}'s memory. The state "
-                        "before it is kept. Lower the batch size, or use the sequential engine."
+                        f"round {round}: a single client does not fit into the memory of {self.device}. The state "
+                        "before this round is kept. Use a smaller batch, or the sequential engine."
                     ) from None
             fewer = max(1, self.lanes // 2)
             self._note(
@@ -227,7 +233,7 @@ class Batched:
             stacked = {g: stack_on([part[g] for part in parts], self.device) for g in parts[0]}
             return stacked.pop(PRIVATE), stacked
 
-        # After the tick is made: warming it up draws numbers too, and a resumed run makes it in another round.
+        # Only now: warming up the tick draws numbers too, and a resumed run does that in another round.
         layers = LayerRng(self.session.seed, round, self.stream, self.device)
         events = drive(tick, lane_state, plan, start, bring_own, self.waits)
         self._steps_done += sum(segment.steps for segment in plan.segments)
@@ -253,7 +259,7 @@ class Batched:
         self._plan_next_round(round, clients)
 
     def one_tick(self) -> Callable[[], None]:
-        """One step of all lanes, again and again, outside any round: what a benchmark times."""
+        """A function that makes one step of all lanes outside any round, for benchmarks."""
         program, algorithm = self.session.program, self.session.algorithm
         model = program.initial
         plan = plan_round(self.session, self.data, self.task.augment, 1, range(self.lanes), self.lanes)
@@ -275,10 +281,9 @@ class Batched:
         return plan_round(self.session, self.data, self.task.augment, round, clients, self.lanes)
 
     def _plan_next_round(self, round: int, clients: Sequence[int]) -> None:
-        """The plan of the next round, made while the device still works on this one.
+        """Plans the next round while the device still works on this one.
 
-        Not where these are but a share of the cohort (ranks, clients without examples): the next is then no guess
-        of ours.
+        Skipped if these clients are only a part of the drawn cohort (ranks, clients without examples).
         """
         drawn = [cohort(self.session.seed, t, len(self.data), len(clients)) for t in (round, round + 1)]
         if not self.on_gpu or drawn[0] != list(clients) or not all(map(self.data.size, drawn[1])):
@@ -289,7 +294,7 @@ class Batched:
     def _prepare(
         self, plan: RoundPlan, start: State, private: State, down: Variables, own: Variables
     ) -> LaneState:
-        """The fixed lane_state, made once and filled anew each round; a longer or wider plan needs new ones."""
+        """The lane state, allocated once and refilled each round; a longer or wider plan needs a new one."""
         lane_state = self._lane_state
         if (
             lane_state is None
@@ -318,15 +323,18 @@ class Batched:
         return self._ticks[masked]
 
     def _ready(self, tick: Callable[[LaneState], None], lane_state: LaneState) -> Callable[[], None]:
-        """The tick on these lane_state, by the fastest way that the device has."""
+        """The tick on this lane state: captured as a CUDA graph on a GPU, eager on a CPU."""
         if not self.on_gpu:
             return partial(tick, lane_state)
         if self.compile:
-            self.say(f"engine: compiling the step of {self.lanes} lanes, once; minutes at first, then cached")
+            logger.info(
+                "engine: compiling the step of %d lanes; this takes minutes once, then it is cached",
+                self.lanes,
+            )
         return capture(tick, lane_state, self.compile, self.notes)
 
     def _collect(self, event: Event) -> dict[int, Trained]:
-        """What each client has become, by its place in the cohort; on the host unless updates stay on the device."""
+        """The trained clients by their place in the cohort, on the host unless updates stay on the device."""
         program = self.session.program
         segments, stacked, losses = event
         parameters = {name: stacked[name] for name in program.parameters}
@@ -347,4 +355,4 @@ class Batched:
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
-        self.say(f"engine: {text}")
+        logger.info("engine: %s", text)

@@ -1,4 +1,4 @@
-"""The fixed lane_state of a batched round: what a captured step reads and writes, by address, round after round."""
+"""LaneState: the tensors that a captured step reads and writes; their addresses stay the same in every round."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from fedpara.state import State
 
 @dataclass
 class LaneState:
-    """`own` and `velocity` are stacked like the parameters; `x`, `down` and the examples are one for all."""
+    """`own` and `velocity` are stacked like the parameters; all lanes share `x`, `down` and the examples."""
 
     parameters: State
     velocity: State
@@ -25,15 +25,15 @@ class LaneState:
     x: State
     down: Variables
     plan: Tensor  # int64 [lane, step, batch]
-    sizes: Tensor  # int64 [lane, step]: examples in that step's batch, 0 where the lane is done
+    sizes: Tensor  # int64 [lane, step]: examples in that step's batch, 0 once the lane is done
     seeds: Tensor  # int64 [lane, step]
     counter: Tensor  # int64 [1]
     lr: Tensor
-    losses: Tensor  # [lane], summed since it was last cleared
-    crops: Tensor | None  # uint8 [lane, step, 3, batch], where images are cropped and mirrored
+    losses: Tensor  # [lane], summed since the client entered
+    crops: Tensor | None  # uint8 [lane, step, 3, batch], with crop-flip augmentation
     inputs: Tensor
     labels: Tensor
-    scale: Tensor | None  # [2, channel, 1, 1]: mean and deviation, where the inputs are bytes
+    scale: Tensor | None  # [2, channel, 1, 1]: mean and deviation, if the inputs are bytes
 
     def tensors(self) -> list[Tensor]:
         found: list[Tensor] = []
@@ -41,12 +41,12 @@ class LaneState:
         return found
 
     def holding(self, tensors: Sequence[Tensor]) -> "LaneState":
-        """The same lane_state with others in place of `tensors()`."""
+        """The same structure with other tensors, in the order of `tensors()`."""
         given = iter(tensors)
         return LaneState(**_each(lambda _: next(given), vars(self)))
 
     def fill(self, plan: RoundPlan, x: State, down: Variables) -> None:
-        """A round's plan, and what all its clients receive."""
+        """Copies in a round's plan and what all its clients receive."""
         steps, width = plan.steps, plan.width
         self.plan[:, :steps, :width].copy_(torch.from_numpy(plan.index))
         self.sizes.zero_()
@@ -63,7 +63,7 @@ class LaneState:
     def enter(
         self, lanes: Tensor, start: State, clients: Tensor, private: State, variables: Variables
     ) -> None:
-        """Clients take these lanes: the model they received, and of their own what stands at their place."""
+        """Clients enter these lanes with the model they received and their own private part and variables."""
         for tensors in (self.parameters, self.buffers):
             for name, tensor in tensors.items():
                 tensor[lanes] = private[name].index_select(0, clients) if name in private else start[name]
@@ -75,7 +75,7 @@ class LaneState:
         self.losses[lanes] = 0.0
 
     def leave(self, lanes: Tensor) -> State:
-        """What the clients in these lanes have become, stacked."""
+        """The trained states of the clients in these lanes, stacked."""
         whole = {**self.parameters, **self.buffers}
         return {name: tensor.index_select(0, lanes) for name, tensor in whole.items()}
 
@@ -89,7 +89,7 @@ def allocate_lanes(
     crops: bool,
     examples: Examples,
 ) -> LaneState:
-    """Places for `shape` = (lanes, steps, batch) clients like the one given, where the examples lie."""
+    """A LaneState of `shape` = (lanes, steps, batch) for clients like the one given, on the examples' device."""
     program, lanes, device = session.program, shape[0], examples.inputs.device
 
     def room(state: State) -> State:
@@ -118,7 +118,7 @@ def allocate_lanes(
 
 
 def _per_channel(examples: Examples) -> Tensor | None:
-    """Mean and deviation as a tensor on the device: a captured graph cannot fetch them from the host."""
+    """Mean and deviation as a tensor on the device, because a captured graph cannot read them from the host."""
     if examples.mean is None or examples.std is None:
         return None
     both = torch.tensor([examples.mean, examples.std], device=examples.inputs.device)
@@ -126,7 +126,7 @@ def _per_channel(examples: Examples) -> Tensor | None:
 
 
 def _each(f: Callable[[Tensor], Any], nested: Any) -> Any:
-    """`f` of every tensor in nested dicts, in their order."""
+    """Applies `f` to every tensor in nested dicts, in order."""
     if isinstance(nested, dict):
         return {name: _each(f, inner) for name, inner in nested.items()}
     return None if nested is None else f(nested)

@@ -1,6 +1,6 @@
-"""Packing: clients of unequal length packed side by side, so that lanes end together.
+"""Packing: clients with different numbers of steps in lanes that end at about the same time.
 
-The longest client first, each to the lane that is shortest so far. What is left at the ends is waste:
+Longest client first, each to the lane that is shortest so far. The idle ends are waste:
 
     waste = 1 - sum of steps / (lanes * longest lane)
 """
@@ -13,7 +13,7 @@ ACCEPTED_WASTE = 0.10
 
 @dataclass(frozen=True)
 class Segment:
-    """One client's turn in a lane."""
+    """One client's stay in a lane."""
 
     client: int  # its place in the cohort
     lane: int
@@ -26,7 +26,7 @@ class Segment:
 
 
 def pack(steps: Sequence[int], lanes: int) -> list[Segment]:
-    """Segments in the order in which they end."""
+    """The segments, ordered by their end."""
     lengths = [0] * lanes
     segments = []
     for client in sorted(range(len(steps)), key=lambda i: (-steps[i], i)):
@@ -46,7 +46,7 @@ def waste(segments: Sequence[Segment], lanes: int) -> float:
 
 
 def choose(cohorts: Sequence[Sequence[int]], most: int) -> int:
-    """The largest number of lanes whose mean waste over some typical cohorts is acceptable."""
+    """The largest number of lanes whose mean waste over these cohorts is acceptable."""
     for lanes in range(most, 1, -1):
         mean = sum(waste(pack(steps, lanes), lanes) for steps in cohorts) / len(cohorts)
         if mean <= ACCEPTED_WASTE:

@@ -1,9 +1,9 @@
-"""RoundPlan: a batched round before it runs. Who trains in which lane, and which examples each step sees.
+"""RoundPlan: a batched round before it runs: which client trains in which lane, on which examples in each step.
 
-index[lane, step, place]      an example of the training set; where nothing is, one of the same client, or 0
-sizes[lane, step]             how many of the lane_state hold one; 0 where the lane is done
-seeds[lane, step]             what its dropouts draw from
-crops[lane, step, :, place]   how its image is cropped and mirrored, if it is
+index[lane, step, b]      an example of the training set; padding repeats one of the same client, or is 0
+sizes[lane, step]         the number of examples in the batch; 0 once the lane is done
+seeds[lane, step]         the seed of the step's dropout
+crops[lane, step, :, b]   how the image is cropped and mirrored, with augmentation
 """
 
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ def plan_round(
 
 @dataclass(frozen=True)
 class LaneShape:
-    """What a few cohorts of this federation ask for, so that the lane_state seldom have to grow."""
+    """The lanes, steps and batch that typical cohorts of a federation need, so that the lane state seldom grows."""
 
     lanes: int
     steps: int  # of the longest lane
@@ -86,7 +86,7 @@ class LaneShape:
 
 
 def typical_shape(session: Session, data: FederatedData, size: int, lanes: int | None = None) -> LaneShape:
-    """For so many lanes, or for the most, up to one a client of the cohort, that waste little."""
+    """The shape for `lanes`, by default the largest number of lanes that wastes little, at most one per client."""
     local = session.algorithm.local
     drawn = [cohort(session.seed, t, len(data), size) for t in range(1, TYPICAL_COHORTS + 1)]
     sizes = [[data.size(client) for client in clients] for clients in drawn]

@@ -1,4 +1,4 @@
-"""Many clients' own models on their own test examples, all at once."""
+"""Scores many clients' own models on their own test examples at once."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +17,7 @@ from fedpara.state import State
 def scores(
     plain: nn.Module, forms: Mapping[str, Form], states: State, tests: Sequence[Examples]
 ) -> list[Score]:
-    """One score a stacked state. A short test set is padded with its last example, which does not count."""
+    """One score per stacked state. Short test sets are padded with their last example, which does not count."""
     weights = vmap(lambda state: compose_state(state, forms))(states)
     sizes = torch.tensor([len(test) for test in tests], device=tests[0].labels.device)
     correct, loss = torch.zeros_like(sizes), torch.zeros(len(tests), device=sizes.device)

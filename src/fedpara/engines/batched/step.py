@@ -2,13 +2,12 @@
 
     step = vmap over lanes of:  g = grad of the masked mean loss;  clip;  correct;  sgd_step
 
-Everything a step reads lies on the device in fixed lane_state: the data set, the plan [lane, step, batch] of
-example indices and its counter, the learning rate, the lanes' states (`lane_state.py`). So on a GPU the step is
-compiled, captured once as a CUDA graph, and replayed (`capture.py`): the host does nothing per step.
+Everything a step reads is on the device at fixed addresses (`lane_state.py`): the data set, the plan [lane, step,
+batch] of example indices and its counter, the learning rate, the lanes' states. So on a GPU the step is compiled,
+captured once as a CUDA graph and replayed (`capture.py`): the host does nothing per step.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +19,11 @@ from fedpara.data import normalise, unit_scale
 from fedpara.engines.batched.lane_state import LaneState
 from fedpara.engines.local.augment import crop_flip
 from fedpara.engines.local.dropout import layer_seed, seeded_dropouts
+from fedpara.engines.settings import Precision
 from fedpara.parameterization import Form, compose_state, corrected_grad
 from fedpara.state import State
 
-Precision = Literal["float32", "tf32", "bfloat16"]
-
-# Which arguments of a step are stacked: all but x, down and the learning rate.
+# All arguments of a step are stacked except x, down and the learning rate.
 LANES_OF_A_STEP = (0, 0, 0, 0, 0, 0, 0, 0, None, None, None)
 
 
@@ -37,7 +35,7 @@ def one_step(
     shared: tuple[str, ...],
     masked: bool,
 ) -> Callable[..., tuple[State, State, State, Tensor]]:
-    """A pure function of one lane; `vmap` makes it one of all. Unless `masked`, every batch is full."""
+    """A pure function of one lane, for `vmap`. Unless `masked`, every batch is full."""
     local, dropouts = algorithm.local, seeded_dropouts(plain)
 
     def loss(
@@ -50,7 +48,7 @@ def one_step(
             dropout.calls = 0
         with torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
             logits = functional_call(plain, given, (images,))
-        fresh = {name: given[name].detach() for name in fresh}  # written to, or another in its place
+        fresh = {name: given[name].detach() for name in fresh}  # updated in place, or replaced
         each = cross_entropy(logits.float(), labels, reduction="none")
         if not masked:
             return each.mean(), fresh
@@ -94,7 +92,7 @@ def one_step(
             g = clip_by_norm(g, local.clip)
         y = {name: parameters[name] for name in shared}
         g = {**g, **algorithm.correct({name: g[name] for name in shared}, y, x, down, own)}
-        # A lane that is done stands still: y - 0 g = y costs no pass over the parameters, as choosing would.
+        # eta = 0 freezes a lane that is done; torch.where on the parameters would cost one more pass over them.
         eta = torch.where(size > 0, lr, 0.0) if masked else lr
         stepped, moved = sgd_step(parameters, g, velocity, eta, local)
         if masked:
@@ -150,6 +148,6 @@ def make_tick(step: Callable[..., tuple[State, State, State, Tensor]]) -> Callab
 
 
 def gather(lanes: LaneState, index: Tensor) -> Tensor:
-    """The normalised inputs at `index`."""
+    """The normalised inputs of these examples."""
     raw, scale = lanes.inputs.index_select(0, index), lanes.scale
     return normalise(raw, None, None) if scale is None else (unit_scale(raw) - scale[0]) / scale[1]

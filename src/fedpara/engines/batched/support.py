@@ -1,4 +1,4 @@
-"""Whether an experiment can run batched, and why not. A step of one example tells what vmap thinks of the model."""
+"""Whether a run can be batched, and why not. One step on one example shows whether vmap supports the model."""
 
 from collections.abc import Callable
 
@@ -15,11 +15,11 @@ from fedpara.parameterization import covered
 from fedpara.state import State, zeros_like
 
 LANES_THAT_PAY = 5
-"""On a CPU: benchmarks/README.md has sequential over batched by the number of lanes."""
+"""On a CPU fewer lanes are slower than sequential training: benchmarks/README.md."""
 
 
 def unsupported(session: Session, data: FederatedData) -> str:
-    """Why this experiment cannot run batched, or ""."""
+    """Why this run cannot be batched, or ""."""
     program, local = session.program, session.algorithm.local
     if local.jacobian and program.buffers:
         return "the Jacobian correction has no batched form for a model with buffers"
@@ -42,21 +42,19 @@ def unsupported(session: Session, data: FederatedData) -> str:
     except Exception as error:
         return in_a_line(error)
     if name := lane_state.replaced():
-        return (
-            f"the forward pass puts another tensor in the place of buffer {name!r}, which no state dict holds"
-        )
+        return f"the forward pass replaces buffer {name!r} by another tensor"
     if not uneven or _same(*stepped):
         return ""
     if not _same(stepped[0], _step(step, session, batches[0], example.labels, seed=1)):
-        return "short batches are padded, and the forward pass draws random numbers of its own, as nn.Dropout would not"
+        return "short batches are padded, and the model has random layers other than nn.Dropout"
     return (
-        "short batches are padded, and what this model makes of an example depends on the others in its batch, as "
-        "BatchNorm's output does"
+        "short batches are padded, and this model's output for an example depends on the others in its batch, as with "
+        "BatchNorm"
     )
 
 
 def _padded(image: Tensor, data: FederatedData) -> list[Tensor]:
-    """The image in two batches: beside itself; beside another example, if there is one, and itself."""
+    """Two padded batches of the same image: with itself, and with another example if there is one."""
     some = data.train.subset(range(min(64, len(data.train))))
     others = normalise(some.inputs, some.mean, some.std)
     unlike = next((other[None] for other in others if not torch.equal(other, image[0])), image)
@@ -70,7 +68,7 @@ def _step(
     label: Tensor,
     seed: int = 0,
 ) -> State:
-    """One client after a step on a batch whose first place holds an example, and whose others are padding."""
+    """The state after one step on a batch of one example and padding."""
     program, algorithm = session.program, session.algorithm
     x = program.start(program.shared)
     parameters = program.start(program.parameters)
@@ -97,12 +95,12 @@ def _same(a: State, b: State) -> bool:
 
 
 def slower_on_cpu(session: Session, lanes: int) -> str:
-    """Why sequential is the faster one on a CPU, or "". A rule, not a timing: the same run takes the same path.
+    """Why sequential training is faster on a CPU, or "". A rule, not a timing: a run always takes the same path.
 
-    Measured in benchmarks/README.md: stacked matrix products win 5 to 60%, grouped convolutions lose a third.
+    benchmarks/README.md: stacked matrix products are 5 to 60% faster, grouped convolutions a third slower.
     """
     if any(isinstance(module, nn.modules.conv._ConvNd) for module in session.program.model.modules()):
         return "stacked convolutions are slower on a CPU"
     if lanes < LANES_THAT_PAY:
-        return f"this cohort fills {lanes} lane{'s' * (lanes > 1)}, and fewer than {LANES_THAT_PAY} do not pay on a CPU"
+        return f"this cohort fills {lanes} lane{'s' * (lanes > 1)}; on a CPU fewer than {LANES_THAT_PAY} are slower"
     return ""

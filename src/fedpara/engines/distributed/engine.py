@@ -1,10 +1,10 @@
-"""The engine of more than one GPU: every rank trains a share of the cohort, one exchange a round joins them.
+"""The engine for several GPUs: every rank trains a share of the cohort, and one exchange per round joins them.
 
     replies of rank r = inner.train(share r);  all ranks: replies = all_gather;  aggregate in the cohort's order
 
-Every rank runs the same server loop on the same replies, so all have the same bits, and those of one process but for
-the order of a sum: one GPU adds its updates where they are. What travels are the clients' encoded messages and their
-scores; what a client keeps stays with the rank that has it.
+Every rank runs the same server loop on the same replies, so all ranks have the same bits. A single process may differ
+in the last bits, because one GPU sums its updates on the device. Ranks exchange encoded messages and scores; a
+client's memory stays on its rank.
 """
 
 import zlib
@@ -40,7 +40,7 @@ class Distributed:
         return f"{self.group.size} ranks ({self.group.backend}), each: {self.inner.why}"
 
     def share(self, clients: Sequence[int], rank: int) -> list[int]:
-        """By number where clients keep something, so that each stays with its rank; else by place, evenly."""
+        """By client number if clients have memories, so that each stays on its rank; otherwise evenly by position."""
         size = self.group.size
         if self.by_number:
             return [client for client in clients if client % size == rank]
@@ -59,7 +59,7 @@ class Distributed:
         for rank, part in enumerate(parts):
             if part.header["task"] != parts[0].header["task"]:
                 raise RunError(
-                    f"rank {rank} has another model, cohort or seed than rank 0 in round {round}: expected the same "
+                    f"rank {rank} has another model, cohort or seed than rank 0 in round {round}: use the same "
                     "settings, run folder and versions of fedpara and torch on every rank."
                 )
         replies = [reply for part in parts for reply in _replies(part)]
@@ -67,7 +67,7 @@ class Distributed:
         yield from sorted(replies, key=lambda reply: place.get(reply.client, len(place)))
 
     def commit(self, round: int, clients: Sequence[int]) -> None:
-        """Returns once every rank has kept its own, so that no checkpoint is ahead of them."""
+        """Returns once every rank has committed, so that no checkpoint is ahead of the memories."""
 
         def work() -> Part:
             self.inner.commit(round, [client for client in clients if client in self._mine])
@@ -76,7 +76,7 @@ class Distributed:
         self.group.gather(f"the end of round {round}", work)
 
     def evaluate(self, state: State) -> Score | None:
-        """Rank 0's, so that all ranks stop at the same round."""
+        """Rank 0's score, so that all ranks stop in the same round."""
 
         def work() -> Part:
             return Part({"score": _of_score(self.inner.evaluate(state)) if self.group.rank == 0 else None})
@@ -84,7 +84,7 @@ class Distributed:
         return _score(self.group.gather("the evaluation", work)[0].header["score"])
 
     def score_clients(self, round: int, clients: Sequence[int], message: Message) -> Iterator[Reply]:
-        """Every rank scores the clients whose private parts it holds."""
+        """Every rank scores the clients whose memories it holds."""
         mine = self.share(clients, self.group.rank)
 
         def work() -> Part:
@@ -95,7 +95,7 @@ class Distributed:
 
 
 class RankMemory:
-    """A memory that says so where a client's own part is with another rank."""
+    """A memory that raises RunError for a client whose memory is on another rank."""
 
     def __init__(self, memory: ClientMemory, engine: Distributed) -> None:
         self.memory, self.engine = memory, engine
@@ -104,8 +104,8 @@ class RankMemory:
         group = self.engine.group
         if self.engine.by_number and client % group.size != group.rank:
             raise RunError(
-                f"what client {client} keeps is with rank {client % group.size}, and this is rank {group.rank}: "
-                "ask there. Private parts do not travel."
+                f"the memory of client {client} is on rank {client % group.size}, and this is rank {group.rank}: "
+                "private parts are not exchanged, so read it there."
             )
         return self.memory.get(client)
 

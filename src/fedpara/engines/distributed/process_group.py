@@ -1,8 +1,8 @@
-"""ProcessGroup: the processes of one run that torchrun started, one a GPU, kept in step.
+"""ProcessGroup: the processes of one run that torchrun started, one per GPU.
 
-All they do together is one thing: every rank puts in a JSON header and byte strings, or the error that kept it
-from them, and every rank gets what all put in. So an error on one rank is raised on all, and none waits for ever.
-A process that torchrun did not start is a group of one, which exchanges nothing.
+Their only joint operation is `gather`: every rank contributes a JSON header and byte strings, or its error, and every
+rank gets all contributions. So an error on one rank is raised on all, and no rank waits forever. Without torchrun the
+group has one process and exchanges nothing.
 """
 
 import atexit
@@ -24,19 +24,19 @@ from fedpara import errors
 from fedpara.errors import ConfigError, FedParaError, RunError
 
 PATIENCE = timedelta(hours=1)
-"""For a rank that hangs. One that dies closes its connections, which is seen at once."""
+"""How long to wait for a rank that hangs. A rank that dies closes its connections, which is noticed at once."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank puts in."""
+    """What one rank contributes."""
 
     header: dict[str, Any] = field(default_factory=dict)
     blobs: list[bytes] = field(default_factory=list)
 
 
 class ProcessGroup:
-    """`device` is this rank's own GPU; `over` means that no rank can be reached any more."""
+    """`device` is this rank's GPU; `over` means that the other ranks can no longer be reached."""
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
         self.rank, self.size, self.device = rank, size, device
@@ -48,7 +48,7 @@ class ProcessGroup:
         return "nccl" if self.device is not None else "gloo"
 
     def gather(self, what: str, work: Callable[[], Part] = Part) -> list[Part]:
-        """Every rank's part, by rank. If `work` failed on one, all raise the first such rank's error."""
+        """Every rank's part, by rank. If `work` fails on any rank, all raise the first one's error."""
         if self.size == 1:
             return [work()]
         failed: Exception | None = None
@@ -68,8 +68,7 @@ class ProcessGroup:
         told = [part.header["what"] for part in parts]
         if len(set(told)) > 1:
             self._raised = RunError(
-                f"the ranks are not at the same place: {', '.join(told)}. Expected one script with the same "
-                "settings on every rank."
+                f"the ranks are out of step: {', '.join(told)}. Run one script with the same settings on every rank."
             )
             raise self._raised
         return parts
@@ -80,20 +79,20 @@ class ProcessGroup:
 
     @contextmanager
     def in_step(self, what: str) -> Iterator[None]:
-        """All ranks come to the end of this block, or all leave it with an error."""
+        """All ranks reach the end of this block, or all raise an error."""
         try:
             yield
         except Exception as error:
             if self.size > 1 and not self.over and error is not self._raised:
                 self.gather(what, _raising(error))
             raise
-        except BaseException:  # Ctrl-C, SIGTERM: the others see this process go
+        except BaseException:  # Ctrl-C, SIGTERM: the others notice that this process ends
             self.over = self.size > 1
             raise
         self.gather(what)
 
     def leave(self) -> None:
-        """Wait for the others, so that none is stopped by torchrun while it still says why it ended."""
+        """Wait for the others, so that torchrun does not stop a rank that is still reporting its error."""
         if self.size == 1 or not dist.is_initialized():
             return
         try:
@@ -116,13 +115,13 @@ class ProcessGroup:
             others = [str(rank) for rank in range(self.size) if rank != self.rank]
             who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {', '.join(others)}"
             raise RunError(
-                f"{who} no longer answers at {what}: it was ended, or its machine cannot be reached "
+                f"{who} no longer answers at {what}: the process ended, or its machine cannot be reached "
                 f"({_cause(error)})."
             ) from None
 
 
 def place() -> tuple[int, int]:
-    """(this process's rank, how many there are), as torchrun's environment says."""
+    """(this process's rank, the number of ranks), from torchrun's environment."""
     size = _whole("WORLD_SIZE", "1")
     return (_whole("RANK"), size) if size > 1 and "RANK" in os.environ else (0, 1)
 
@@ -133,26 +132,26 @@ def _whole(variable: str, usual: str = "") -> int:
         return int(value)
     except ValueError:
         raise ConfigError(
-            f"{variable} is {value!r} in the environment: expected a whole number, as torchrun sets it. Unset it."
+            f"the environment variable {variable} is {value!r}: torchrun sets a whole number. Unset it."
         ) from None
 
 
 @cache
 def join() -> ProcessGroup:
-    """The group that torchrun's environment names, joined once; a group of one without it.
+    """The group that torchrun's environment describes, joined once; without torchrun a group of one.
 
-    NCCL between GPUs, one a rank; gloo between CPUs, and for what is small.
+    NCCL between GPUs, one per rank; gloo between CPUs and for small things.
     """
     rank, size = place()
     if size == 1:
         return ProcessGroup()
     if dist.is_initialized():
         raise ConfigError(
-            "torch.distributed was started before fedpara, which joins the ranks itself: leave "
-            "init_process_group out of the script."
+            "torch.distributed is already initialized: fedpara joins the ranks itself, so leave init_process_group "
+            "out of the script."
         )
-    # Imported later, as `grad` does, it would hold the group to the process's end as its functions' default, and gloo's
-    # threads with it: one that lets go of a tensor when Python is gone aborts the process.
+    # If `grad` imported this module later, its functions' defaults would keep the group and gloo's threads alive until
+    # the process ends; a thread that frees a tensor after Python is gone aborts the process.
     import_module("torch.distributed.nn.functional")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
@@ -163,7 +162,7 @@ def join() -> ProcessGroup:
         ) from error
     atexit.register(_destroy)
     local = int(os.environ.get("LOCAL_RANK", rank))
-    # By gloo, until each is known to have a GPU: a rank without one would keep NCCL waiting.
+    # gloo until every rank is known to have a GPU: NCCL would wait for a rank without one.
     group = ProcessGroup(rank, size)
     group.gather("the start", lambda: _placed(rank, local, gpus))
     group.device = torch.device("cuda", local) if gpus else None
@@ -173,8 +172,8 @@ def join() -> ProcessGroup:
 def _placed(rank: int, local: int, gpus: int) -> Part:
     if gpus and local >= gpus:
         raise ConfigError(
-            f"rank {rank} has no GPU of its own: its machine has {gpus}. Start as many ranks as there are GPUs, or "
-            "hide them with CUDA_VISIBLE_DEVICES='' to use the CPUs."
+            f"rank {rank} has no GPU: its machine has {gpus}. Start as many ranks as there are GPUs, or set "
+            "CUDA_VISIBLE_DEVICES='' to use the CPUs."
         )
     if gpus:
         torch.cuda.set_device(local)
@@ -182,9 +181,9 @@ def _placed(rank: int, local: int, gpus: int) -> Part:
 
 
 def all_gather(content: bytes, size: int, device: torch.device | None) -> list[bytes]:
-    """Every rank's bytes, by rank: how many first, then all of them, padded to the longest.
+    """Every rank's bytes, by rank: first their lengths, then the bytes, padded to the longest.
 
-    The counts go by gloo, whose connections tell at once of a rank that died, so the GPUs never wait for one.
+    gloo sends the lengths: its connections report a dead rank at once, so the GPUs never wait for one.
     """
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(counts, torch.tensor([len(content)]))
@@ -217,7 +216,7 @@ def _rebuilt(kind: str, text: str) -> FedParaError:
 
 
 def _cause(error: Exception) -> str:
-    """torch's text without the place in its source and its advice."""
+    """torch's message without its source location and advice."""
     return re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0].rstrip(".")
 
 

@@ -1,11 +1,11 @@
-"""The Flower engine: the clients are on nodes elsewhere, the server's loop is `loop.play` as everywhere.
+"""The Flower engine: clients train on nodes elsewhere, under the same server loop as in every engine.
 
-    before a round   hello to nodes that are not known yet: who serves which client, with which package
-    in a round       one order a client, answers until the deadline, handed over in the cohort's order
-    after it         the clients whose updates were taken learn so with their next order
-    after the last   one order a client whose own model is to be scored
+    before a round   a hello to every new node: which clients does it serve, with which version and model?
+    in a round       one request per client; responses until the deadline, returned in the cohort's order
+    after a round    clients whose updates were accepted learn so with their next request
+    after the last   one request for each client whose own model is to be scored
 
-Flower itself is met through a `Transport` only; the one that carries packets over its Grid is in `apps`.
+The engine uses Flower only through a `Transport`; the one over Flower's Grid is in `apps/flower/grid.py`.
 """
 
 import math
@@ -42,8 +42,8 @@ ACCEPTED = "accepted"
 
 
 @dataclass
-class _Open:
-    """Letters whose answers are still awaited, by client, and the replies that came."""
+class _OpenRequests:
+    """Requests without a response yet, by message id, and the replies so far."""
 
     kind: str
     round: int
@@ -69,13 +69,12 @@ class Flower:
         version: str,
         clients: int,
         cohort: int,
-        tell: Callable[[str], None],
         keys: Keys | None = None,
         counts: ExampleCounts | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`experiment` is the TOML each node builds its part from; `run` names the run on the nodes' disks."""
+        """`experiment` is the TOML from which each node builds its part; `run` names the run on the nodes' disks."""
         self.session, self.task, self.memory, self.policy = session, task, memory, policy
         self.transport, self.cohort = transport, cohort
         self.worker = Worker(session.program, task.augment)
@@ -92,7 +91,6 @@ class Flower:
             clients=clients,
             keys=keys,
             counts=counts,
-            tell=tell,
             clock=clock,
             sleep=sleep,
         )
@@ -106,27 +104,27 @@ class Flower:
                 f"policy needs {self.policy.minimum}{self.roster.refusals()}. Finished rounds are saved: start "
                 "the nodes and resume the run."
             )
-        order = replace(self._blank, kind="train", round=round, personal=personal, message=bytes(message))
-        yield from self._ask(order, clients, hosts)
+        request = replace(self._blank, kind="train", round=round, personal=personal, message=bytes(message))
+        yield from self._ask(request, clients, hosts)
 
     def score_clients(self, round: int, clients: Sequence[int], message: Message) -> Iterator[Reply]:
-        """Each client's own model on its own test data: `Reply.before`, or a reason. No client keeps anything.
+        """Scores each client's own model on its own test data; no memory changes.
 
-        A cohort's number of clients at a time, so that the deadline means what it means in a round. A client without a
-        node gets a reason; it does not stop the run, whose rounds are done.
+        One cohort's number of clients at a time, so that the deadline applies as in a round. A client without a node
+        gets a reason and does not stop the run, whose rounds are done.
         """
         self.roster.find(clients, len(clients))
-        order = replace(self._blank, kind="score", round=round, message=bytes(message))
+        request = replace(self._blank, kind="score", round=round, message=bytes(message))
         for start in range(0, len(clients), self.cohort):
             some = clients[start : start + self.cohort]
-            yield from self._ask(order, some, self.roster.hosts(some))
+            yield from self._ask(request, some, self.roster.hosts(some))
 
     def examples(self, client: int) -> int:
-        """How many the client's node stated at its first hello; 0 where it stated none."""
+        """The number that the client's node stated in its first hello; 0 if it stated none."""
         return self._counts.examples(client) if self._counts is not None else 0
 
     def commit(self, round: int, clients: Sequence[int]) -> None:
-        """Told to a client with its next order; noted here so that a resumed server tells it the same."""
+        """The client learns of it with its next request. It is stored here for a resumed server."""
         if self.session.stateful:
             for client in clients:
                 self.memory.put(client, round, {ACCEPTED: {"round": torch.tensor(round)}})
@@ -138,16 +136,16 @@ class Flower:
         groups = self.memory.get(client) if self.session.stateful else None
         return int(groups[ACCEPTED]["round"]) if groups else 0
 
-    def _ask(self, order: Request, clients: Sequence[int], hosts: Mapping[int, int]) -> Iterator[Reply]:
-        """One reply a client, in their order, by the deadline; `order` is completed for each of them."""
-        open_ = _Open(order.kind, order.round, self._clock() + self.policy.deadline)
+    def _ask(self, request: Request, clients: Sequence[int], hosts: Mapping[int, int]) -> Iterator[Reply]:
+        """One reply per client, in order, by the deadline. `request` is completed for each client."""
+        open_requests = _OpenRequests(request.kind, request.round, self._clock() + self.policy.deadline)
         asked = [client for client in clients if client in hosts]
         packets = [
             (
                 hosts[client],
                 to_packet(
                     replace(
-                        order, seconds=self.policy.deadline, client=client, accepted=self._accepted(client)
+                        request, seconds=self.policy.deadline, client=client, accepted=self._accepted(client)
                     )
                 ),
             )
@@ -156,29 +154,33 @@ class Flower:
         names = self.transport.send(packets, self.policy.deadline) if packets else []
         for client, name in zip(asked, names, strict=True):
             if name:
-                open_.pending[name] = client
+                open_requests.pending[name] = client
             else:
-                open_.replies[client] = Reply(client, reason="its order could not be sent", reached=False)
-        self._await(open_)
-        for name, client in open_.pending.items():
-            if order.kind == "train":  # a score that comes late has no bytes to count
-                self._late[name] = client, order.round
-            if self._clock() >= open_.end:
-                # Dead or hanging: whether it is there is asked anew, which takes less than a round's deadline.
+                open_requests.replies[client] = Reply(
+                    client, reason="its request could not be sent", reached=False
+                )
+        self._await(open_requests)
+        for name, client in open_requests.pending.items():
+            if request.kind == "train":  # a late score has no bytes to count
+                self._late[name] = client, request.round
+            if self._clock() >= open_requests.end:
+                # Dead or hanging: ask for a hello next time, which takes less than a round's deadline.
                 self.roster.doubt(hosts[client])
         for client in clients:
-            yield open_.replies.get(client) or Reply(
-                client, reason=self._absence(client, hosts, open_.end), reached=client in hosts
+            yield open_requests.replies.get(client) or Reply(
+                client, reason=self._absence(client, hosts, open_requests.end), reached=client in hosts
             )
 
-    def _await(self, open_: _Open) -> None:
-        while open_.pending:
-            for name, got in self.transport.collect(list(open_.pending)).items():
-                client = open_.pending.pop(name)
-                open_.replies[client] = self._reply(got, client, open_.round, open_.kind)
-            good = sum(reply.message is not None for reply in open_.replies.values())
+    def _await(self, open_requests: _OpenRequests) -> None:
+        while open_requests.pending:
+            for name, got in self.transport.collect(list(open_requests.pending)).items():
+                client = open_requests.pending.pop(name)
+                open_requests.replies[client] = self._reply(
+                    got, client, open_requests.round, open_requests.kind
+                )
+            good = sum(reply.message is not None for reply in open_requests.replies.values())
             enough = self.policy.oversample and good >= self.cohort
-            if not open_.pending or enough or self._clock() >= open_.end:
+            if not open_requests.pending or enough or self._clock() >= open_requests.end:
                 return
             self._sleep(self.policy.poll)
 
@@ -186,21 +188,21 @@ class Flower:
         if isinstance(got, str):
             return Reply(client, reason=in_one_line(got))
         try:
-            answer = from_packet(got, Response, self._limit if kind == "train" else 0)
-            if (answer.client, answer.round) != (client, round):
+            response = from_packet(got, Response, self._limit if kind == "train" else 0)
+            if (response.client, response.round) != (client, round):
                 raise WireError(
-                    f"it answers for client {answer.client} in round {answer.round}: expected client {client} "
+                    f"it answers for client {response.client} in round {response.round}: expected client {client} "
                     f"in round {round}."
                 )
-            if answer.message and not math.isfinite(answer.loss):
-                raise WireError(f"its loss is {answer.loss}: expected a finite number.")
+            if response.message and not math.isfinite(response.loss):
+                raise WireError(f"its loss is {response.loss}: expected a finite number.")
         except WireError as error:
             return Reply(client, reason=str(error), unread=len(got.body))
-        wanted = answer.message if kind == "train" else answer.before
-        if not wanted and not answer.reason:
+        wanted = response.message if kind == "train" else response.before
+        if not wanted and not response.reason:
             expected = "a message" if kind == "train" else "a score"
-            return Reply(client, reason=f"its answer is empty: expected {expected} or a reason")
-        return replace(answer.reply, reason=in_one_line(answer.reason))
+            return Reply(client, reason=f"its response is empty: expected {expected} or a reason")
+        return replace(response.reply, reason=in_one_line(response.reason))
 
     def _absence(self, client: int, hosts: Mapping[int, int], end: float) -> str:
         if client not in hosts:
@@ -210,7 +212,7 @@ class Flower:
         return f"no reply within {self.policy.deadline:g} s"
 
     def _late_replies(self) -> Iterator[Reply]:
-        """Those of earlier rounds that have come since: of no use, but they were sent."""
+        """Replies to earlier rounds that have arrived since: not used, but their bytes were sent."""
         for name, got in self.transport.collect(list(self._late)).items() if self._late else ():
             client, round = self._late.pop(name)
             if not isinstance(got, str):
@@ -219,7 +221,7 @@ class Flower:
 
 
 def digest(session: Session) -> str:
-    """Of the names, types and shapes of both messages: two ends that agree on it can talk."""
+    """A digest of the names, types and shapes of both messages, to check that both ends agree."""
     lines = [
         f"{name} {kind} {tuple(shape)}"
         for spec in (session.down, session.up)

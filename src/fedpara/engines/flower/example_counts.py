@@ -1,7 +1,7 @@
-"""How many examples each client of a run has, where only its node knows: the first count stated is the one that holds.
+"""How many examples each client has, if only its node knows: the first count a node states is binding.
 
-A count is a client's weight in the mean, so a node must not be able to change it between rounds. The file is a JSON
-object, such as {"0": 812, "1": 440}; it lies in the run folder, so that a resumed run keeps the counts.
+A count is a client's weight in the mean, so a node must not change it between rounds. The counts are a JSON file in the
+run folder, such as {"0": 812, "1": 440}, so that a resumed run keeps them.
 """
 
 import json
@@ -20,11 +20,11 @@ class ExampleCounts:
         self._counts = _read(path) if path.exists() else {}
 
     def examples(self, client: int) -> int:
-        """0 before the client's node has stated a count."""
+        """0 until the client's node has stated a count."""
         return self._counts.get(client, 0)
 
     def objection(self, clients: Sequence[int], examples: int) -> str:
-        """Why these clients cannot have this many examples each; "" where they can."""
+        """Why these clients cannot have this many examples each, or ""."""
         if not 1 <= examples <= MOST:
             return f"it states {examples} examples: expected 1 to {MOST}"
         for client in clients:
@@ -36,7 +36,7 @@ class ExampleCounts:
         return ""
 
     def pin(self, clients: Sequence[int], examples: int) -> None:
-        """Write down the count of those clients that have none yet."""
+        """Store the count of those clients that have none yet."""
         counts = {**dict.fromkeys(clients, examples), **self._counts}
         if counts != self._counts:
             named = {str(client): counts[client] for client in sorted(counts)}

@@ -1,13 +1,14 @@
 """The nodes of a Flower run: which are connected, which clients each one serves, and why others are refused.
 
-A node introduces itself with a Hello before it gets any work. The log names a node that is refused, and the reason:
+A node must answer a hello before it gets any work. The log names each refused node and the reason:
 
     its fedpara version or its model differs from the server's
-    its key is not listed for the clients it claims, where the server has a keys file
+    its key is not listed for the clients it claims (if the server has a keys file)
     it claims a client that another connected node serves
-    it states a number of examples that is out of range, or that changed since the run began
+    the number of examples it states is out of range, or has changed since the run began
 """
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from fedpara.engines.flower.example_counts import ExampleCounts
@@ -16,8 +17,10 @@ from fedpara.engines.flower.rpc import Hello, Packet, Request, Transport, from_p
 from fedpara.errors import WireError
 from fedpara.wire.tensors import in_one_line, shown
 
+logger = logging.getLogger(__name__)
+
 Keys = Mapping[bytes, tuple[int, int]]
-"""By public key: (k, n), the node may serve the clients i with i % n == k."""
+"""Maps a public key to (k, n): the node may serve the clients i with i % n == k."""
 
 
 class Roster:
@@ -32,17 +35,16 @@ class Roster:
         clients: int,
         keys: Keys | None,
         counts: ExampleCounts | None,
-        tell: Callable[[str], None],
         clock: Callable[[], float],
         sleep: Callable[[float], None],
     ) -> None:
-        """`keys` binds node keys to client numbers; `counts` are the counts of nodes that bring their own data."""
+        """`keys` binds node keys to clients; `counts` are example counts, if nodes bring their own data."""
         self._transport, self._policy, self._greeting = transport, policy, greeting
         self._scheme, self._digest, self._clients = scheme, digest, clients
-        self._keys, self._counts, self._tell = keys, counts, tell
+        self._keys, self._counts = keys, counts
         self._clock, self._sleep = clock, sleep
         self._connected: Mapping[int, bytes] = {}
-        self._known: set[int] = set()  # those that answered a hello, and no order was lost on them since
+        self._known: set[int] = set()  # answered a hello, and every request since
         self._owners: dict[int, int] = {}  # the node of each client, for as long as it is connected
         self._refused: dict[int, str] = {}
         self._hellos: dict[str, tuple[int, float]] = {}
@@ -51,7 +53,7 @@ class Roster:
     def find(self, clients: Sequence[int], enough: int) -> dict[int, int]:
         """The node of each client that has one.
 
-        Nodes have `policy.wait` seconds to appear, at the start and whenever fewer than `enough` clients have one.
+        Waits up to `policy.wait` seconds for nodes at the start, and whenever fewer than `enough` clients have one.
         """
         started, asked = self._clock(), set[int]()
         while True:
@@ -69,16 +71,16 @@ class Roster:
             self._sleep(self._policy.poll)
 
     def hosts(self, clients: Sequence[int]) -> dict[int, int]:
-        """As `find`, without looking for new nodes."""
+        """Like `find`, without looking for new nodes."""
         owned = {client: self._owners[client] for client in clients if client in self._owners}
         return {client: node for client, node in owned.items() if node in self._known}
 
     def doubt(self, node: int) -> None:
-        """It did not answer in time: ask it for a hello before it gets more work. Its clients stay its own."""
+        """The node did not answer in time: it must answer a hello before it gets more work. It keeps its clients."""
         self._known.discard(node)
 
     def absence(self, client: int) -> str:
-        """Why no node can be asked for this client."""
+        """Why no node serves this client now."""
         node = self._owners.get(client)
         return ("no node serves it" if node is None else f"its node {node} did not answer") + self.refusals()
 
@@ -87,13 +89,13 @@ class Roster:
         return f" ({said})" if said else ""
 
     def _look(self) -> None:
-        """Which nodes are connected; a node that left frees its clients."""
+        """Updates which nodes are connected; a node that left frees its clients."""
         self._connected = self._transport.nodes()
         self._known &= self._connected.keys()
         self._owners = {client: node for client, node in self._owners.items() if node in self._connected}
 
     def _greet(self, nodes: Collection[int]) -> set[int]:
-        """Those of them that answered. One that is silent is not asked again while its hello may still come back."""
+        """The nodes that answered. A silent node is not asked again while its answer may still arrive."""
         waited = {node for node, _ in self._hellos.values()}
         new = sorted(set(nodes) - waited)
         packet = to_packet(self._greeting)
@@ -134,11 +136,11 @@ class Roster:
         others = {client: owner for client, owner in self._owners.items() if owner != node}
         self._owners = {**others, **dict.fromkeys(served, node)}
         has = f", with {hello.examples} examples" if self._counts is not None else ""
-        self._tell(f"node {node} is number {hello.first} of {hello.every}{has}")
+        logger.info("node %d is number %d of %d%s", node, hello.first, hello.every, has)
         return None
 
     def _objection(self, node: int, hello: Hello) -> str:
-        """Why the node cannot take part; "" where it can."""
+        """Why the node cannot take part, or ""."""
         if not 0 <= hello.first < hello.every:
             return f"it is number {hello.first} of {hello.every}: expected 0 to one less"
         if hello.version != self._greeting.version:
@@ -178,5 +180,5 @@ class Roster:
 
     def _refuse(self, node: int, why: str) -> None:
         if self._refused.get(node) != why:
-            self._tell(f"node {node} refused: {why}")
+            logger.info("node %d refused: %s", node, why)
         self._refused[node] = why

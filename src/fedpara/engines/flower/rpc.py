@@ -1,11 +1,11 @@
-"""What the server and its nodes say to each other: a few named facts, and at most one encoded message.
+"""What the server and its nodes exchange: a few named facts, and at most one encoded message.
 
-    Request    server to node: hello, one client's part of a round, or the score of one client's own model
-    Hello    node to server: which clients it serves, and what it would train
-    Response   node to server: a client's message or score, or why there is none
+    Request    server to node: a hello, one client's part of a round, or the score of one client's own model
+    Hello      node to server: which clients it serves, and with which model
+    Response   node to server: a client's message or score, or the reason why there is none
 
-A `Packet` is any of them in transit, in types every transport has; a `Transport` carries packets. Nothing in a packet
-is trusted: reading one raises WireError for a fact that is missing or has the wrong type.
+A `Packet` holds any of them in types that every transport has; a `Transport` carries packets. Nothing in a packet is
+trusted: reading one raises WireError for a fact that is missing or has the wrong type.
 """
 
 import math
@@ -34,20 +34,20 @@ class Packet:
 
 class Transport(Protocol):
     def nodes(self) -> Mapping[int, bytes]:
-        """The nodes that are connected now, each with the public key it proved; b"" where there is none."""
+        """The connected nodes, each with the public key it proved to hold, or b""."""
 
     def send(self, packets: Sequence[tuple[int, Packet]], seconds: float) -> list[str]:
-        """A message id for each packet; an empty one where it could not be sent."""
+        """A message id for each packet; "" if it could not be sent."""
 
     def collect(self, ids: Collection[str]) -> Mapping[str, Packet | str]:
-        """Responses to these messages, each returned once; a string says why there will be none."""
+        """The responses so far, each returned once. A string states why there will be none."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """`accepted` is the client's last round whose update the server took: what it kept then is its memory.
+    """`accepted` is the last round in which the server accepted the client's update; its memory is of that round.
 
-    `run` names the run on the node's disk; `seconds` is how long the server waits for the answer.
+    `run` names the run on the node's disk; `seconds` is how long the server waits for the response.
     """
 
     kind: str  # "hello", "train" or "score"
@@ -55,7 +55,7 @@ class Request:
     version: str
     run: str
     seconds: float
-    threads: int = 0  # 0 leaves it to the node
+    threads: int = 0  # 0 lets the node decide
     client: int = 0
     round: int = 0
     accepted: int = 0
@@ -72,12 +72,12 @@ class Hello:
     every: int = 1
     scheme: str = ""
     digest: str = ""  # of names, shapes and types of both messages
-    examples: int = 0  # that each of its clients trains on, where the node brings its own data
+    examples: int = 0  # per client, if the node brings its own data
     reason: str = ""  # why it cannot take part
     message: bytes = b""
 
     def clients(self, total: int) -> range:
-        """Which of the run's `total` clients the node serves."""
+        """The clients that the node serves, of `total`."""
         return range(self.first, total, self.every)
 
 
@@ -112,7 +112,7 @@ def to_packet(said: Request | Hello | Response) -> Packet:
 
 
 def from_packet(packet: Packet, kind: type[Said], limit: int) -> Said:
-    """`limit` bounds the message, before anything looks into it."""
+    """`limit` bounds the size of the message, before it is read."""
     if len(packet.body) > limit:
         raise WireError(f"a message of {len(packet.body)} bytes: expected at most {limit}.")
     values: dict[str, Any] = {"message": packet.body}
@@ -127,7 +127,7 @@ def from_packet(packet: Packet, kind: type[Said], limit: int) -> Said:
 
 
 def size_limit(spec: Spec) -> int:
-    """No message of this spec is longer: no link makes a number wider."""
+    """An upper bound on the size of a message of this spec: no link makes a number wider."""
     tensors = sum(shape.numel() * dtype.itemsize for dtype, shape in spec.values())
     described = sum(2 * len(name.encode()) + 256 for name in spec)
     return 8 + MAX_HEADER + tensors + described + MAX_HEADER + DIGEST

@@ -1,6 +1,6 @@
-"""Crop-and-flip: pad by 4, cut a window of the old size, mirror every other image.
+"""Crop and flip: pad by 4, crop to the original size at random, mirror half of the images.
 
-Drawn on the host from the client's stream, done wherever the images are: every engine crops alike.
+The host draws from the client's stream and the images' device applies it, so every engine crops alike.
 """
 
 import numpy as np
@@ -13,14 +13,14 @@ PAD = 4
 
 
 def draw(count: int, generator: np.random.Generator) -> NDArray[np.uint8]:
-    """[3, count]: for each image where its window begins, down and across, and whether it is mirrored."""
+    """[3, count]: for each image the top and left of its window, and whether it is mirrored."""
     offsets = generator.integers(0, 2 * PAD + 1, size=(2, count))
     flips = generator.integers(0, 2, size=(1, count))
     return np.concatenate([offsets, flips]).astype(np.uint8)
 
 
 def crop_flip(images: Tensor, draws: Tensor) -> Tensor:
-    """images [B, C, H, W], normalised; draws [3, B]."""
+    """images [B, C, H, W], normalised; draws [3, B] from `draw`."""
     count, channels, height, width = images.shape
     tops, lefts, flips = draws.long().unsqueeze(-1)
     across = torch.arange(width, device=images.device)

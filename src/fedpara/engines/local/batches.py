@@ -1,4 +1,4 @@
-"""Which examples a client sees in which step, the same for every engine."""
+"""Which examples a client sees in each step, the same in every engine."""
 
 from collections.abc import Iterator
 
@@ -9,9 +9,9 @@ from fedpara.algorithms import Local
 
 
 def batches(examples: int, local: Local, generator: np.random.Generator) -> Iterator[NDArray[np.int64]]:
-    """Epochs of a fresh permutation each, cut into batches; a short last batch is kept.
+    """One permutation per epoch, split into batches; a short last batch is kept.
 
-    With `steps` in place of epochs the epochs go on until the steps are done.
+    With `steps` instead of epochs, epochs repeat until that many steps are done.
     """
     left = local.steps_for(examples)
     while left > 0:

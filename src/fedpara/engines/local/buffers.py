@@ -1,7 +1,7 @@
-"""BufferSlots: a model's buffers as they were before a client, whatever its forward passes made of them.
+"""BufferSlots: resets a model's buffers between clients, whatever the forward passes did to them.
 
-A forward pass may write into a buffer, as BatchNorm does, or put another tensor in its place; and a buffer that
-no state dict holds is nobody's to send. Neither may reach the next client.
+A forward pass may write to a buffer, as BatchNorm does, or replace it by another tensor. Non-persistent buffers are
+in no state dict. Neither change may reach the next client.
 """
 
 import torch
@@ -13,7 +13,7 @@ class BufferSlots:
         named = [
             (module, name, tensor) for module in model.modules() for name, tensor in module._buffers.items()
         ]
-        self._places = named
+        self._slots = named
         self._owner = {id(tensor): (module, name) for module, name, tensor in reversed(named)}
         self._unsaved = [
             (tensor, tensor.clone())
@@ -22,22 +22,20 @@ class BufferSlots:
         ]
 
     def now(self, tensor: Tensor) -> Tensor:
-        """What lies in the place of one of the model's first buffers."""
+        """The current tensor in the slot of one of the original buffers."""
         module, name = self._owner[id(tensor)]
         current = module._buffers[name]
         assert current is not None
         return current
 
     def replaced(self) -> str:
-        """The name of a place that holds another tensor than the first, or ""."""
-        return next(
-            (name for module, name, tensor in self._places if module._buffers[name] is not tensor), ""
-        )
+        """The name of a slot whose tensor was replaced, or ""."""
+        return next((name for module, name, tensor in self._slots if module._buffers[name] is not tensor), "")
 
     @torch.no_grad()
     def restore(self) -> None:
-        """The first buffers in their places; those in no state dict with their first values."""
-        for module, name, tensor in self._places:
+        """Puts the original buffers back; non-persistent ones also get their original values."""
+        for module, name, tensor in self._slots:
             if module._buffers[name] is not tensor:
                 module._buffers[name] = tensor
         for tensor, first in self._unsaved:

@@ -1,10 +1,10 @@
-"""Dropout whose draws belong to the client, the round and the step: the same in every engine, lane and rank.
+"""Dropout whose draws depend only on client, round and step: the same in every engine, lane and rank.
 
     keep[i] = hash(i, seed) >= p 2^32,   seed = the client's stream + step + layer + call
 
-The hash is MurmurHash3's finalizer in integer arithmetic, so it runs anywhere, under vmap and compile, and needs no
-generator. `seeded_dropouts` puts it in the place of `nn.Dropout` in an engine's own copy of the model; other random
-layers draw from torch's generator.
+The hash is MurmurHash3's finalizer in integer arithmetic: it works under vmap and compile and needs no generator.
+`seeded_dropouts` replaces `nn.Dropout` in an engine's copy of the model. Other random layers draw from torch's
+generator.
 """
 
 from typing import TypeVar
@@ -21,7 +21,7 @@ Seed = TypeVar("Seed", int, Tensor)
 
 class SeededDropout(nn.Dropout):
     seed: Tensor  # int64, set before each step
-    calls: int  # of this step so far: a layer that is called again draws anew
+    calls: int  # in this step so far: each call draws new values
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or not self.p:
@@ -34,19 +34,19 @@ class SeededDropout(nn.Dropout):
         return input.copy_(dropped) if self.inplace else dropped
 
     def _call(self) -> int:
-        """Which call of the step this is. In a backward pass it is an earlier one made again, by a checkpoint."""
+        """The number of this call in the step. In a backward pass, activation checkpointing repeats an earlier call."""
         if torch._C._current_graph_task_id() == -1:
             self.calls += 1
             return self.calls - 1
         if self.calls > 1:
             raise RuntimeError(
-                "a checkpointed nn.Dropout is called several times in a step: give each call one of its own"
+                "a checkpointed nn.Dropout is called several times in one step: use a separate layer for each call"
             )
         return 0
 
 
 def seeded_dropouts(model: nn.Module) -> dict[str, SeededDropout]:
-    """Turns the model's dropouts in place, and names them."""
+    """Replaces the model's dropout layers in place and returns them by name."""
     found: dict[str, SeededDropout] = {}
     for name, module in model.named_modules():
         if type(module) is nn.Dropout and module.p < 1:
@@ -62,17 +62,17 @@ def seeded_dropouts(model: nn.Module) -> dict[str, SeededDropout]:
 
 
 def step_seed(stream: int, step: int) -> int:
-    """Of one local step, counted from 0, of the client whose stream this is: `torch_seed` of its "layers"."""
+    """The seed of one local step, counted from 0. `stream` is the client's `torch_seed` for "layers"."""
     return (stream + step * _STEP) & _POSITIVE
 
 
 def layer_seed(step: Seed, layer: int) -> Seed:
-    """The step's, apart for each of the model's dropouts."""
+    """The seed of one of the model's dropout layers in that step."""
     return (step + (layer * _LAYER & _POSITIVE)) & _POSITIVE
 
 
 def _hashed(x: Tensor, seed: Tensor) -> Tensor:
-    """32 bits for each place. Products wrap around, and only their low words are used."""
+    """32 bits per element. Products wrap around; only their low words are used."""
     for part in (seed & _WORD, seed >> 32):
         x = (x ^ part) & _WORD
         x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _WORD

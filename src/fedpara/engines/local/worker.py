@@ -1,9 +1,9 @@
-"""Worker: one copy of the model that trains and evaluates client after client.
+"""Worker: one copy of the model, on which clients train and are scored one after another.
 
     K times:  g = clip(grad of L at y);  g = correct(g, y, x, down, client);  y = sgd_step(y, g)
 
-The model's own tensors are stepped in place, and tensors come and go by copy: the loop is that of plain
-PyTorch, plus what the algorithm asks for.
+The model's tensors are updated in place, and states are copied in and out: a plain PyTorch loop, plus the algorithm's
+correction.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from fedpara.state import State
 
 EVALUATION_BATCH = 500
 ON_A_GPU = 4
-"""times as many: a small batch of an LSTM is over before the next of its thousand calls is made"""
+"""Times as many on a GPU: a small batch of an LSTM would wait for Python."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Trained:
     buffers: State
     loss: float
     steps: int
-    finite: bool | None = None  # where the engine has looked already
+    finite: bool | None = None  # set if the engine has checked it
 
     @property
     def state(self) -> State:
@@ -89,7 +89,7 @@ class Worker:
         inputs = normalise(examples.inputs, examples.mean, examples.std)
         order, stream = numpy_rng(seed, "batches", round, who), torch_seed(seed, "layers", round, who)
         crops = numpy_rng(seed, "augment", round, who) if self.augment == "crop-flip" else None
-        y = {name: self.parameters[name].detach() for name in x}  # stepped in place: good for every step
+        y = {name: self.parameters[name].detach() for name in x}  # updated in place, so it stays current
         velocity: State = {}
         total, steps = torch.zeros(()), 0
         with LayerRng(seed, round, who):
@@ -116,7 +116,7 @@ class Worker:
         self._load(state)
         correct, loss = 0, 0.0
         size = EVALUATION_BATCH * (ON_A_GPU if examples.labels.is_cuda else 1)
-        self.model.eval()  # and back to training at the end: clients train far more often than they are scored
+        self.model.eval()  # training mode is the default: clients train far more often than they are scored
         try:
             with parameterization.composed_once(self.model):
                 for start in range(0, len(examples), size):
@@ -141,7 +141,7 @@ class Worker:
             dropout.calls = 0
 
     def gradient(self, images: Tensor, labels: Tensor, local: Local, eta: float) -> tuple[State, Tensor]:
-        """(of the loss on one batch at the model as it stands, the loss)"""
+        """(the gradient of the loss on one batch, the loss)"""
         if local.jacobian:
             return self._jacobian_gradient(images, labels, local, eta)
         loss = cross_entropy(self.model(images), labels)
@@ -162,7 +162,7 @@ class Worker:
             its.calls = 0
 
         def loss(state: State) -> Tensor:
-            # Copies: a transform may not write to what lies outside it.
+            # Copies: a functional transform must not write to outside tensors.
             buffers = {name: self.places.now(tensor).clone() for name, tensor in self.buffers.items()}
             return cross_entropy(functional_call(plain, {**state, **buffers}, (images,)), labels)
 
@@ -172,7 +172,7 @@ class Worker:
             loss, parameters, forms, eta=eta, lambda_=local.jacobian, norm=local.jacobian_norm
         )
         if self.buffers:
-            # The transform kept the new statistics to itself: one more forward pass brings them up to date.
+            # The transform discarded the new statistics: one more forward pass computes them.
             with torch.no_grad():
                 self.model(images)
         return gradient, value.detach()

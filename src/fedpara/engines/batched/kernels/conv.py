@@ -1,16 +1,16 @@
-"""Convolutions of stacked clients, each with a kernel of its own, as one program.
+"""Convolutions of stacked clients, each with its own kernel, as one program.
 
     y[l, b, p, o] = bias[l, o] + sum over taps t and channels c of  x[l, b, p + t, c] w[l, o, t, c]
 
-for lanes l, images b, pixels p = (h, w) and taps t centred on 0: stride 1, zeros around the image, so y is as
-large as x. Everything lies channels-last and contiguous, [lane, image, h, w, channel] and [lane, o, i, j, c]. A
-tensor in another order is copied outside the ops, where a compiled step writes it in the order asked for at once.
+for lanes l, images b, pixels p = (h, w) and taps t centred on 0: stride 1 and zero padding, so y is as large as x.
+Tensors are channels-last and contiguous, [lane, image, h, w, channel] and [lane, o, i, j, c]. Other orders are copied
+outside the ops, where a compiled step writes the right order at once.
 
-`vmap` of `conv2d` alone is a grouped convolution, which cuDNN slices by group. On a GPU these ops are the kernels
-of `convolution_kernels.py`; elsewhere they are torch's own convolution, lane by lane. They can be differentiated once.
+`vmap` of `conv2d` alone is a grouped convolution, which cuDNN runs group by group. On a GPU these ops are the kernels
+of `conv_triton.py`; elsewhere they call torch's convolution lane by lane. They can be differentiated once.
 
-A layer of few input channels, as the first, is too thin for them: its taps and channels, side by side in columns,
-are one matrix product an image.
+A layer with few input channels, such as the first, is too thin for the kernels: it becomes one matrix product per image
+over columns of taps and channels.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 from fedpara.engines.batched.kernels.ops import OPS, Dims, computed_in, differentiate, fold, register, unfold
 
 CHANNELS = 64
-"""A kernel's tile takes this many at a time: a layer with others stays with cuDNN, unless it is thin."""
+"""Channels per tile of a kernel: a layer with another multiple stays with cuDNN, unless it is thin."""
 
 THIN = 32
-"""Taps times input channels of a thin layer, at most; its columns are filled up to as many."""
+"""The most taps times input channels of a thin layer; its columns are padded to this."""
 
 
 class LanesConv2d(nn.Conv2d):
@@ -45,7 +45,7 @@ class LanesConv2d(nn.Conv2d):
 class ThinConv2d(nn.Conv2d):
     """y[b, p, o] = bias[o] + sum over taps and channels k of  columns[b, k, p] w[o, k]
 
-    The kernel stands once an image, not once for all: its gradient is then a product an image, and a sum.
+    The kernel is expanded per image, so that its gradient is one product per image and a sum.
     """
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -64,7 +64,7 @@ class ThinConv2d(nn.Conv2d):
 
     @property
     def _padding(self) -> tuple[int, int]:
-        return self.padding  # type: ignore[return-value]  # a word in others, which are not thin
+        return self.padding  # type: ignore[return-value]  # only other layers have a string
 
     def _out(self, input: Tensor) -> tuple[int, ...]:
         """Height and width of the result."""
@@ -75,7 +75,7 @@ class ThinConv2d(nn.Conv2d):
 
 
 def use_lane_convs(model: nn.Module) -> nn.Module:
-    """Turns, in place, the convolutions that fit into `LanesConv2d` or `ThinConv2d`; their parameters stay."""
+    """Replaces suitable convolutions in place by `LanesConv2d` or `ThinConv2d`; their parameters stay."""
     for module in model.modules():
         if type(module) is nn.Conv2d and fits(module):
             module.__class__ = LanesConv2d
@@ -94,7 +94,7 @@ def is_thin(conv: nn.Conv2d) -> bool:
 
 
 def fits(conv: nn.Conv2d) -> bool:
-    """Stride 1, as large out as in, no groups, channels in whole tiles."""
+    """Whether it has stride 1, same-size output, no groups, and channels in whole tiles."""
     kernel = conv.kernel_size
     return (
         all(k % 2 for k in kernel)
@@ -167,7 +167,7 @@ class _Derivative(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        """The bias's gradient is left to the compiler, which has dy in hand when it makes it."""
+        """The bias's gradient is left to the compiler, which fuses it with the making of dy."""
         x, w = ctx.saved_tensors
         dy = grads[0].contiguous()
         _, for_x, for_w, for_bias = ctx.needs_input_grad

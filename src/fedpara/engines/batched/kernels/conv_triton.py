@@ -1,11 +1,11 @@
-"""The convolutions of `convolution.py` on a GPU: implicit GEMMs in Triton, 16-bit products and float32 sums.
+"""The convolutions of `conv.py` on a GPU: implicit GEMMs in Triton, 16-bit products and float32 sums.
 
-    forward and dx    y[m, n] = sum over (t, r) of  x[m + t, r] w[t, r, n]      m: image and pixel; dx turns w round
+    forward and dx    y[m, n] = sum over (t, r) of  x[m + t, r] w[t, r, n]      m: image and pixel; dx uses w transposed
     dw                dw[o, (t, c)] = sum over m of  dy[m, o] x[m + t, c]       split over m where tiles are few
 
-The pixels of a product are a box [images, high, wide], fetched whole, shifted by the tap t: the copy engine puts
-zeros where it leaves the image. A tap that leaves it with the whole box is left out, so on small images a box is
-many images of one pixel: on 2x2 that saves 5 taps of 9, on 4x4 nearly every third.
+The pixels of a product are a box [images, high, wide], loaded at once and shifted by the tap t: the copy engine fills
+in zeros outside the image. A tap that moves the whole box outside is skipped, so on small images a box is one pixel
+of many images: on 2x2 that saves 5 of 9 taps, on 4x4 nearly a third.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 SMALL = 16
-"""Pixels of an image up to which a box is one pixel of many images."""
+"""Images of up to this many pixels use boxes of one pixel of many images."""
 PROGRAMS = 512
-"""How many tiles keep a large GPU busy to the end."""
+"""Enough tiles to keep a large GPU busy to the end."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A program's share: a box of pixels by `n` channels, `k` channels deep; `dw` has a tile of k by n instead.
+    """One program's work: a box of pixels by `n` channels, `k` channels deep; for `dw` a tile of k by n.
 
     Powers of two, and the channels must be multiples of n and k.
     """
@@ -63,7 +63,7 @@ def _convolve(
 ) -> None:
     """w is [lane * o, t * c] either way: r = c and n = o, or TURNED r = o, n = c and t its opposite.
 
-    The product is y^T = w x^T: only its right factor can be a box as it lies in shared memory.
+    The product is y^T = w x^T, because only the right factor can be a box in shared memory.
     """
     columns: tl.constexpr = N // BN
     across: tl.constexpr = (W + WIDE - 1) // WIDE
@@ -88,7 +88,7 @@ def _convolve(
         r = step % deep * BK
         di, dj = top + tap // taps, left + tap % taps
         t = (di + KH // 2) * KW + dj + KW // 2
-        if TURNED:  # noqa: SIM108 - a branch of the compiler's
+        if TURNED:  # noqa: SIM108 - decided at compile time
             a = w.load([lane * R + r, (KH * KW - 1 - t) * N + n]).T
         else:
             a = w.load([lane * N + n, t * R + r])
@@ -119,10 +119,10 @@ def _correlate(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    """dw is [SPLIT, lane, o, t, c]: each part sums its share of the boxes that the tap leaves inside.
+    """dw is [SPLIT, lane, o, t, c]: each part sums its share of the boxes that the tap keeps inside.
 
-    The left factor cannot be a box: dy is [lane, b * h * w, o] where a box is whole rows of one image or whole
-    images, and [lane, b, h * w * o] where it is one pixel of many.
+    The left factor cannot be a box: dy is [lane, b * h * w, o] if a box is whole rows or images, and [lane, b, h * w
+    * o] if it is one pixel of many images.
     """
     M: tl.constexpr = IMAGES * HIGH * WIDE
     across: tl.constexpr = O // BM
@@ -211,7 +211,7 @@ def _convolved(
 
 
 def _tile(batch: int, h: int, w: int, n: int) -> Tile:
-    """Small images by the pixel, larger ones by 128 pixels of a neighbourhood."""
+    """Single pixels for small images, neighbourhoods of 128 pixels for larger ones."""
     if h * w <= SMALL:
         return Tile(_images(batch), 1, 1, 128 if n % 128 == 0 else 64, warps=4)
     wide = min(_power(w), 128)
@@ -221,7 +221,7 @@ def _tile(batch: int, h: int, w: int, n: int) -> Tile:
 
 
 def _weight_tile(lanes: int, batch: int, h: int, w: int, c: int, o: int, taps: int) -> Tile:
-    """64 pixels deep, and split until the tiles fill the multiprocessors several times."""
+    """64 pixels deep, and split until there are several tiles per multiprocessor."""
     images, high, wide = _images(batch), 1, 1
     if h * w > SMALL and h == _power(h) and w == _power(w) and w <= 64:
         wide, high = w, min(h, 64 // w)
@@ -239,5 +239,5 @@ def _power(size: int) -> int:
 
 
 def _images(batch: int) -> int:
-    """Of a box of one pixel: what tensor cores take at least, and no more than there are."""
+    """Images in a box of one pixel: at least what tensor cores need, at most what there are."""
     return max(16, min(64, _power(batch)))

@@ -1,4 +1,4 @@
-"""install_kernels: the layers of an engine's own copy of the model, replaced by ones that are fast over lanes."""
+"""install_kernels: replaces layers in an engine's copy of the model by ones that are fast over lanes."""
 
 import torch
 from torch import nn

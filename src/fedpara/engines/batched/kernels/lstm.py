@@ -1,16 +1,17 @@
-"""The recurrence of an LSTM layer over stacked clients, each with a weight of its own, as one op.
+"""The recurrence of an LSTM layer over stacked clients, each with its own weight, as one op.
 
     a_t = p_t + h_{t-1} W^T,   i, f, g, o the quarters of a_t
     c_t = sigma(f) c_{t-1} + sigma(i) tanh(g),   h_t = sigma(o) tanh(c_t)
 
 for p [T, lane, B, 4H] and W [lane, 4H, H], from h_0 = c_0 = 0. Backwards, from the last t to the first,
 
-    dh = dh_t + da_{t+1} W,   dc, da_t by the cell's own derivative,   and at the end  dW = sum over t of da_t^T h_{t-1}
+    dh = dh_t + da_{t+1} W,   dc, da_t by the cell's derivative,   and at the end  dW = sum over t of da_t^T h_{t-1}
 
-Left to `vmap` and autograd, a step of two layers over 80 characters is thousands of small kernels, or as many nodes for
-a compiler. Here a character is a matrix product and a cell each way, and W's gradient one product for all of them. On a
-GPU the cell is the fused one of `nn.LSTMCell`. In float32: c adds up over the whole text. Where p has 16 bits, so do h
-and the sides of the products, c and the gates stay in float32, and the text is one kernel (`recurrence_kernels.py`).
+With `vmap` and autograd alone, a step of two layers over 80 characters is thousands of small kernels. Here a
+character is one matrix product and one cell in each direction, and W's gradient one product for all characters. On a
+GPU the cell is the fused one of `nn.LSTMCell`. Computed in float32, because c accumulates over the whole text. If p
+has 16 bits, h and the factors of products have too, c and the gates stay in float32, and the whole text is one kernel
+(`lstm_triton.py`).
 """
 
 from collections.abc import Sequence
@@ -26,17 +27,17 @@ from fedpara.models.lstm import LSTMLayer
 Three = tuple[Tensor, Tensor, Tensor]
 
 KERNEL_SIZES = (32, 64, 128, 256)
-"""Sizes of h that the kernels take: all of it is one side of a product."""
+"""Sizes of h that the kernels support: all of h is one side of a product."""
 
 
 def recur(p: Tensor, w: Tensor) -> Tensor:
-    """[T, B, 4H], [4H, H] to h [T, B, H]: `models.lstm.unrolled` for one client."""
+    """p [T, B, 4H], w [4H, H] to h [T, B, H]: `models.lstm.unrolled` for one client."""
     h, _, _ = OPS.lanes_lstm(p.float()[:, None], w.float()[None])
     return h[:, 0]  # type: ignore[no-any-return]
 
 
 def recur_in_kernels(p: Tensor, w: Tensor) -> Tensor:
-    """The same in autocast's 16 bits; without autocast `recur`."""
+    """The same in 16 bits under autocast; otherwise `recur`."""
     dtype = computed_in(p)
     if dtype.itemsize != 2:
         return recur(p, w)
@@ -45,7 +46,7 @@ def recur_in_kernels(p: Tensor, w: Tensor) -> Tensor:
 
 
 def use_lane_lstm(model: nn.Module, kernels: bool = False) -> nn.Module:
-    """Gives, in place, every `LSTMLayer` one of these; parameters and their names stay."""
+    """Replaces the recurrence of every `LSTMLayer` in place; parameters and their names stay."""
     for module in model.modules():
         if isinstance(module, LSTMLayer):
             fits = kernels and module.weight_hh.shape[1] in KERNEL_SIZES

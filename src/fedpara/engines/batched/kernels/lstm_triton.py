@@ -1,11 +1,11 @@
-"""The recurrence of `recurrence.py` on a GPU: a text is one Triton kernel each way, 16-bit products, float32 sums.
+"""The recurrence of `lstm.py` on a GPU: one Triton kernel per text and direction, 16-bit products, float32 sums.
 
-Some programs share a lane. Each has a few units of h and all that the units need of W, which stays with it from the
-first character to the last: to fetch W anew at every character is what takes the time otherwise. A character is then
+Several programs share a lane. Each has a few units of h and their part of W, which it keeps from the first character to
+the last: loading W again at every character would dominate. For each character a program does
 
     wait until all of the lane have written h_{t-1} (backwards da_{t+1});  read it;  multiply;  cell;  write own h_t
 
-which only ends if all programs of a lane run at once: a launch has no more of them than the GPU has multiprocessors.
+All programs of a lane must run at once, so a launch has no more of them than the GPU has multiprocessors.
 """
 
 import torch
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 64
-"""Of a batch: more are further lanes to the kernels, fewer are filled up."""
+"""Rows of a batch per program: larger batches use more programs, smaller ones are padded."""
 UNITS = 32
 WARPS = 8
 
@@ -45,7 +45,7 @@ def _arrive(arrived: tl.tensor) -> None:
 def _own(
     first: int, BATCH: int, programs: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The group that this program waits with, and what is its own: lane, rows of the batch, units of h."""
+    """(the group that this program waits for, its lane, its rows of the batch, its units of h)"""
     group = first + tl.program_id(0) // programs
     tiles = tl.cdiv(BATCH, ROWS)
     b = group % tiles * ROWS + tl.arange(0, ROWS)
@@ -170,7 +170,7 @@ def backward(dh: Tensor, c: Tensor, gates: Tensor, w: Tensor) -> Tensor:
 
 
 def _launch(kernel: triton.JITFunction, shape: torch.Size, *tensors: Tensor) -> None:
-    """Of the groups of programs that wait for each other as many at a time as run at once."""
+    """Launches as many groups of programs at a time as can run at once: programs of a group wait for each other."""
     length, lanes, batch, hidden = shape
     device = tensors[0].device
     groups, programs = lanes * triton.cdiv(batch, ROWS), hidden // UNITS

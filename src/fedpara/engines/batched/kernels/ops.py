@@ -1,4 +1,4 @@
-"""Ops over stacked clients that torch lacks, and how `vmap`, `grad` and `torch.compile` come to know them.
+"""Registers ops over stacked clients with torch, for `vmap`, `grad` and `torch.compile`.
 
 An op takes and returns tensors with a dimension of lanes. Under `vmap` the mapped dimension becomes more lanes.
 """
@@ -19,7 +19,7 @@ OPS: Any = torch.ops.fedpara
 Dims = tuple[int | None, ...]
 
 SHARED_MEMORY = 220_000
-"""Bytes a block can ask for: H100, H200 and B200 have 227 kB, desktop cards of the same generations 99."""
+"""Bytes a block must be able to allocate: H100, H200 and B200 have 227 kB, desktop cards 99."""
 
 
 def register(
@@ -29,7 +29,7 @@ def register(
     shape: Callable[..., Any],
     mapped: Callable[..., tuple[Any, Any]],
 ) -> None:
-    """`run` is the op, `shape` what it returns, empty, and `mapped` its `vmap` rule."""
+    """`run` is the op, `shape` returns empty outputs, `mapped` is the `vmap` rule."""
     LIBRARY.define(name + schema)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     register_fake(f"fedpara::{name}", shape, lib=LIBRARY)
@@ -37,7 +37,7 @@ def register(
 
 
 def differentiate(name: str, derivative: type[_SingleLevelFunction]) -> None:
-    """One level of `grad`: `torch.library.register_autograd` has none under `torch.func` transforms.
+    """Adds one level of `grad`: `torch.library.register_autograd` does not work under `torch.func` transforms.
 
     `derivative.forward(ctx, below, *inputs)` calls `below` for the op itself.
     """
@@ -55,7 +55,7 @@ def differentiate(name: str, derivative: type[_SingleLevelFunction]) -> None:
 
 
 def pays_on(device: torch.device) -> bool:
-    """Our kernels need Hopper's copy engine and shared memory, and Triton, which torch brings along on Linux."""
+    """Whether our kernels run there: they need Hopper's copy engine and shared memory, and Triton."""
     if device.type != "cuda" or find_spec("triton") is None:
         return False
     has = torch.cuda.get_device_properties(device)
@@ -64,17 +64,17 @@ def pays_on(device: torch.device) -> bool:
 
 
 def computed_in(input: Tensor) -> torch.dtype:
-    """What a layer's products are to be in: autocast's type, whatever type its input comes in."""
+    """The type of a layer's products: autocast's, if enabled."""
     kind = input.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
 
 
 def fold(tensor: Tensor, dim: int | None, size: int, at: int = 0) -> Tensor:
-    """The mapped dimension joins the lanes, which are dimension `at`; what is one for all is repeated."""
+    """Merges the mapped dimension into the lanes (dimension `at`); an unmapped tensor is repeated."""
     tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
     return tensor.movedim(0, at).flatten(at, at + 1).contiguous()
 
 
 def unfold(tensor: Tensor, size: int, at: int = 0) -> Tensor:
-    """`fold`'s opposite; the mapped dimension is `at`."""
+    """The inverse of `fold`; the mapped dimension is `at`."""
     return tensor.unflatten(at, (size, -1))  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The average of a whole image as a mean: torch's adaptive pooling of channels-last images has no batching rule."""
+"""Global average pooling as a mean: torch's adaptive pooling of channels-last images has no vmap rule."""
 
 from torch import Tensor, nn
 
@@ -9,7 +9,7 @@ class LanesAverage(nn.AdaptiveAvgPool2d):
 
 
 def use_mean_pooling(model: nn.Module) -> nn.Module:
-    """Turns, in place, every AdaptiveAvgPool2d to one pixel into this one."""
+    """Replaces every AdaptiveAvgPool2d with an output of one pixel in place."""
     for module in model.modules():
         if type(module) is nn.AdaptiveAvgPool2d and module.output_size in (1, (1, 1)):
             module.__class__ = LanesAverage

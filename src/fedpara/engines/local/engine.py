@@ -1,4 +1,4 @@
-"""The sequential engine: one client after another, on one copy of the model."""
+"""The sequential engine: clients train one after another, on one copy of the model."""
 
 from collections.abc import Iterator, Sequence
 
