@@ -19,6 +19,7 @@ from fedpara.engines.local.worker import Score
 from fedpara.engines.program import make_program
 from fedpara.engines.server import Engine
 from fedpara.engines.session import Session
+from fedpara.engines.settings import Settings
 from fedpara.engines.simulate import build_engine
 from fedpara.state import State
 from fedpara.wire import Message
@@ -129,7 +130,15 @@ class World:
 
     def engine(self, name: str, session: Session, memory: Any, federation: Any = None) -> Recorded:
         task = Task(session.program.model, test=self.test)
-        return Recorded(build_engine(name, session, task, federation or self.federation, memory, 3))
+        return Recorded(
+            build_engine(
+                Settings(rounds=1, cohort=3, engine=name),
+                session,
+                task,
+                federation or self.federation,
+                memory,
+            )
+        )
 
 
 @pytest.fixture(params=ENGINES)

@@ -200,7 +200,7 @@ def test_what_a_client_keeps_is_with_one_rank_which_the_other_says(two, case):
         if case.startswith("fedavg"):
             assert (folder / f"{case}-client{client}-{other}.safetensors").exists()
         else:
-            assert f"with rank {client % 2}, and this is rank {other}" in found[other][case][str(client)]
+            assert f"on rank {client % 2}, and this is rank {other}" in found[other][case][str(client)]
 
 
 def test_an_error_on_one_rank_is_raised_on_all(two):
@@ -216,7 +216,7 @@ def test_ranks_with_other_settings_are_told_apart(two):
     for found in two[1]:
         assert found["seeds"][0] == found["rounds"][0] == "RunError"
         assert "rank 1 has another model, cohort or seed than rank 0 in round 1" in found["seeds"][1]
-        assert "not at the same place: the scores of all clients, round 2" in found["rounds"][1]
+        assert "out of step: the scores of all clients, round 2" in found["rounds"][1]
 
 
 def test_nothing_keeps_the_group_alive_when_the_ranks_part(two):
@@ -267,7 +267,7 @@ def test_a_rank_that_dies_ends_the_run_and_any_number_of_ranks_goes_on(tmp_path)
         (code, _, said), _ = ended(processes)
     assert code == 1, said
     assert "fedpara: rank 1 no longer answers at " in said
-    assert "`fedpara resume run` goes on" in said
+    assert "resume with `fedpara resume run`" in said
     assert "Traceback" not in said
     assert "stopped: RunError: rank 1 no longer answers" in log(folder)
     kept = Counter(path.name.split("-")[0] for path in (folder / "clients").glob("*/*.safetensors"))
@@ -322,7 +322,7 @@ def test_more_ranks_than_gpus_are_refused_by_all(tmp_path):
     with ranks("-c", ONE_GPU, cwd=tmp_path) as processes:
         first, second = ended(processes)
     assert first[0] == second[0] == 2, (first, second)
-    assert first[2].startswith("fedpara: rank 1 has no GPU of its own: its machine has 1.")
+    assert first[2].startswith("fedpara: rank 1 has no GPU: its machine has 1.")
     assert not (tmp_path / "run").exists()
 
 
@@ -335,5 +335,5 @@ if __name__ == "__main__":
 def test_an_environment_that_is_not_torchruns_is_refused(monkeypatch, set):
     for name, value in set.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="is 'abc' in the environment: expected a whole number"):
+    with pytest.raises(ConfigError, match="is 'abc': torchrun sets a whole number"):
         place()

@@ -123,7 +123,7 @@ def test_augmentation_draws_anew_for_every_client_and_round(world, engine):
 
 def test_crop_and_flip_wants_images(world):
     words = replace(world.train, inputs=torch.zeros(len(world.train), 80).long(), mean=None, std=None)
-    with pytest.raises(ConfigError, match="expected images"):
+    with pytest.raises(ConfigError, match="needs images"):
         fp.simulate(
             fp.Task(world.model(), augment="crop-flip"),
             fp.FederatedData(words, world.clients),

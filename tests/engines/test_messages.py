@@ -306,5 +306,5 @@ def test_a_group_that_is_only_sent_cannot_be_called_private(world, name):
     """It would take the model's own place in the message."""
     sent = {name: {"fc1.bias": torch.zeros(32)}}
     algorithm = algorithms.Algorithm(**{**vars(world.algorithm()), "finish": lambda *given: (sent, {})})
-    with pytest.raises(ConfigError, match="has a group called"):
-        world.session(world.model(), algorithm)
+    with pytest.raises(ConfigError, match="which is reserved"):
+        world.simulate(world.model(), algorithm)

@@ -109,7 +109,7 @@ def test_without_personal_data_there_is_no_accuracy_of_private_models(world):
     assert all(result.accuracy is None for result in run.rounds)
     with pytest.raises(RunError, match="no accuracy was measured"):
         _ = run.accuracy
-    with pytest.raises(ConfigError, match="no accuracy to hold it against"):
+    with pytest.raises(ConfigError, match="needs test data to be measured on"):
         world.simulate(world.model("pfedpara"), target=0.5)
 
 

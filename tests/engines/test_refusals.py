@@ -116,8 +116,8 @@ EDITS = {
     other_method: "of method 'fedprox': expected 'fedavg'",
     no_examples: "0 examples",
     all_the_weight: r"rests on 9223372036854775807 examples: expected \d+",
-    someone_else: "client:999 in the name of client",
-    the_server: "server in the name of client",
+    someone_else: "names client:999 as its sender",
+    the_server: "names server as its sender",
 }
 HANDS: dict[str, tuple[Change, str]] = {
     edit.__name__: (lambda reply, edit=edit: [rewritten(reply, edit)], reason)
@@ -192,7 +192,7 @@ def test_a_round_with_none_left_keeps_the_model_and_says_so(world, algorithm):
     for result in (first, second):
         assert all(torch.equal(result.progress.x[name], start[name]) for name in start)
         assert len(result.refused) == 4
-        assert result.notes == (f"round {result.number} had no usable update: the model is kept as it was",)
+        assert result.notes == (f"round {result.number} had no usable update: the model stays unchanged",)
         assert result.train_loss != result.train_loss
         assert result.bytes_up > 0
     assert first.accuracy == second.accuracy
@@ -358,7 +358,7 @@ def test_too_few_replies_leave_no_client_changed(world):
     (result,) = run_rounds(
         session, engine, Schedule(1, 6, 4, world.federation.size, minimum=4), personal=False
     )
-    assert result.notes == ("round 1 had 3 of 4 usable updates: the model is kept as it was",)
+    assert result.notes == ("round 1 had 3 of 4 usable updates: the model stays unchanged",)
     assert seen.kept == [[]]
     assert result.kept == ()
 

@@ -135,7 +135,7 @@ def test_the_narrow_precisions_need_a_gpu(digits):
     train, _ = digits
     task, federation = fp.Task(models.mlp(64, 24, 10)), fp.FederatedData(train, data.iid(train.labels, 4, 0))
     for words, text in (
-        ({"precision": "tf32"}, "precision 'tf32' needs a GPU"),
+        ({"precision": "tf32"}, "precision 'tf32' needs the batched engine on a GPU"),
         (
             {"precision": "tf32", "engine": "sequential"},
             "is the batched engine's: sequential computes in float32",
@@ -254,7 +254,7 @@ def test_a_federation_without_examples_keeps_the_model(digits, engine):
     federation = fp.FederatedData(digits[0], [[], []])
     task = fp.Task(models.mlp(64, 24, 10))
     run = fp.simulate(task, federation, algorithms.fedavg(lr=0.1), rounds=1, cohort=2, engine=engine)
-    assert "round 1 had no usable update: the model is kept" in run.rounds[0].notes[0]
+    assert "round 1 had no usable update: the model stays unchanged" in run.rounds[0].notes[0]
 
 
 def test_padding_is_no_wider_than_the_largest_batch(digits):

@@ -128,7 +128,7 @@ def test_one_client_too_large_for_memory_ends_the_run_with_a_cure(digits):
     session = Session(make_program(task.model), algorithms.fedavg(lr=0.1), fp.Link(), 0)
     engine = Small(session, task, federation, InMemory(), size=2)
     engine.room = 0
-    with pytest.raises(RunError, match=r"one client alone is too large .* Lower the batch size"):
+    with pytest.raises(RunError, match=r"a single client does not fit .* Use a smaller batch"):
         rounds_of(engine, session, 4, 2)
 
 
