@@ -80,8 +80,7 @@ for name, scores in curves.items():
 plain = fp.merge(factorized)
 with torch.no_grad():
     difference = (plain(x_test) - factorized(x_test)).abs().max()
-print(
-    f"merged: a plain {type(plain).__name__} with {sum(p.numel() for p in plain.parameters()):,} parameters"
-)
+count = sum(p.numel() for p in plain.parameters())
+print(f"merged: a plain {type(plain).__name__} with {count:,} parameters")
 print(f"largest difference between the two models' outputs: {difference:.0e}")
 # --8<-- [end:merge]

@@ -43,10 +43,8 @@ for name, (scheme, share) in methods.items():
 
 # --8<-- [start:print]
 for name, run in runs.items():
-    last = run.rounds[-1]
-    print(
-        f"{name:8}  {last.everyone.accuracy:6.1%} on each client's own digits, {run.bytes / 1e6:5.2f} MB sent"
-    )
+    accuracy = run.rounds[-1].everyone.accuracy
+    print(f"{name:8}  {accuracy:.1%} on each client's own digits, {run.bytes / 1e6:5.2f} MB sent")
 # --8<-- [end:print]
 
 # --8<-- [start:client]

@@ -38,17 +38,17 @@ def commands(group: click.Command, path: str) -> Iterator[tuple[str, click.Comma
 def section(path: str, command: click.Command) -> str:
     about, _, example = (command.help or "").partition("Example:")
     context = click.Context(command, info_name=path)
-    lines = [f"## {path}", about.strip(), f"```console\n$ {command.get_usage(context)[7:]}\n```"]
+    lines = [f"## {path}", about.strip(), f"```text\n$ {command.get_usage(context)[7:]}\n```"]
     if example:
-        lines.append(f"Example:\n\n```console\n$ {' '.join(example.split())}\n```")
+        lines.append(f"Example:\n\n```text\n$ {' '.join(example.split())}\n```")
     arguments = [p for p in command.params if isinstance(p, click.Argument)]
     options = [p for p in command.params if isinstance(p, click.Option) and p.name != "help"]
     if arguments:
         rows = [row(f"`{p.human_readable_name}`", getattr(p, "help", "")) for p in arguments]
-        lines.append("\n".join(["| argument | |", "|---|---|", *rows]))
+        lines.append("\n".join(["| argument | meaning |", "|---|---|", *rows]))
     if options:
         rows = [row(names(p), described(p)) for p in options]
-        lines.append("\n".join(["| option | |", "|---|---|", *rows]))
+        lines.append("\n".join(["| option | meaning |", "|---|---|", *rows]))
     return "\n\n".join(lines) + "\n"
 
 

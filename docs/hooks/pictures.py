@@ -26,7 +26,7 @@ DOCS = Path(__file__).parents[1]
 ROOT = DOCS.parent
 BLUE, AMBER, GREEN, PURPLE, GREY = "#3d86d6", "#d18a2c", "#3fa066", "#9a6cc4", "#85888f"
 COLOURS = (GREY, AMBER, BLUE, GREEN, PURPLE)
-STYLE = {
+STYLE: Any = {
     **dict.fromkeys(
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), GREY
     ),
