@@ -20,14 +20,14 @@ from pathlib import Path
 
 import torch
 
-from fedpara.apps.flower_app import CLIENT
-from fedpara.apps.flower_federation import Child, Federation, ended
-from fedpara.apps.flower_processes import Processes
-from fedpara.apps.flower_watchdog import family
+from fedpara.apps.flower.app_folder import CLIENT
+from fedpara.apps.flower.federation import Child, Federation, ended
+from fedpara.apps.flower.processes import Processes
+from fedpara.apps.flower.watchdog import family
 from fedpara.experiments import Experiment, read_run, run
-from fedpara.experiments.checkpoint import final_checkpoint
 from fedpara.experiments.run import lay_out
-from fedpara.experiments.store import is_locked
+from fedpara.experiments.storage.checkpoint import final_checkpoint
+from fedpara.experiments.storage.run_folder import is_locked
 
 NODES, ROUNDS, DEADLINE, LONGEST = 3, 4, 30, 300.0
 EXPERIMENT = Experiment(
@@ -48,8 +48,10 @@ import time
 import torch
 from flwr.clientapp import ClientApp
 
-from fedpara.apps import flower_client, flower_grid
-from fedpara.engines.parcels import Parcel
+from fedpara.apps.flower import client_app as flower_client
+
+from fedpara.apps.flower import grid as flower_grid
+from fedpara.engines.flower.rpc import Packet
 from fedpara.wire import decode, encode
 
 app = ClientApp()
@@ -75,7 +77,7 @@ def train(message, context):
         parcel = flower_grid.from_records(reply.content)
         header, state = decode(parcel.body)
         spoilt = encode({name: tensor * torch.nan for name, tensor in state.items()}, header)
-        reply.content = flower_grid.to_records(Parcel(parcel.facts, spoilt))
+        reply.content = flower_grid.to_records(Packet(parcel.facts, spoilt))
     return reply
 '''
 

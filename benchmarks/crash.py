@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from fedpara.experiments import Experiment, resume, run
-from fedpara.experiments.clients import OnDisk
-from fedpara.experiments.tensor_files import read_tensors
+from fedpara.experiments.storage.client_files import OnDisk
+from fedpara.experiments.storage.tensor_files import read_tensors
 from fedpara.files import PART
 
 SHORT: dict[str, Any] = {

@@ -21,14 +21,14 @@ from statistics import median
 import torch
 
 from fedpara import parameterization
-from fedpara.apps.flower_drive import Simulation, follow
-from fedpara.apps.flower_federation import Federation
-from fedpara.apps.flower_processes import Processes
+from fedpara.apps.flower.federation import Federation
+from fedpara.apps.flower.processes import Processes
+from fedpara.apps.flower.simulation import Simulation, follow
 from fedpara.experiments import Experiment, Summary, run
 from fedpara.experiments.build import build
-from fedpara.experiments.checkpoint import PREVIOUS, final_checkpoint
 from fedpara.experiments.run import lay_out
-from fedpara.experiments.tensor_files import read_tensors
+from fedpara.experiments.storage.checkpoint import PREVIOUS, final_checkpoint
+from fedpara.experiments.storage.tensor_files import read_tensors
 
 WINDOW = 64
 DIGITS = Experiment(model="mlp", clients=3, cohort=3, rounds=6, lr=0.05, engine="flower")

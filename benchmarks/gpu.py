@@ -34,12 +34,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fedpara as fp
 from fedpara import algorithms, data, models
-from fedpara.engines.batched import Batched
-from fedpara.engines.client import Protocol
+from fedpara.engines.batched.engine import Batched
+from fedpara.engines.local.worker import Worker
 from fedpara.engines.memory import InMemory
-from fedpara.engines.program import take_apart
+from fedpara.engines.program import make_program
+from fedpara.engines.session import Session
 from fedpara.engines.task import Task
-from fedpara.engines.worker import Worker
 
 GAMMA = 0.1
 BATCH = 64
@@ -81,11 +81,11 @@ def ready(name: str, device: str) -> Callable[[], None]:
     held = federation(int(lanes), device)
     task = Task(network(kind), augment="crop-flip")
     local = algorithms.fedavg(lr=1e-3, batch_size=BATCH)
-    protocol = Protocol(take_apart(task.model), local, fp.Link(), 0)
+    session = Session(make_program(task.model), local, fp.Link(), 0)
     if way == "eager":
-        return _eager(protocol, held, precision, device)
+        return _eager(session, held, precision, device)
     engine = Batched(
-        protocol,
+        session,
         task,
         held,
         InMemory(),
@@ -97,10 +97,10 @@ def ready(name: str, device: str) -> Callable[[], None]:
     return engine.one_tick()
 
 
-def _eager(protocol: Protocol, held: fp.FederatedData, precision: str, device: str) -> Callable[[], None]:
+def _eager(session: Session, held: fp.FederatedData, precision: str, device: str) -> Callable[[], None]:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "float32"
     torch.backends.cudnn.benchmark = True
-    worker, local = Worker(protocol.program, device=torch.device(device)), protocol.algorithm.local
+    worker, local = Worker(session.program, device=torch.device(device)), session.algorithm.local
     images = data.normalise(held.train.inputs[:BATCH], held.train.mean, held.train.std).to(device)
     labels = held.train.labels[:BATCH].to(device)
 

@@ -22,8 +22,8 @@ from torch import nn
 import fedpara as fp
 from fedpara import algorithms
 from fedpara.data import Examples
-from fedpara.engines.loop import Round
-from fedpara.experiments.clients import OnDisk
+from fedpara.engines.progress import Round
+from fedpara.experiments.storage.client_files import OnDisk
 
 CLIENTS, IMAGES, WIDTH, DEPTH = 16, 16, 112, 122
 

@@ -16,12 +16,13 @@ import torch
 
 import fedpara as fp
 from fedpara import algorithms, data, models
-from fedpara.engines.batched import Batched
-from fedpara.engines.client import Protocol
-from fedpara.engines.loop import Engine, Schedule, play
+from fedpara.engines.batched.engine import Batched
 from fedpara.engines.memory import InMemory
-from fedpara.engines.program import take_apart
+from fedpara.engines.program import make_program
+from fedpara.engines.progress import Schedule
 from fedpara.engines.sequential import Sequential
+from fedpara.engines.server import Engine, run_rounds
+from fedpara.engines.session import Session
 from fedpara.parameterization.schemes import Scheme
 
 CLIENTS = 12
@@ -36,16 +37,23 @@ def ratio(scheme: Scheme | None, batch_size: int, lanes: int, turns: int) -> flo
         model = fp.factorize(model, scheme)
     federation = fp.FederatedData(train, data.iid(train.labels[: CLIENTS * 96], CLIENTS, 0))
     method = algorithms.fedavg(lr=0.05, epochs=2, batch_size=batch_size)
-    protocol, task = Protocol(take_apart(model), method, fp.Link(), 0), fp.Task(model)
+    session, task = Session(make_program(model), method, fp.Link(), 0), fp.Task(model)
     engines: tuple[Engine, ...] = (
-        Sequential(protocol, task, federation, InMemory()),
-        Batched(protocol, task, federation, InMemory(), size=lanes, device="cpu"),
+        Sequential(session, task, federation, InMemory()),
+        Batched(session, task, federation, InMemory(), size=lanes, device="cpu"),
     )
     least = [float("inf")] * 2
     for _ in range(turns):
         for i, engine in enumerate(engines):
             started = time.process_time()
-            list(play(protocol, engine, Schedule(2, CLIENTS, lanes, evaluate_every=9), personal=False))
+            list(
+                run_rounds(
+                    session,
+                    engine,
+                    Schedule(2, CLIENTS, lanes, federation.size, evaluate_every=9),
+                    personal=False,
+                )
+            )
             least[i] = min(least[i], time.process_time() - started)
     return least[0] / least[1]
 

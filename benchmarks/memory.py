@@ -34,7 +34,7 @@ def measure(algorithm: str, engine: str, cohort: int) -> dict[str, object]:
     import fedpara as fp
     from fedpara import algorithms
     from fedpara.data import Examples
-    from fedpara.experiments.clients import OnDisk
+    from fedpara.experiments.storage.client_files import OnDisk
 
     before = peak_mb()
     torch.manual_seed(0)

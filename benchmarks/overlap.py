@@ -21,8 +21,8 @@ from torch import Tensor
 from fedpara.algorithms import Local
 from fedpara.data import Examples
 from fedpara.engines import sequential
+from fedpara.engines.local.worker import Score, Trained, Worker
 from fedpara.engines.program import Program
-from fedpara.engines.worker import Score, Trained, Worker
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.paper.recipe import experiment
 from fedpara.experiments.run import run

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 
 import fedpara as fp
 from fedpara import algorithms, data, models
-from fedpara.engines.streams import cohort
+from fedpara.engines.rng import cohort
 
 SEED, LR, UNTIMED = 0, 0.1, 2
 

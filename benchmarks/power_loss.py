@@ -33,10 +33,10 @@ from crash import OPERATIONS, RUNS, contents, equal, killed, start
 from fedpara.errors import RunError
 from fedpara.experiments import Experiment
 from fedpara.experiments.build import build
-from fedpara.experiments.checkpoint import CHECKPOINT, PREVIOUS, Checkpoint, read_checkpoint
-from fedpara.experiments.clients import kept_file, kept_files
-from fedpara.experiments.lines import raw_lines
-from fedpara.experiments.store import open_run
+from fedpara.experiments.storage.checkpoint import CHECKPOINT, PREVIOUS, Checkpoint, read_checkpoint
+from fedpara.experiments.storage.client_files import kept_file, kept_files
+from fedpara.experiments.storage.jsonl import raw_lines
+from fedpara.experiments.storage.run_folder import open_run
 from fedpara.files import PART
 
 NAME = "scaffold, pfedpara, float16 up"

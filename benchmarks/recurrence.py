@@ -15,8 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedpara.engines import recurrence  # noqa: F401 - registers the ops
-from fedpara.engines.ops import OPS
+from fedpara.engines.batched.kernels.ops import OPS
 
 PAPER = (80, 16, 64, 256)
 SMALL = (3, 2, 4, 32)

@@ -38,8 +38,8 @@ from torch.nn.functional import cross_entropy
 
 import fedpara as fp
 from fedpara import algorithms, data, models
-from fedpara.engines.batches import batches
-from fedpara.engines.streams import cohort, numbers
+from fedpara.engines.local.batches import batches
+from fedpara.engines.rng import cohort, numpy_rng
 from fedpara.state import State, mean
 
 SEED = 0
@@ -140,7 +140,7 @@ def bare(work: Workload, by_hand: bool = False) -> Timed:
             model.load_state_dict(x)
             inputs, labels = held[client]
             total = torch.zeros(())
-            for batch in batches(len(labels), local, numbers(SEED, "batches", t, client)):
+            for batch in batches(len(labels), local, numpy_rng(SEED, "batches", t, client)):
                 index = torch.from_numpy(batch)
                 loss = cross_entropy(model(inputs[index]), labels[index])
                 if by_hand:
@@ -226,7 +226,7 @@ def flower_train(message: Any, context: Any) -> Any:
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     inputs, labels = ready(work.clients)[who]
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    order = numbers(SEED, "batches", int(message.content["config"]["server-round"]), who)
+    order = numpy_rng(SEED, "batches", int(message.content["config"]["server-round"]), who)
     for batch in batches(len(labels), work.algorithm.local, order):
         index = torch.from_numpy(batch)
         optimizer.zero_grad()

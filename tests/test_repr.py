@@ -13,9 +13,9 @@ import fedpara as fp
 from fedpara import algorithms, models
 from fedpara.data import Examples
 from fedpara.engines import Progress, Round
-from fedpara.engines.plan import make_plan
+from fedpara.engines.batched.round_plan import plan_round
 from fedpara.experiments import Summary
-from fedpara.experiments.library import Library
+from fedpara.experiments.storage.catalog import Library
 
 LINES, CHARACTERS = 5, 400
 
@@ -85,17 +85,17 @@ def test_any_round(number, clients, loss, accuracy, refused):
 
 
 def test_what_both_ends_know(run):
-    program = run.protocol.program
+    program = run.session.program
     assert f"trains: {len(program.parameters)} tensors" in short(program)
     count = sum(program.initial[name].numel() for name in program.private)
     assert f"private: {len(program.private)} tensors, {count:,} numbers" in short(program)
-    assert short(run.protocol) == "Protocol(scaffold, pfedpara, seed 0, link: float32 down, float32 up)"
+    assert short(run.session) == "Session(scaffold, pfedpara, seed 0, link: float32 down, float32 up)"
 
 
 def test_a_plan(run):
     data = fp.FederatedData(examples(), [range(20), range(20, 40)])
-    plan = make_plan(run.protocol, data, "none", 1, [0, 1], 2)
-    assert short(plan) == "Plan(2 clients in 2 lanes, 1 steps, batches of 4)"
+    plan = plan_round(run.session, data, "none", 1, [0, 1], 2)
+    assert short(plan) == "RoundPlan(2 clients in 2 lanes, 1 steps, batches of 4)"
 
 
 @given(st.integers(0, 500), st.lists(st.integers(1, 4), max_size=4), st.integers(1, 10**6), st.booleans())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedpara import algorithms
-from fedpara.algorithms import Algorithm, Groups, Local, Update, clip_by_norm, sgd_step
+from fedpara.algorithms import Algorithm, Local, Update, Variables, clip_by_norm, sgd_step
 from fedpara.errors import StateError
 from fedpara.state import State
 
@@ -29,7 +29,7 @@ def drawn(seed: int, dtype: torch.dtype = torch.float32, *stack: int) -> State:
     }
 
 
-def like(groups: Groups, seed: int, dtype: torch.dtype = torch.float32, *stack: int) -> Groups:
+def like(groups: Variables, seed: int, dtype: torch.dtype = torch.float32, *stack: int) -> Variables:
     """The same groups with something in them: zeros would hide a wrong sign."""
     filled = {group: drawn(seed + i, dtype, *stack) for i, group in enumerate(groups)}
     return {g: {n: t.abs() if g == "v" else t for n, t in members.items()} for g, members in filled.items()}
@@ -51,7 +51,7 @@ class Scene:
         up = algorithm.finish(x, self.ys[0], self.down, self.client, 7, 0.05)[0]
         self.updates = [Update(y, like(up, 30 + i, dtype), 3 + i) for i, y in enumerate(self.ys)]
 
-    def calls(self, algorithm: Algorithm) -> dict[str, Callable[[], tuple[State | Groups, ...]]]:
+    def calls(self, algorithm: Algorithm) -> dict[str, Callable[[], tuple[State | Variables, ...]]]:
         x, y, down, client = self.x, self.ys[0], self.down, self.client
         return {
             "server_init": lambda: (algorithm.server_init(x),),
@@ -68,7 +68,7 @@ class Scene:
             yield from tensors((update.y, update.extra))
 
 
-def states(values: tuple[State | Groups, ...]) -> Iterator[State]:
+def states(values: tuple[State | Variables, ...]) -> Iterator[State]:
     for value in values:
         if any(isinstance(member, dict) for member in value.values()):
             yield from value.values()  # type: ignore[misc]
@@ -76,7 +76,7 @@ def states(values: tuple[State | Groups, ...]) -> Iterator[State]:
             yield value  # type: ignore[misc]
 
 
-def tensors(values: tuple[State | Groups, ...]) -> Iterator[Tensor]:
+def tensors(values: tuple[State | Variables, ...]) -> Iterator[Tensor]:
     for state in states(values):
         yield from state.values()
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedpara import algorithms
-from fedpara.algorithms import Algorithm, Groups, Local, Update, clip_by_norm, sgd_step
+from fedpara.algorithms import Algorithm, Local, Update, Variables, clip_by_norm, sgd_step
 from fedpara.errors import ConfigError
 from fedpara.state import State, clone
 
@@ -51,8 +51,8 @@ def to_vector(state: State) -> Vector:
 @dataclass
 class Federation:
     x: State
-    server: Groups
-    clients: dict[int, Groups]
+    server: Variables
+    clients: dict[int, Variables]
 
 
 def federate(algorithm: Algorithm) -> Federation:

@@ -10,15 +10,15 @@ from torch import nn
 
 import fedpara as fp
 from fedpara import data, models
-from fedpara.apps import merged
+from fedpara.apps import export_source as merged
 from fedpara.data import normalise
-from fedpara.engines.flower import ACCEPTED
-from fedpara.engines.loop import Progress
+from fedpara.engines.flower.engine import ACCEPTED
+from fedpara.engines.progress import Progress
 from fedpara.experiments import Experiment, read_run, run
 from fedpara.experiments.build import build, build_model, build_scheme
-from fedpara.experiments.checkpoint import Checkpoint, final_checkpoint, write_checkpoint
-from fedpara.experiments.clients import kept_file
-from fedpara.experiments.tensor_files import named_digest, read_groups, write_groups
+from fedpara.experiments.storage.checkpoint import Checkpoint, final_checkpoint, write_checkpoint
+from fedpara.experiments.storage.client_files import kept_file
+from fedpara.experiments.storage.tensor_files import named_digest, read_groups, write_groups
 from fedpara.interop import save_state
 
 PERSONAL = {"model": "mlp", "scheme": "pfedpara", "clients": 2, "cohort": 2, "epochs": None, "steps": 1}

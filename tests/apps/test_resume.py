@@ -154,7 +154,7 @@ def test_a_finished_run_has_nothing_for_a_node_to_go_on_with(tmp_path):
 
 def test_flowers_server_does_not_go_on_with_it_either(tmp_path):
     pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
-    from fedpara.apps.flower_server import go_through
+    from fedpara.apps.flower.server_app import go_through
 
     run(replace(TINY, scheme="pfedpara", gamma=0.5), tmp_path / "a")
     before = (tmp_path / "a" / "config.toml").read_bytes()

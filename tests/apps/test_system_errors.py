@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fedpara.apps import progress
 from fedpara.apps.cli import main
+from fedpara.apps.terminal import progress
 from fedpara.engines import Progress, Round
-from fedpara.experiments import read_run, store
+from fedpara.experiments import read_run
+from fedpara.experiments.storage import run_folder as store
 
 ROOT = Path(__file__).parents[2]
 RUN = sys.modules["fedpara.experiments.run"]  # the package's own `run` is the function
@@ -46,15 +47,15 @@ def test_a_disk_that_is_full_at_a_rounds_line_is_said_in_a_line(cli, monkeypatch
 def test_memory_that_runs_out_is_said_in_a_line_and_stops_no_other_run(cli, monkeypatch, tmp_path, error):
     for name in "ab":
         assert cli("run", *TINY, "--rounds", "1", "--out", f"runs/{name}")[0] == 0
-    play, played = RUN.play, []
+    original, played = RUN.run_rounds, []
 
     def short(*given):
         played.append(given)
         if len(played) == 1:
             raise error
-        return play(*given)
+        return original(*given)
 
-    monkeypatch.setattr(RUN, "play", short)
+    monkeypatch.setattr(RUN, "run_rounds", short)
     code, _, err = cli("resume", "runs", "--rounds", "2")
     assert (code, read_run(tmp_path / "runs/b").rounds) == (1, 2)
     said = err.splitlines()[-1]

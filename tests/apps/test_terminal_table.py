@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from fedpara.apps.terminal_table import empty_table, print_table
+from fedpara.apps.terminal.table import empty_table, print_table
 
 
 @pytest.mark.parametrize("width", [24, 40, 60, 200])

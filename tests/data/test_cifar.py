@@ -9,7 +9,8 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from fedpara.data import cifar, load, pickles
+from fedpara.data import load
+from fedpara.data.readers import cifar, pickles
 from fedpara.data.registry import read
 from fedpara.errors import DataError
 

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from fedpara.data import load
-from fedpara.data.cinic import CLASSES
+from fedpara.data.readers.cinic import CLASSES
 from fedpara.errors import DataError, MissingExtraError
 
 

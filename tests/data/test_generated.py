@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedpara import data
-from fedpara.data.generated import KINDS
+from fedpara.data.readers.generated import KINDS
 from fedpara.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from published_pickle import ARRAY, as_published
 
-from fedpara.data import cifar, pickles
+from fedpara.data.readers import cifar, pickles
 from fedpara.errors import DataError
 
 
@@ -98,7 +98,7 @@ def test_a_crafted_pickle_is_refused_in_a_sentence(hostile, words):
 
 
 NESTED = """
-from fedpara.data import pickles
+from fedpara.data.readers import pickles
 from fedpara.errors import DataError
 try:
     pickles.loads(b"\\x80\\x02})" + b"\\x85" * 1_000_000 + b"Ns.", "batch")

@@ -8,7 +8,8 @@ import pytest
 import torch
 from published_pickle import as_published
 
-from fedpara.data import by_owner, cifar, load, shards, status, verify
+from fedpara.data import by_owner, load, shards, status, verify
+from fedpara.data.readers import cifar
 from fedpara.errors import DataError
 
 pytestmark = pytest.mark.data

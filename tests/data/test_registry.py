@@ -234,7 +234,7 @@ def test_the_revision_of_a_hub_set_is_the_one_that_is_loaded(monkeypatch):
 def test_hub_sets_become_examples(tmp_path, monkeypatch):
     import datasets
 
-    from fedpara.data import hub
+    from fedpara.data.readers import hub
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     pictures = [np.random.default_rng(i).integers(0, 256, (5, 6, 3), dtype=np.uint8) for i in range(3)]

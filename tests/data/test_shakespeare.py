@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpara.data import load
-from fedpara.data.shakespeare import ALL_LETTERS, encode
+from fedpara.data.readers.shakespeare import ALL_LETTERS, encode
 from fedpara.errors import DataError
 
 PLACE = "shakespeare/by_play_and_character"

@@ -14,13 +14,14 @@ from fedpara import algorithms, data, models
 from fedpara.algorithms import Algorithm
 from fedpara.data import Examples
 from fedpara.engines import Run, Task
-from fedpara.engines.client import Protocol, Reply
-from fedpara.engines.loop import Engine
-from fedpara.engines.program import take_apart
+from fedpara.engines.client import Reply
+from fedpara.engines.local.worker import Score
+from fedpara.engines.program import make_program
+from fedpara.engines.server import Engine
+from fedpara.engines.session import Session
 from fedpara.engines.simulate import build_engine
-from fedpara.engines.worker import Score
 from fedpara.state import State
-from fedpara.wire import Letter
+from fedpara.wire import Message
 
 ENGINES = ("sequential", "batched")
 """Add an engine here and every contract holds it to the same numbers."""
@@ -58,21 +59,21 @@ class Recorded:
     def why(self) -> str:
         return self.engine.why
 
-    def train(self, round: int, clients: Sequence[int], message: Letter, personal: bool) -> Iterator[Reply]:
+    def train(self, round: int, clients: Sequence[int], message: Message, personal: bool) -> Iterator[Reply]:
         self.down.append(bytes(message))
         self.up.append([])
         for reply in self.engine.train(round, clients, message, personal):
             self.up[-1].append(replace(reply, message=reply.message and bytes(reply.message)))
             yield reply
 
-    def keep(self, round: int, clients: Sequence[int]) -> None:
+    def commit(self, round: int, clients: Sequence[int]) -> None:
         self.kept.append(list(clients))
-        self.engine.keep(round, clients)
+        self.engine.commit(round, clients)
 
     def evaluate(self, state: State) -> Score | None:
         return self.engine.evaluate(state)
 
-    def score_clients(self, round: int, clients: Sequence[int], message: Letter) -> Iterable[Reply]:
+    def score_clients(self, round: int, clients: Sequence[int], message: Message) -> Iterable[Reply]:
         return self.engine.score_clients(round, clients, message)
 
 
@@ -116,19 +117,19 @@ class World:
         task = Task(model, test=self.test)
         return fp.simulate(task, federation or self.federation, algorithm or self.algorithm(), **options)
 
-    def protocol(
+    def session(
         self,
         model: nn.Module,
         algorithm: Algorithm | None = None,
         link: fp.Link | None = None,
         share: Any = "all",
         seed: int = 0,
-    ) -> Protocol:
-        return Protocol(take_apart(model, share), algorithm or self.algorithm(), link or fp.Link(), seed)
+    ) -> Session:
+        return Session(make_program(model, share), algorithm or self.algorithm(), link or fp.Link(), seed)
 
-    def engine(self, name: str, protocol: Protocol, memory: Any, federation: Any = None) -> Recorded:
-        task = Task(protocol.program.model, test=self.test)
-        return Recorded(build_engine(name, protocol, task, federation or self.federation, memory, 3))
+    def engine(self, name: str, session: Session, memory: Any, federation: Any = None) -> Recorded:
+        task = Task(session.program.model, test=self.test)
+        return Recorded(build_engine(name, session, task, federation or self.federation, memory, 3))
 
 
 @pytest.fixture(params=ENGINES)

@@ -10,9 +10,10 @@ from torch.nn.functional import cross_entropy, dropout
 import fedpara as fp
 from fedpara import algorithms
 from fedpara.data import normalise
-from fedpara.engines.loop import Schedule, play
 from fedpara.engines.memory import InMemory
-from fedpara.engines.streams import cohort, numbers
+from fedpara.engines.progress import Schedule
+from fedpara.engines.rng import cohort, numpy_rng
+from fedpara.engines.server import run_rounds
 from fedpara.errors import ConfigError
 from fedpara.state import mean, nbytes, norm, subtract
 from fedpara.wire import decode
@@ -66,7 +67,7 @@ def test_two_runs_give_equal_bits(world, engine, algorithm, scheme, share, preci
     assert same(first.state, second.state)
     for client in range(len(world.clients)):
         assert same(first.client_state(client), second.client_state(client))
-    assert not same(first.client_state(first.rounds[-1].cohort[0]), first.protocol.program.initial)
+    assert not same(first.client_state(first.rounds[-1].cohort[0]), first.session.program.initial)
     assert not any(result.refused for result in first.rounds)
 
 
@@ -77,14 +78,14 @@ def test_another_seed_gives_other_bits(world, engine):
 
 @pytest.mark.parametrize("scheme", ["original", "pfedpara"])
 def test_neither_company_nor_order_nor_scoring_changes_what_a_client_sends(world, engine, scheme):
-    protocol = world.protocol(world.model(scheme), world.algorithm("scaffold"), fp.Link(up="int8"))
-    alone = world.engine(engine, protocol, InMemory(), world.personal)
-    next(iter(play(protocol, alone, Schedule(1, 6, 6), personal=False)))
+    session = world.session(world.model(scheme), world.algorithm("scaffold"), fp.Link(up="int8"))
+    alone = world.engine(engine, session, InMemory(), world.personal)
+    next(iter(run_rounds(session, alone, Schedule(1, 6, 6, world.federation.size), personal=False)))
     message = alone.down[0]
     expected = {reply.client: reply.message for reply in alone.up[0]}
     for clients, personal in (([5, 4, 3, 2, 1, 0], False), ([4], True), ([0, 4, 2], True)):
-        again = world.engine(engine, protocol, InMemory(), world.personal)
-        again.evaluate({**protocol.program.initial})
+        again = world.engine(engine, session, InMemory(), world.personal)
+        again.evaluate({**session.program.initial})
         for reply in again.train(1, clients, message, personal):
             assert bytes(reply.message) == expected[reply.client]
 
@@ -112,7 +113,7 @@ def by_hand(world, model, rounds, chosen, seed=0, lr=0.05, **sgd):
             optimizer = torch.optim.SGD(model.parameters(), lr=lr, **sgd)
             examples = world.train.subset(world.clients[k])
             images = normalise(examples.inputs, examples.mean, examples.std)
-            order = numbers(seed, "batches", t, k).permutation(len(examples))
+            order = numpy_rng(seed, "batches", t, k).permutation(len(examples))
             for start in range(0, len(order), 4):
                 batch = torch.from_numpy(order[start : start + 4])
                 optimizer.zero_grad()
@@ -137,17 +138,17 @@ def test_fedavg_is_the_loop_one_would_write(world, engine, scheme, sgd):
     assert run.state.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(run.state[name], tensor, rtol=0, atol=1e-6)
-    assert norm(subtract(expected, run.protocol.program.initial)) > 0.1
+    assert norm(subtract(expected, run.session.program.initial)) > 0.1
 
 
 @pytest.mark.parametrize("precision", LINKS)
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
 def test_counted_bytes_are_the_encoded_bytes(world, engine, algorithm, precision):
-    protocol = world.protocol(
+    session = world.session(
         world.model("pfedpara"), world.algorithm(algorithm), fp.Link(precision, precision)
     )
-    seen = world.engine(engine, protocol, InMemory())
-    rounds = list(play(protocol, seen, Schedule(3, 6, 4), personal=False))
+    seen = world.engine(engine, session, InMemory())
+    rounds = list(run_rounds(session, seen, Schedule(3, 6, 4, world.federation.size), personal=False))
     for t, result in enumerate(rounds):
         assert result.bytes_down == 4 * len(seen.down[t])
         assert result.bytes_up == sum(len(reply.message) for reply in seen.up[t])
@@ -160,9 +161,9 @@ def test_counted_bytes_are_the_encoded_bytes(world, engine, algorithm, precision
 def test_scaffold_sends_twice_what_fedavg_does(world, engine, scheme):
     sent = {}
     for algorithm in ("fedavg", "scaffold"):
-        protocol = world.protocol(world.model(scheme), world.algorithm(algorithm))
-        seen = world.engine(engine, protocol, InMemory())
-        list(play(protocol, seen, Schedule(1, 6, 1), personal=False))
+        session = world.session(world.model(scheme), world.algorithm(algorithm))
+        seen = world.engine(engine, session, InMemory())
+        list(run_rounds(session, seen, Schedule(1, 6, 1, world.federation.size), personal=False))
         sent[algorithm] = [nbytes(decode(m)[1]) for m in (seen.down[0], seen.up[0][0].message)]
     assert sent["scaffold"] == [2 * size for size in sent["fedavg"]]
     assert min(sent["fedavg"]) > 1000
@@ -177,9 +178,9 @@ def batch_norm():
 def test_batch_norm_statistics_are_averaged_and_never_stepped(world, engine, scheme, precision):
     model = world.model(scheme, batch_norm)
     local = world.algorithm(batch_size=3, steps=2, momentum=0.5, weight_decay=0.1)
-    protocol = world.protocol(model, local, fp.Link(up=precision))
-    seen = world.engine(engine, protocol, InMemory())
-    first, second = play(protocol, seen, Schedule(2, 6, 3), personal=False)
+    session = world.session(model, local, fp.Link(up=precision))
+    seen = world.engine(engine, session, InMemory())
+    first, second = run_rounds(session, seen, Schedule(2, 6, 3, world.federation.size), personal=False)
     assert not first.refused
     assert not second.refused
     assert first.progress.buffers["2.num_batches_tracked"] == 2
@@ -262,9 +263,9 @@ def test_a_run_leaves_the_callers_stream_alone(world, engine):
 def test_dropout_is_not_the_same_for_every_client_or_round(world, engine, kind):
     """Clients that all hold one and the same example differ by what their layers draw alone."""
     federation = fp.FederatedData(world.train, [range(1)] * 6)
-    protocol = world.protocol(world.model("original", NOISY[kind]))
-    seen = world.engine(engine, protocol, InMemory(), federation)
-    list(play(protocol, seen, Schedule(1, 6, 6), personal=False))
+    session = world.session(world.model("original", NOISY[kind]))
+    seen = world.engine(engine, session, InMemory(), federation)
+    list(run_rounds(session, seen, Schedule(1, 6, 6, world.federation.size), personal=False))
     states = [decode(reply.message)[1] for reply in seen.up[0]]
     assert not same(states[0], states[1])
 
@@ -301,9 +302,9 @@ def test_tied_and_unused_weights_come_back_under_all_their_names(world, engine, 
 def test_frozen_parameters_are_neither_trained_nor_sent(world, engine):
     model = world.model()
     model.fc1.requires_grad_(False)
-    protocol = world.protocol(model)
-    seen = world.engine(engine, protocol, InMemory())
-    list(play(protocol, seen, Schedule(1, 6, 2), personal=False))
+    session = world.session(model)
+    seen = world.engine(engine, session, InMemory())
+    list(run_rounds(session, seen, Schedule(1, 6, 2, world.federation.size), personal=False))
     for message in (seen.down[0], *(reply.message for reply in seen.up[0])):
         assert set(decode(message)[1]) == {"fc2.weight", "fc2.bias"}
 

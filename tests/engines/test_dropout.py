@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fedpara as fp
 from fedpara import algorithms, data
-from fedpara.engines.dropout import OwnDropout, layer_seed, own_dropouts, step_seed
-from fedpara.engines.streams import torch_seed
+from fedpara.engines.local.dropout import SeededDropout, layer_seed, seeded_dropouts, step_seed
+from fedpara.engines.rng import torch_seed
 
 
 def stream(seed, round, client):
@@ -19,7 +19,7 @@ def stream(seed, round, client):
 
 def dropped(p, seed, shape=(200, 100)):
     model = nn.Sequential(nn.Dropout(p))
-    (dropout,) = own_dropouts(model).values()
+    (dropout,) = seeded_dropouts(model).values()
     dropout.seed.fill_(seed)
     return model(torch.ones(shape))
 
@@ -54,7 +54,7 @@ def test_a_shorter_batch_is_dropped_as_the_first_rows_of_a_longer_one():
 
 def test_lanes_draw_by_their_own_seeds():
     model = nn.Sequential(nn.Dropout(0.5))
-    own_dropouts(model)
+    seeded_dropouts(model)
     seeds = torch.tensor([5, 9])
     y = vmap(lambda s: functional_call(model, {"0.seed": s}, (torch.ones(20, 20),)))(seeds)
     assert torch.equal(y[0], dropped(0.5, 5, (20, 20)))
@@ -63,7 +63,7 @@ def test_lanes_draw_by_their_own_seeds():
 
 def test_only_in_training_and_in_no_state():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Dropout1d(0.5))
-    assert [type(m) for m in own_dropouts(model).values()] == [OwnDropout]
+    assert [type(m) for m in seeded_dropouts(model).values()] == [SeededDropout]
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
     x = torch.randn(3, 4)
     assert torch.equal(model.eval()[1](x), x)
@@ -112,7 +112,7 @@ class Twice(nn.Module):
 
 def test_a_layer_that_is_called_again_draws_anew_and_the_next_step_begins_afresh():
     model = Twice()
-    (dropout,) = own_dropouts(model).values()
+    (dropout,) = seeded_dropouts(model).values()
     steps = []
     for _ in range(2):
         dropout.seed.fill_(77)
@@ -147,7 +147,7 @@ def test_engines_agree_where_a_layer_is_called_again(world):
 
 def test_what_a_checkpoint_makes_again_is_what_it_made():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
-    (dropout,) = own_dropouts(model).values()
+    (dropout,) = seeded_dropouts(model).values()
     x, gradients = torch.ones(5, 8), []
     for run in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
         dropout.calls = 0

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fedpara.engines import loop
-from fedpara.engines.program import take_apart
-from fedpara.engines.worker import Worker
+from fedpara.engines import server as loop
+from fedpara.engines.local.worker import Worker
+from fedpara.engines.program import make_program
 
 
 @pytest.mark.parametrize("share", ["all", "fedper", "none"])
@@ -16,7 +16,7 @@ def test_everyone_is_scored_on_what_the_run_ended_with(world, engine, scheme, sh
     assert first.everyone is None
     everyone = last.everyone
     assert (everyone.clients, everyone.of) == (6, 6)
-    judge = Worker(take_apart(world.model(scheme)))
+    judge = Worker(make_program(world.model(scheme)))
     scores = [judge.evaluate(run.client_state(i), world.personal.client_test(i)).accuracy for i in range(6)]
     assert everyone.accuracy == pytest.approx(sum(scores) / 6)
     assert everyone.bytes_down >= 6 * sum(t.numel() * 4 for t in last.progress.x.values())

@@ -28,7 +28,7 @@ def one_step(world, engine, scheme="fedpara", **fields):
         cohort=1,
         engine=engine,
     )
-    return run.protocol.program.initial, run.state
+    return run.session.program.initial, run.state
 
 
 def test_the_jacobian_correction_moves_the_factors_and_nothing_else(world, engine):

@@ -10,24 +10,26 @@ from torch import nn
 
 import fedpara as fp
 from fedpara import algorithms, models
-from fedpara.engines.client import Protocol, reply_of
-from fedpara.engines.flower import digest
-from fedpara.engines.loop import Schedule, _broadcast, beginning, play
+from fedpara.engines.client import reply_of
+from fedpara.engines.flower.engine import digest
+from fedpara.engines.local.worker import Trained
 from fedpara.engines.memory import InMemory
-from fedpara.engines.program import take_apart
-from fedpara.engines.worker import Trained
+from fedpara.engines.program import make_program
+from fedpara.engines.progress import Schedule
+from fedpara.engines.server import _broadcast, initial_progress, run_rounds
+from fedpara.engines.session import Session
 from fedpara.errors import ConfigError, PrivacyError
-from fedpara.wire import Letter, decode
+from fedpara.wire import Message, decode
 
 BIASES = {"fc1.bias", "fc2.bias"}
 
 
 def crossed(world, scheme, share="all", algorithm="fedavg", link=None, network=None):
-    """(protocol, every message of two rounds, both ways)"""
-    protocol = world.protocol(world.model(scheme, network), world.algorithm(algorithm), link, share)
-    seen = world.engine("sequential", protocol, InMemory())
-    list(play(protocol, seen, Schedule(2, 6, 3), personal=False))
-    return protocol, [*seen.down, *(reply.message for replies in seen.up for reply in replies)]
+    """(session, every message of two rounds, both ways)"""
+    session = world.session(world.model(scheme, network), world.algorithm(algorithm), link, share)
+    seen = world.engine("sequential", session, InMemory())
+    list(run_rounds(session, seen, Schedule(2, 6, 3, world.federation.size), personal=False))
+    return session, [*seen.down, *(reply.message for replies in seen.up for reply in replies)]
 
 
 def names(messages):
@@ -59,7 +61,7 @@ def test_pfedpara_of_a_kernel_sends_its_first_core(world):
             torch.nn.Linear(24, 10),
         )
 
-    protocol, messages = crossed(world, "pfedpara", network=network)
+    session, messages = crossed(world, "pfedpara", network=network)
     sent = names(messages)
     assert {name for name in sent if name.startswith("2.weight")} == {
         "2.weight.x1",
@@ -69,7 +71,7 @@ def test_pfedpara_of_a_kernel_sends_its_first_core(world):
     norms = {f"{layer}.{part}" for layer in (1, 3) for part in ("weight", "bias")}
     statistics = {f"3.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
     assert norms | statistics | {"0.bias", "2.bias", "6.bias"} <= sent
-    assert {"2.weight.x2", "2.weight.y2", "2.weight.t2"} <= protocol.program.private
+    assert {"2.weight.x2", "2.weight.y2", "2.weight.t2"} <= session.program.private
 
 
 def test_fedper_lacks_the_last_layer(world):
@@ -107,8 +109,8 @@ KEPT_BACK = [("pfedpara", "all"), ("pfedpara", "fedper"), ("fedpara", "fedper")]
     ],
 )
 def test_no_private_name_is_in_any_message(world, scheme, share, algorithm, precision):
-    protocol, messages = crossed(world, scheme, share, algorithm, fp.Link(precision, precision))
-    program = protocol.program
+    session, messages = crossed(world, scheme, share, algorithm, fp.Link(precision, precision))
+    program = session.program
     assert program.private
     for message in messages:
         for private in program.private:
@@ -125,26 +127,26 @@ def test_a_client_that_tries_to_send_a_private_factor_is_stopped(world):
         return {"extra": {name: torch.zeros(1)}}, {}
 
     algorithm = algorithms.Algorithm(**{**vars(plain), "finish": smuggle})
-    protocol = world.protocol(world.model("pfedpara"), algorithm)
-    engine = world.engine("sequential", protocol, InMemory())
+    session = world.session(world.model("pfedpara"), algorithm)
+    engine = world.engine("sequential", session, InMemory())
     with pytest.raises(PrivacyError, match=r"fc1\.weight\.x2"):
-        list(play(protocol, engine, Schedule(1, 6, 1), personal=False))
+        list(run_rounds(session, engine, Schedule(1, 6, 1, world.federation.size), personal=False))
 
 
 @pytest.mark.parametrize("link", [fp.Link(up="float16"), fp.Link(up="int8"), fp.Link("float32", "float16")])
 def test_a_narrow_uplink_carries_the_change(world, link):
     """FedPAQ: what few bits resolve is y - x. The server adds what the client moved to its own x."""
-    protocol = world.protocol(world.model(), link=link)
-    seen = world.engine("sequential", protocol, InMemory())
-    (result,) = play(protocol, seen, Schedule(1, 6, 1), personal=False)
+    session = world.session(world.model(), link=link)
+    seen = world.engine("sequential", session, InMemory())
+    (result,) = run_rounds(session, seen, Schedule(1, 6, 1, world.federation.size), personal=False)
     _, sent = decode(seen.down[0])
     _, up = decode(seen.up[0][0].message)
-    exact = world.protocol(world.model(), link=fp.Link(down=link.down))
+    exact = world.session(world.model(), link=fp.Link(down=link.down))
     wide = world.engine("sequential", exact, InMemory())
-    list(play(exact, wide, Schedule(1, 6, 1), personal=False))
+    list(run_rounds(exact, wide, Schedule(1, 6, 1, world.federation.size), personal=False))
     _, y = decode(wide.up[0][0].message)
     for name, tensor in result.progress.x.items():
-        moved, x = tensor - protocol.program.initial[name], sent[name]
+        moved, x = tensor - session.program.initial[name], sent[name]
         arrived = up[name] - x if link.up == "float32" else up[name]
         torch.testing.assert_close(moved, arrived, rtol=0, atol=1e-7)
         step = float((y[name] - x).abs().max())
@@ -158,7 +160,7 @@ def test_what_a_narrow_downlink_rounds_off_is_no_one_s_progress(world, algorithm
     """Clients that stand still leave the server's model where it is, whatever they were sent."""
     still = world.algorithm(algorithm, lr=1e-12)
     run = world.simulate(world.model(), still, rounds=4, link=fp.Link(down=down))
-    for name, x in run.protocol.program.initial.items():
+    for name, x in run.session.program.initial.items():
         assert float((run.progress.x[name] - x).abs().max()) < 1e-6
 
 
@@ -171,11 +173,16 @@ def test_running_statistics_travel_exactly_on_every_link(world, precision, engin
         return nn.Sequential(*layers)
 
     link = fp.Link(up=precision, down=precision)
-    protocol = world.protocol(world.model(network=network), world.algorithm(batch_size=6), link=link)
-    seen = world.engine(engine, protocol, InMemory())
-    *_, last = play(protocol, seen, Schedule(3, 6, 3), personal=False)
-    _, sent = decode(seen.down[-1], protocol.exact)
-    *_, before = play(protocol, world.engine(engine, protocol, InMemory()), Schedule(2, 6, 3), personal=False)
+    session = world.session(world.model(network=network), world.algorithm(batch_size=6), link=link)
+    seen = world.engine(engine, session, InMemory())
+    *_, last = run_rounds(session, seen, Schedule(3, 6, 3, world.federation.size), personal=False)
+    _, sent = decode(seen.down[-1], session.exact)
+    *_, before = run_rounds(
+        session,
+        world.engine(engine, session, InMemory()),
+        Schedule(2, 6, 3, world.federation.size),
+        personal=False,
+    )
     for name in ("3.running_mean", "3.running_var"):
         assert torch.equal(sent[name], before.progress.buffers[name])
     assert float(last.progress.buffers["3.running_var"].min()) >= 0
@@ -187,26 +194,26 @@ class Idle:
 
     name, why = "idle", "sizes only"
 
-    def __init__(self, protocol: Protocol) -> None:
-        self.protocol = protocol
+    def __init__(self, session: Session) -> None:
+        self.session = session
 
-    def train(self, round: int, clients: Sequence[int], message: Letter, personal: bool):
-        model, down = self.protocol.read_down(message, round)
-        trained = Trained({name: model[name] for name in self.protocol.program.parameters}, {}, 0.0, 1)
+    def train(self, round: int, clients: Sequence[int], message: Message, personal: bool):
+        model, down = self.session.read_down(message, round)
+        trained = Trained({name: model[name] for name in self.session.program.parameters}, {}, 0.0, 1)
         for client in clients:
             reply, _ = reply_of(
-                self.protocol,
+                self.session,
                 trained,
                 model,
                 down,
-                self.protocol.first(model),
+                self.session.first(model),
                 round=round,
                 client=client,
                 examples=1,
             )
             yield reply
 
-    def keep(self, round, clients):
+    def commit(self, round, clients):
         pass
 
     def evaluate(self, state):
@@ -230,8 +237,8 @@ def test_vgg16_costs_what_the_paper_says_a_client_and_round(gamma, link, megabyt
         torch.nn.init.zeros_(tensor)
     if gamma is not None:
         fp.factorize(model, fp.FedPara(gamma=gamma), where=models.convolutions)
-    protocol = Protocol(take_apart(model), algorithms.fedavg(), link, seed=0)
-    (result,) = play(protocol, Idle(protocol), Schedule(1, 1, 1), personal=False)
+    session = Session(make_program(model), algorithms.fedavg(), link, seed=0)
+    (result,) = run_rounds(session, Idle(session), Schedule(1, 1, 1, lambda client: 1), personal=False)
     assert not result.refused
     assert (result.bytes_up + result.bytes_down) / 1e6 == pytest.approx(megabytes, rel=0.001)
 
@@ -240,29 +247,29 @@ def test_a_server_that_tries_to_send_a_private_factor_is_stopped(world):
     plain = world.algorithm()
     extra = {"extra": {"fc1.weight.x2": torch.zeros(1)}}
     algorithm = algorithms.Algorithm(**{**vars(plain), "broadcast": lambda server: extra})
-    protocol = world.protocol(world.model("pfedpara"), algorithm)
-    engine = world.engine("sequential", protocol, InMemory())
+    session = world.session(world.model("pfedpara"), algorithm)
+    engine = world.engine("sequential", session, InMemory())
     with pytest.raises(PrivacyError, match=r"fc1\.weight\.x2"):
-        list(play(protocol, engine, Schedule(1, 6, 1), personal=False))
+        list(run_rounds(session, engine, Schedule(1, 6, 1, world.federation.size), personal=False))
     assert engine.down == []
 
 
 def test_int8_rounds_anew_in_every_round(world):
     """One draw for all rounds would be a bias that no number of rounds averages out."""
-    protocol = world.protocol(world.model(), link=fp.Link(down="int8"))
-    start = beginning(protocol)
-    first, second = (_broadcast(protocol, start, round)[1]["fc1.weight"] for round in (1, 2))
+    session = world.session(world.model(), link=fp.Link(down="int8"))
+    start = initial_progress(session)
+    first, second = (_broadcast(session, start, round)[1]["fc1.weight"] for round in (1, 2))
     assert not torch.equal(first, second)
 
 
 def test_int8_rounds_anew_for_every_client_and_round(world):
-    protocol = world.protocol(world.model(), link=fp.Link(up="int8"))
-    model = {name: protocol.program.initial[name] for name in protocol.program.shared}
+    session = world.session(world.model(), link=fp.Link(up="int8"))
+    model = {name: session.program.initial[name] for name in session.program.shared}
     trained = Trained({name: t + 0.01 * torch.randn_like(t) for name, t in model.items()}, {}, 0.0, 1)
-    memory = protocol.first(model)
+    memory = session.first(model)
 
     def sent(client, round):
-        reply, _ = reply_of(protocol, trained, model, {}, memory, round=round, client=client, examples=1)
+        reply, _ = reply_of(session, trained, model, {}, memory, round=round, client=client, examples=1)
         return decode(reply.message)[1]["fc1.weight"]
 
     assert not torch.equal(sent(0, 1), sent(1, 1))
@@ -272,24 +279,24 @@ def test_int8_rounds_anew_for_every_client_and_round(world):
 def test_the_digest_of_two_messages_tells_protocols_apart(world):
     """Nodes are taken by it: names, types, shapes, either message, the method."""
     wider = world.model(network=lambda: models.mlp(64, hidden=33, classes=10))
-    told = {digest(world.protocol(model)) for model in (world.model(), world.model("fedpara"), wider)}
+    told = {digest(world.session(model)) for model in (world.model(), world.model("fedpara"), wider)}
     others = (world.algorithm("fedprox"), world.algorithm("scaffold"))
-    told |= {digest(world.protocol(world.model(), algorithm)) for algorithm in others}
+    told |= {digest(world.session(world.model(), algorithm)) for algorithm in others}
     down = algorithms.Algorithm(
         **{**vars(world.algorithm()), "broadcast": lambda _: {"c": {"a": torch.ones(1)}}}
     )
-    told.add(digest(world.protocol(world.model(), down)))
+    told.add(digest(world.session(world.model(), down)))
     assert len(told) == 6
-    assert digest(world.protocol(world.model())) in told
+    assert digest(world.session(world.model())) in told
 
 
 def test_a_control_variate_is_of_the_rounds_own_learning_rate(world):
     """c_i = (x - y) / (K eta_t), eta_3 = 0.1 / 4"""
-    protocol = world.protocol(world.model(), world.algorithm("scaffold", lr=0.1, lr_decay=0.5))
-    model = {name: protocol.program.initial[name] for name in protocol.program.shared}
+    session = world.session(world.model(), world.algorithm("scaffold", lr=0.1, lr_decay=0.5))
+    model = {name: session.program.initial[name] for name in session.program.shared}
     trained = Trained({name: t + 0.01 for name, t in model.items()}, {}, 0.0, 2)
     down = {"control": {name: torch.zeros_like(t) for name, t in model.items()}}
-    _, kept = reply_of(protocol, trained, model, down, protocol.first(model), round=3, client=0, examples=1)
+    _, kept = reply_of(session, trained, model, down, session.first(model), round=3, client=0, examples=1)
     for tensor in kept["control"].values():
         torch.testing.assert_close(tensor, torch.full_like(tensor, -0.2), rtol=1e-4, atol=1e-4)
 
@@ -300,4 +307,4 @@ def test_a_group_that_is_only_sent_cannot_be_called_private(world, name):
     sent = {name: {"fc1.bias": torch.zeros(32)}}
     algorithm = algorithms.Algorithm(**{**vars(world.algorithm()), "finish": lambda *given: (sent, {})})
     with pytest.raises(ConfigError, match="has a group called"):
-        world.protocol(world.model(), algorithm)
+        world.session(world.model(), algorithm)

@@ -6,10 +6,11 @@ import torch
 from torch import nn
 
 import fedpara as fp
-from fedpara.engines.loop import Schedule, play
+from fedpara.engines.checks import smallest_batch
 from fedpara.engines.memory import InMemory
-from fedpara.engines.program import take_apart
-from fedpara.engines.trial import smallest_batch
+from fedpara.engines.program import make_program
+from fedpara.engines.progress import Schedule
+from fedpara.engines.server import run_rounds
 from fedpara.errors import ConfigError, SchemeError
 
 EVEN = [range(12 * i, 12 * i + 12) for i in range(5)]
@@ -41,15 +42,15 @@ KINDS = [(True, True), (True, False), (False, True), (False, False)]
 
 @pytest.mark.parametrize(("persistent", "in_place"), KINDS)
 def test_a_buffer_is_the_clients_own_however_it_is_written(world, engine, persistent, in_place):
-    protocol = world.protocol(world.model("original", lambda: Centred(persistent, in_place)))
+    session = world.session(world.model("original", lambda: Centred(persistent, in_place)))
     federation = fp.FederatedData(world.train, EVEN)
-    seen = world.engine(engine, protocol, InMemory(), federation)
-    result = next(iter(play(protocol, seen, Schedule(1, 5, 5), personal=False)))
+    seen = world.engine(engine, session, InMemory(), federation)
+    result = next(iter(run_rounds(session, seen, Schedule(1, 5, 5, federation.size), personal=False)))
     assert not result.refused
     expected = {reply.client: reply.message for reply in seen.up[0]}
     assert len({*expected.values()}) == 5
     for clients in ([4, 3, 2, 1, 0], [2]):
-        again = world.engine(engine, protocol, InMemory(), federation)
+        again = world.engine(engine, session, InMemory(), federation)
         for reply in again.train(1, clients, seen.down[0], personal=False):
             assert bytes(reply.message) == expected[reply.client]
     if persistent:
@@ -113,7 +114,7 @@ def test_tied_and_frozen_factors_train_alike_in_both_engines(world, weight, jaco
     moved = set()
     for name, tensor in one.state.items():
         torch.testing.assert_close(tensor, other.state[name], rtol=1e-5, atol=1e-6)
-        if not torch.equal(tensor, one.protocol.program.initial.get(name, tensor)):
+        if not torch.equal(tensor, one.session.program.initial.get(name, tensor)):
             moved.add(name)
     assert moved >= {"first.bias", "again.bias", "out.bias"}
     for tied in ("first.weight", "out.weight"):
@@ -122,11 +123,11 @@ def test_tied_and_frozen_factors_train_alike_in_both_engines(world, weight, jaco
 
 def test_half_a_weight_frozen_trains_but_not_batched_nor_corrected(world):
     model = world.model("original", frozen("out.weight", {"x1"}))
-    assert take_apart(model).half_frozen == "out.weight"
+    assert make_program(model).half_frozen == "out.weight"
     run = world.simulate(model, engine="batched")
     assert "some factors of out.weight are frozen" in run.engine
-    assert torch.equal(run.state["out.weight.x1"], run.protocol.program.initial["out.weight.x1"])
-    assert not torch.equal(run.state["out.weight.x2"], run.protocol.program.initial["out.weight.x2"])
+    assert torch.equal(run.state["out.weight.x1"], run.session.program.initial["out.weight.x1"])
+    assert not torch.equal(run.state["out.weight.x2"], run.session.program.initial["out.weight.x2"])
     with pytest.raises(ConfigError, match=r"of out\.weight only some train"):
         world.simulate(model, world.algorithm(jacobian=1.0))
 
@@ -233,7 +234,7 @@ class TiedEnds(nn.Module):
 
 def test_a_last_layer_that_is_tied_stays_on_the_device_too(world, engine):
     model = world.model("original", TiedEnds)
-    assert take_apart(model, "fedper").private == {"embed.weight", "out.bias"}
+    assert make_program(model, "fedper").private == {"embed.weight", "out.bias"}
     run = world.simulate(model, share="fedper", engine=engine, cohort=6, federation=world.personal)
     assert not {"embed.weight", "out.weight", "out.bias"} & run.progress.x.keys()
     kept = [run.client_state(client) for client in range(2)]

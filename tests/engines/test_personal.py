@@ -6,8 +6,8 @@ import torch
 import fedpara as fp
 from fedpara import algorithms, data, models
 from fedpara.data import normalise
-from fedpara.engines.client import PRIVATE
 from fedpara.engines.memory import InMemory
+from fedpara.engines.session import PRIVATE
 from fedpara.errors import ConfigError, RunError
 
 KINDS = [("pfedpara", "all"), ("original", "fedper"), ("original", "none"), ("pfedpara", "fedper")]
@@ -38,7 +38,7 @@ def everybody(world, scheme, share, rounds, memory=None, **fields):
 @each_kind
 def test_clients_share_the_shared_part_and_differ_in_the_rest(world, scheme, share):
     run = everybody(world, scheme, share, 2)
-    program = run.protocol.program
+    program = run.session.program
     states = [run.client_state(client) for client in range(6)]
     for name in program.shared:
         assert all(torch.equal(state[name], run.state[name]) for state in states)

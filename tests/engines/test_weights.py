@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from fedpara import algorithms
 from fedpara.algorithms import Update
-from fedpara.engines.aggregation import Intake
-from fedpara.engines.loop import Schedule, play
+from fedpara.engines.aggregation import Aggregator, capped
 from fedpara.engines.memory import InMemory
-from fedpara.engines.weights import capped
+from fedpara.engines.progress import Schedule
+from fedpara.engines.server import run_rounds
 from fedpara.wire import decode, encode
 
 COUNTS = st.lists(st.integers(0, 2**62), min_size=1, max_size=12).filter(any)
@@ -44,7 +44,7 @@ def test_the_cap_by_hand():
 
 def test_a_capped_client_moves_the_model_by_no_more_than_its_share(world):
     """Client 0 claims 2^40 examples: uncapped it is the mean, capped it is half of it, and the notes name it."""
-    protocol = world.protocol(world.model())
+    session = world.session(world.model())
     claims = {0: 2**40, 1: 100, 2: 100}
 
     class Claimed:
@@ -64,10 +64,10 @@ def test_a_capped_client_moves_the_model_by_no_more_than_its_share(world):
         return replace(reply, message=encode(state, replace(header, examples=examples)))
 
     def first(max_share, weights="examples"):
-        engine = Claimed(world.engine("sequential", protocol, InMemory()))
+        engine = Claimed(world.engine("sequential", session, InMemory()))
         engine.states = {}
-        schedule = Schedule(1, 3, 3, examples=claims.__getitem__, max_share=max_share, weights=weights)
-        (result,) = play(protocol, engine, schedule, personal=False)
+        schedule = Schedule(1, 3, 3, claims.__getitem__, max_share=max_share, weights=weights)
+        (result,) = run_rounds(session, engine, schedule, personal=False)
         return result, engine.states
 
     free, states = first(None)
@@ -95,7 +95,7 @@ def test_an_update_is_let_go_once_it_is_in_the_mean(name):
         for n in (3, 1, 2)
     ]
     together = algorithm.aggregate(x, server, updates, 10)
-    intake = Intake(algorithm, x, {7: 3.0, 8: 1.0, 9: 2.0})
+    intake = Aggregator(algorithm, x, {7: 3.0, 8: 1.0, 9: 2.0})
     for client in (7, 8, 9):
         update = updates.pop(0)
         held = weakref.ref(update.y["w"])
@@ -116,14 +116,14 @@ def _sent(algorithm, x):
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
 def test_a_round_holds_few_messages_at_once(world, engine):
     """Of a cohort of six at most two replies are alive: the one that is judged, and the one before it."""
-    protocol = world.protocol(world.model())
-    inner = world.engine(engine, protocol, InMemory()).engine
+    session = world.session(world.model())
+    inner = world.engine(engine, session, InMemory()).engine
     alive: list[weakref.ref] = []
     most = 0
 
     class Watched:
         name, why = "watched", ""
-        keep, evaluate = inner.keep, inner.evaluate
+        commit, evaluate = inner.commit, inner.evaluate
 
         def train(self, *given):
             nonlocal most
@@ -133,7 +133,7 @@ def test_a_round_holds_few_messages_at_once(world, engine):
                 yield reply
                 del reply
 
-    schedule = Schedule(1, 6, 6, examples=world.federation.size)
-    list(play(protocol, Watched(), schedule, personal=False))
+    schedule = Schedule(1, 6, 6, world.federation.size)
+    list(run_rounds(session, Watched(), schedule, personal=False))
     assert len(alive) == 6
     assert most <= 2

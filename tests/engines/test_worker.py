@@ -9,8 +9,8 @@ from torch import nn
 import fedpara as fp
 from fedpara import algorithms
 from fedpara.data import Examples
-from fedpara.engines.program import take_apart
-from fedpara.engines.worker import Worker
+from fedpara.engines.local.worker import Worker
+from fedpara.engines.program import make_program
 
 EXAMPLES = Examples(torch.randn(20, 8, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3, 3)
 
@@ -35,7 +35,7 @@ class Waits(nn.Sequential):
 
 def worker(model):
     torch.manual_seed(0)
-    return Worker(take_apart(fp.factorize(model, fp.FedPara(gamma=0.5), force=True)))
+    return Worker(make_program(fp.factorize(model, fp.FedPara(gamma=0.5), force=True)))
 
 
 def plain():

@@ -7,7 +7,7 @@ import pytest
 
 from fedpara.experiments import Experiment
 from fedpara.experiments.config import LATER, read_toml
-from fedpara.experiments.summary import read_config
+from fedpara.experiments.storage.summary import read_config
 
 RESULTS = Path(__file__).parents[2] / "results"
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from fedpara.errors import RunError
-from fedpara.experiments import Experiment, checkpoint, read_run, resume, run
-from fedpara.experiments.checkpoint import NEXT, PREVIOUS, final_checkpoint, read_checkpoint
-from fedpara.experiments.clients import OnDisk, kept_file
-from fedpara.experiments.tensor_files import read_groups, read_tensors, write_groups, write_tensors
+from fedpara.experiments import Experiment, read_run, resume, run
+from fedpara.experiments.storage import checkpoint
+from fedpara.experiments.storage.checkpoint import NEXT, PREVIOUS, final_checkpoint, read_checkpoint
+from fedpara.experiments.storage.client_files import OnDisk, kept_file
+from fedpara.experiments.storage.tensor_files import read_groups, read_tensors, write_groups, write_tensors
 from fedpara.files import write_bytes
 
 POWER_LOSS = Path(__file__).parents[2] / "benchmarks" / "power_loss.py"

@@ -12,9 +12,9 @@ import pytest
 from fedpara.errors import ConfigError, RunError, UsageError
 from fedpara.experiments import Experiment, paper, read_run, reproduce, resume
 from fedpara.experiments.config import to_toml
-from fedpara.experiments.library import Library, cut, keep_small, refuse_own
 from fedpara.experiments.reproduce import carry_out, jobs, keep_finished
-from fedpara.experiments.summary import Summary
+from fedpara.experiments.storage.catalog import Library, cut, refuse_own, save_small
+from fedpara.experiments.storage.summary import Summary
 from fedpara.report.tables import NOT_RUN, table_of
 
 STUDY = "personalization"
@@ -100,15 +100,15 @@ def test_the_small_form_is_a_finished_run(whole, tmp_path):
 
 def test_the_small_form_of_another_run_is_not_overwritten(whole, tmp_path):
     first, second = sorted(path for path in whole[0].iterdir() if path.is_dir())[:2]
-    small = keep_small(first, tmp_path / "small")
-    assert keep_small(first, tmp_path / "small") == small
+    small = save_small(first, tmp_path / "small")
+    assert save_small(first, tmp_path / "small") == small
     before = (small / "metrics.jsonl").read_bytes()
     another = shutil.copytree(second, tmp_path / first.name)
     with pytest.raises(ConfigError, match=r"holds another run than .* nothing is overwritten"):
-        keep_small(another, tmp_path / "small")
+        save_small(another, tmp_path / "small")
     (another / "environment.json").write_text("{")
     with pytest.raises(RunError, match=r"environment.json cannot be read"):
-        keep_small(another, tmp_path / "elsewhere")
+        save_small(another, tmp_path / "elsewhere")
     assert (small / "metrics.jsonl").read_bytes() == before
     assert not (tmp_path / "elsewhere").exists()
 
@@ -116,7 +116,7 @@ def test_the_small_form_of_another_run_is_not_overwritten(whole, tmp_path):
 def test_the_small_form_is_never_cut_back(whole, tmp_path):
     """Opening it to go on would drop every round after a checkpoint it does not have."""
     run = next(path for path in whole[0].iterdir() if path.is_dir())
-    small = keep_small(run, tmp_path)
+    small = save_small(run, tmp_path)
     before = (small / "metrics.jsonl").read_bytes()
     with pytest.raises(RunError, match="cannot go on"):
         resume(small, rounds=3)
@@ -126,7 +126,7 @@ def test_the_small_form_is_never_cut_back(whole, tmp_path):
 def test_nor_is_one_of_a_single_round(whole, tmp_path):
     """Which a kill before the first checkpoint leaves too, beside model.json and data.json."""
     (one,) = carry_out([STUDY], out=tmp_path / "out", **{**TINY, "only": PFEDPARA, "rounds": 1})
-    small = keep_small(one.path, tmp_path / "small")
+    small = save_small(one.path, tmp_path / "small")
     before = {path: path.read_bytes() for path in small.iterdir()}
     with pytest.raises(
         RunError, match=r"has 1 round and no checkpoint\.safetensors: it is kept for reading and cannot go on"
@@ -290,7 +290,7 @@ def test_the_furthest_folder_that_can_go_on_does(tmp_path):
 
 def test_the_small_form_is_not_written_over_its_run(tmp_path):
     with pytest.raises(ConfigError, match=r"lies in .* already: choose another folder"):
-        keep_small(tmp_path / "run", tmp_path)
+        save_small(tmp_path / "run", tmp_path)
 
 
 def test_the_small_form_does_not_say_where_things_lay(tmp_path):
@@ -300,7 +300,7 @@ def test_the_small_form_does_not_say_where_things_lay(tmp_path):
     (run / "environment.json").write_text(
         '{"command": ["/home/me/bin/fedpara", "run", "--out", "/home/me/a"]}'
     )
-    small = keep_small(run, tmp_path / "small")
+    small = save_small(run, tmp_path / "small")
     assert json.loads((small / "environment.json").read_text())["command"] == ["fedpara", "run", "--out", "a"]
 
 

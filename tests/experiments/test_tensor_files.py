@@ -6,8 +6,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fedpara.errors import RunError
-from fedpara.experiments import tensor_files
-from fedpara.experiments.tensor_files import read_tensors, write_tensors
+from fedpara.experiments.storage import tensor_files
+from fedpara.experiments.storage.tensor_files import read_tensors, write_tensors
 from fedpara.wire import tensors
 
 

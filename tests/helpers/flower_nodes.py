@@ -3,14 +3,14 @@
 import torch
 
 import fedpara
-from fedpara.apps.flower_host import host_on
-from fedpara.apps.flower_node import answer
-from fedpara.engines.parcels import Order, unpacked
+from fedpara.apps.flower.host import host_on
+from fedpara.apps.flower.node import answer
+from fedpara.engines.flower.policy import Policy
+from fedpara.engines.flower.rpc import Request, from_packet
 from fedpara.engines.sequential import Sequential
-from fedpara.engines.terms import Terms
 from fedpara.experiments import Experiment
-from fedpara.experiments.checkpoint import final_checkpoint
 from fedpara.experiments.run import lay_out, resume
+from fedpara.experiments.storage.checkpoint import final_checkpoint
 
 BASE = Experiment(model="mlp", clients=5, cohort=3, rounds=3, epochs=None, steps=2, lr=0.05, batch_size=16)
 CASES = {
@@ -25,7 +25,7 @@ CASES = {
 
 
 class Nodes:
-    """A courier whose nodes answer at once, in this process, by a clock that only sleeping moves."""
+    """A transport whose nodes answer at once, in this process, by a clock that only sleeping moves."""
 
     def __init__(self, folder, count=3, first=100):
         self.configs = {
@@ -34,44 +34,49 @@ class Nodes:
         }
         self.keys = {}
         self.now, self.waiting, self.asked = 0.0, {}, []
-        self.change = lambda order, parcel: parcel  # what the network or the node makes of an answer
+        self.change = lambda order, packet: packet  # what the network or the node makes of an answer
         self.delay = lambda order: 0.0
 
     def nodes(self):
         return {node: self.keys.get(node, b"") for node in self.configs}
 
-    def send(self, parcels, seconds):
+    def send(self, packets, seconds):
         names = []
-        for node, parcel in parcels:
-            order = unpacked(parcel, Order, 1 << 30)
+        for node, packet in packets:
+            order = from_packet(packet, Request, 1 << 30)
             self.asked.append((order.kind, order.round, order.client, node))
-            name = f"letter-{len(self.asked)}"
-            got = self.change(order, answer(parcel, self.configs[node]))
+            name = f"message-{len(self.asked)}"
+            got = self.change(order, answer(packet, self.configs[node]))
             self.waiting[name] = (self.now + self.delay(order), got)
             names.append(name)
         return names
 
-    def collect(self, letters):
-        ready = [name for name in letters if name in self.waiting and self.waiting[name][0] <= self.now]
+    def collect(self, names):
+        ready = [name for name in names if name in self.waiting and self.waiting[name][0] <= self.now]
         return {name: got for name in ready if (got := self.waiting.pop(name)[1]) is not None}
 
     def sleep(self, seconds):
         self.now += seconds
 
 
-def host(courier, terms=None, keys=None, version=fedpara.__version__):
-    terms = terms or Terms(deadline=100, wait=5, hello=10)
+def host(transport, policy=None, keys=None, version=fedpara.__version__):
+    policy = policy or Policy(deadline=100, wait=5, hello=10)
     return host_on(
-        courier, terms, keys, version=version, clock=lambda: courier.now, sleep=lambda s: courier.sleep(s)
+        transport,
+        policy,
+        keys,
+        version=version,
+        clock=lambda: transport.now,
+        sleep=lambda s: transport.sleep(s),
     )
 
 
-def by_flower(experiment, folder, courier=None, **words):
-    courier = courier or Nodes(folder.parent / f"{folder.name}-nodes")
+def by_flower(experiment, folder, transport=None, **words):
+    transport = transport or Nodes(folder.parent / f"{folder.name}-nodes")
     if not (folder / "config.toml").exists():
         lay_out(experiment, folder)
-    resume(folder, engine="flower", host=host(courier, **words))
-    return courier
+    resume(folder, engine="flower", host=host(transport, **words))
+    return transport
 
 
 def sequentially(experiment, folder, change=None):
@@ -86,8 +91,8 @@ def sequentially(experiment, folder, change=None):
     resume(
         folder,
         engine="sequential",
-        host=lambda protocol, parts, opened, schedule, tell: (
-            Disturbed(protocol, parts.task, parts.data, opened.memory),
+        host=lambda session, parts, opened, schedule, tell: (
+            Disturbed(session, parts.task, parts.data, opened.memory),
             schedule,
         ),
     )

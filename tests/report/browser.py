@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its DevTools protocol over a pipe: one JSON message, one zero byte.
+"""A headless Chromium, driven through its DevTools session over a pipe: one JSON message, one zero byte.
 
 python tests/report/browser.py page.html docs     two pictures of the page: docs/page.png and docs/page-phone.png
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpara.experiments.library import Library
+from fedpara.experiments.storage.catalog import Library
 from fedpara.report.page import page
 
 _spec = importlib.util.spec_from_file_location("browser", Path(__file__).parent / "browser.py")

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from fedpara.experiments import Experiment, paper
-from fedpara.experiments.library import Library
 from fedpara.experiments.paper.measures import minutes_to
+from fedpara.experiments.storage.catalog import Library
 from fedpara.report.page import page
 from fedpara.report.series import aligned, all_series, label_of, panel_of, points
 from fedpara.report.tables import table_of

@@ -10,7 +10,7 @@ from statistics import mean, stdev
 import pytest
 
 from fedpara.experiments import paper
-from fedpara.experiments.library import Library
+from fedpara.experiments.storage.catalog import Library
 from fedpara.report.document import BEGIN, END, document
 from fedpara.report.figures import study_figure
 from fedpara.report.formats import csv_text, latex, markdown, plain

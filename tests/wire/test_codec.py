@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fedpara.errors import ConfigError, WireError
 from fedpara.layout import runs
 from fedpara.state import State
-from fedpara.wire import Header, decode, encode, letter, spec_of, tensors
+from fedpara.wire import Header, decode, encode, make_message, spec_of, tensors
 from fedpara.wire.codec import DIGEST, MAGIC, MAX_HEADER
 
 HEADER = Header(round=3, method="fedavg", scheme="fedpara(0.1)", sender="client:17", examples=500)
@@ -63,7 +63,7 @@ def test_float32_returns_what_was_sent(state: State) -> None:
 @settings(deadline=None, max_examples=60)
 @given(state=states(), dtype=st.sampled_from(["float32", "float16", "bfloat16", "int8"]))
 def test_a_letter_reads_as_its_bytes_do_and_knows_their_length(state: State, dtype: str) -> None:
-    kept = letter(state, HEADER, dtype, torch.Generator().manual_seed(1))
+    kept = make_message(state, HEADER, dtype, torch.Generator().manual_seed(1))
     sealed = bytes(kept)
     assert sealed == encode(state, HEADER, dtype, torch.Generator().manual_seed(1))
     assert len(kept) == len(sealed)
@@ -74,18 +74,18 @@ def test_a_letter_reads_as_its_bytes_do_and_knows_their_length(state: State, dty
 
 def test_a_letter_copies_nothing_that_lies_in_one_piece() -> None:
     flat = torch.randn(10)
-    _, read = decode(letter({"a": flat[:4], "b": flat[4:]}, HEADER))
+    _, read = decode(make_message({"a": flat[:4], "b": flat[4:]}, HEADER))
     assert read["a"].data_ptr() == flat.data_ptr()
     assert torch.equal(read["b"], flat[4:])
 
 
 def test_nor_what_lies_in_a_few_but_many_become_one() -> None:
     two = {"a": torch.randn(3), "b": torch.randn(2, 2), "c": torch.tensor(7), "e": torch.empty(0)}
-    _, read = decode(letter(two, HEADER))
+    _, read = decode(make_message(two, HEADER))
     assert same(read, two)
     assert all(read[name].data_ptr() == two[name].data_ptr() for name in "abc")
     many = {f"{i:02d}": torch.randn(3) for i in range(20)}
-    _, read = decode(letter(many, HEADER))
+    _, read = decode(make_message(many, HEADER))
     assert same(read, many)
     assert len(runs(list(read.values()))) == 1
 

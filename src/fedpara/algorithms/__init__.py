@@ -7,10 +7,10 @@ from fedpara.algorithms.adaptive import fedadagrad, fedadam, fedyogi
 from fedpara.algorithms.core import (
     Algorithm,
     FromMean,
-    Groups,
     Local,
     Mean,
     Update,
+    Variables,
     clip_by_norm,
     on_any_device,
     sgd_step,
@@ -23,10 +23,10 @@ from fedpara.algorithms.scaffold import scaffold
 __all__ = [
     "Algorithm",
     "FromMean",
-    "Groups",
     "Local",
     "Mean",
     "Update",
+    "Variables",
     "build",
     "clip_by_norm",
     "fedadagrad",

@@ -24,9 +24,9 @@ from fedpara.algorithms.core import (
     POSITIVE,
     Algorithm,
     FromMean,
-    Groups,
     Local,
     Mean,
+    Variables,
     check,
     group,
     on_any_device,
@@ -106,14 +106,14 @@ def _yogi(v: Tensor, d2: Tensor, *, b2: float) -> Tensor:
     return v - (1 - b2) * d2 * torch.sign(v - d2)
 
 
-def _moments(x: State, *, tau: float) -> Groups:
+def _moments(x: State, *, tau: float) -> Variables:
     return {"m": zeros_like(x), "v": {name: torch.full_like(tensor, tau**2) for name, tensor in x.items()}}
 
 
 @on_any_device
 def _step(
-    x: State, server: Groups, mean: Mean, clients: int, *, rule: Rule, eta_g: float, b1: float, tau: float
-) -> tuple[State, Groups]:
+    x: State, server: Variables, mean: Mean, clients: int, *, rule: Rule, eta_g: float, b1: float, tau: float
+) -> tuple[State, Variables]:
     d = subtract(mean.y, x)
     m = add(scale(group(server, "m"), b1), d, 1 - b1)
     v = {name: rule(group(server, "v")[name], d[name].square()) for name in d}

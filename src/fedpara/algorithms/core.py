@@ -31,7 +31,7 @@ from torch import Tensor
 from fedpara.errors import ConfigError, StateError, among, expect_kind
 from fedpara.state import State, WeightedSum, add, zeros_like
 
-Groups = dict[str, State]
+Variables = dict[str, State]
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 Rule = tuple[str, Callable[[Any], bool]]
@@ -120,15 +120,10 @@ class Update:
     """What the server has of one client after the wire."""
 
     y: State
-    extra: Groups
+    extra: Variables
     examples: int
     weight: float | None = None
-    """in a mean weighted by examples, where the run caps it (max_share) or weights all alike"""
-
-    @property
-    def counts(self) -> float:
-        """w_i in a mean weighted by examples."""
-        return float(self.examples) if self.weight is None else self.weight
+    """w_i, where a run caps the number of examples (max_share) or weights all clients alike"""
 
 
 @dataclass(frozen=True)
@@ -136,7 +131,7 @@ class Mean:
     """The mean over a round's updates: sum_i w_i (y_i, up_i) / sum_i w_i."""
 
     y: State
-    extra: Groups
+    extra: Variables
     count: int  # |S|
 
 
@@ -170,15 +165,18 @@ class FromMean:
     `weights` says which mean: "examples" weights a client by its number of examples, "uniform" gives all the same.
     """
 
-    step: Callable[[State, Groups, Mean, int], tuple[State, Groups]]
+    step: Callable[[State, Variables, Mean, int], tuple[State, Variables]]
     weights: Weighting = "examples"
 
     def weight(self, update: Update) -> float:
-        return 1.0 if self.weights == "uniform" else update.counts
+        """w_i of the mean that this method takes."""
+        if self.weights == "uniform":
+            return 1.0
+        return float(update.examples) if update.weight is None else update.weight
 
     def __call__(
-        self, x: State, server: Groups, updates: Sequence[Update], clients: int
-    ) -> tuple[State, Groups]:
+        self, x: State, server: Variables, updates: Sequence[Update], clients: int
+    ) -> tuple[State, Variables]:
         if not updates:
             raise StateError("mean of 0 states: expected at least one update.")
         mean = MeanOfUpdates(x, sum(map(self.weight, updates)))
@@ -189,23 +187,25 @@ class FromMean:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A method as a value. A state is a dict of tensors by name, Groups are states by name; x is the server's model, y
-    a client's. examples/02_own_algorithm.py makes one: `replace(fedavg(...), ...)` with the functions that differ.
+    """A method as a value. A state is a dict of tensors by name, Variables are states by name.
+
+    x is the server's model, y a client's. To write a new one, take `replace(fedavg(...), ...)` with the functions that
+    differ; examples/02_own_algorithm.py does so.
     """
 
     name: str
     local: Local
-    server_init: Callable[[State], Groups]
+    server_init: Callable[[State], Variables]
     """x -> the server's variables"""
-    broadcast: Callable[[Groups], Groups]
+    broadcast: Callable[[Variables], Variables]
     """server's variables -> the groups that travel down with x"""
-    client_init: Callable[[State], Groups]
+    client_init: Callable[[State], Variables]
     """x -> a client's own variables, at its first round"""
-    correct: Callable[[State, State, State, Groups, Groups], State]
+    correct: Callable[[State, State, State, Variables, Variables], State]
     """(gradient, y, x, down, client) -> gradient, each step: tensor operations only, under vmap and compile"""
-    finish: Callable[[State, State, Groups, Groups, int, float], tuple[Groups, Groups]]
+    finish: Callable[[State, State, Variables, Variables, int, float], tuple[Variables, Variables]]
     """(x, y, down, client, K, eta) -> the groups to upload, the client's new variables"""
-    aggregate: Callable[[State, Groups, Sequence[Update], int], tuple[State, Groups]]
+    aggregate: Callable[[State, Variables, Sequence[Update], int], tuple[State, Variables]]
     """(x, server's variables, updates, N) -> the new x, the server's new variables; `FromMean` holds one update only"""
 
     def __post_init__(self) -> None:
@@ -249,12 +249,12 @@ def local_of(local: Local | None, given: Mapping[str, Any]) -> Local:
     return replace(local or Local(), **given)
 
 
-def group(groups: Groups, name: str) -> State:
+def group(groups: Variables, name: str) -> State:
     """A group by name. A message carries no trace of a group without tensors: absent is empty."""
     return groups.get(name, {})
 
 
-def expect_groups(algorithm: str, function: str, made: object) -> Groups:
+def expect_groups(algorithm: str, function: str, made: object) -> Variables:
     """ConfigError where a function of one's own returned something else than states by name."""
     said = f"algorithm {algorithm!r}: {function} returned"
     if not isinstance(made, dict):

@@ -6,11 +6,11 @@ A hundred small tensors then cost what one does, and what comes out lies side by
 from collections.abc import Callable
 from functools import wraps
 
-from fedpara.algorithms.core import Groups
+from fedpara.algorithms.core import Variables
 from fedpara.layout import by_type, cut, flat
 from fedpara.state import State, same_names
 
-Finish = Callable[..., tuple[Groups, Groups]]
+Finish = Callable[..., tuple[Variables, Variables]]
 
 
 def elementwise(finish: Finish) -> Finish:
@@ -21,13 +21,13 @@ def elementwise(finish: Finish) -> Finish:
 
     @wraps(finish)
     def whole(
-        x: State, y: State, down: Groups, client: Groups, steps: int, eta: float, **hyper: float
-    ) -> tuple[Groups, Groups]:
+        x: State, y: State, down: Variables, client: Variables, steps: int, eta: float, **hyper: float
+    ) -> tuple[Variables, Variables]:
         if not x:
             return finish(x, y, down, client, steps, eta, **hyper)
         same_names(x, y)
-        sent: Groups = {}
-        kept: Groups = {}
+        sent: Variables = {}
+        kept: Variables = {}
         for names in by_type(x):
             one = [{"": flat(state, names)} for state in (x, y)]
             groups = [
@@ -45,5 +45,5 @@ def elementwise(finish: Finish) -> Finish:
     return whole
 
 
-def _ordered(groups: Groups, x: State) -> Groups:
+def _ordered(groups: Variables, x: State) -> Variables:
     return {group: {name: state[name] for name in x} for group, state in groups.items()}

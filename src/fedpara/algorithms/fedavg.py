@@ -14,9 +14,9 @@ from fedpara.algorithms.core import (
     NOT_NEGATIVE,
     Algorithm,
     FromMean,
-    Groups,
     Local,
     Mean,
+    Variables,
     check,
     local_of,
     on_any_device,
@@ -44,25 +44,25 @@ def fedprox(mu: float = 0.1, *, local: Local | None = None, **fields: Any) -> Al
     return replace(fedavg(local=local, **fields), name="fedprox", correct=partial(_proximal, mu=mu))
 
 
-def _nothing(_: object) -> Groups:
+def _nothing(_: object) -> Variables:
     return {}
 
 
-def _as_is(gradient: State, y: State, x: State, down: Groups, client: Groups) -> State:
+def _as_is(gradient: State, y: State, x: State, down: Variables, client: Variables) -> State:
     return gradient
 
 
-def _proximal(gradient: State, y: State, x: State, down: Groups, client: Groups, *, mu: float) -> State:
+def _proximal(gradient: State, y: State, x: State, down: Variables, client: Variables, *, mu: float) -> State:
     return add(gradient, subtract(y, x), mu)
 
 
 @on_any_device
 def _no_variables(
-    x: State, y: State, down: Groups, client: Groups, steps: int, eta: float
-) -> tuple[Groups, Groups]:
+    x: State, y: State, down: Variables, client: Variables, steps: int, eta: float
+) -> tuple[Variables, Variables]:
     return {}, {}
 
 
 @on_any_device
-def _take_mean(x: State, server: Groups, mean: Mean, clients: int) -> tuple[State, Groups]:
+def _take_mean(x: State, server: Variables, mean: Mean, clients: int) -> tuple[State, Variables]:
     return mean.y, {}

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fedpara.algorithms.core import POSITIVE, Algorithm, FromMean, Groups, Local, Mean, check, group
+from fedpara.algorithms.core import POSITIVE, Algorithm, FromMean, Local, Mean, Variables, check, group
 from fedpara.algorithms.elementwise import elementwise
 from fedpara.algorithms.fedavg import fedavg
 from fedpara.state import State, add, subtract, zeros_like
@@ -35,21 +35,23 @@ def feddyn(alpha: float = 0.1, *, local: Local | None = None, **fields: Any) -> 
     )
 
 
-def _zero_h(x: State) -> Groups:
+def _zero_h(x: State) -> Variables:
     return {H: zeros_like(x)}
 
 
-def _correct(gradient: State, y: State, x: State, down: Groups, client: Groups, *, alpha: float) -> State:
+def _correct(
+    gradient: State, y: State, x: State, down: Variables, client: Variables, *, alpha: float
+) -> State:
     return add(subtract(gradient, group(client, H)), subtract(y, x), alpha)
 
 
 @elementwise
 def _finish(
-    x: State, y: State, down: Groups, client: Groups, steps: int, eta: float, *, alpha: float
-) -> tuple[Groups, Groups]:
+    x: State, y: State, down: Variables, client: Variables, steps: int, eta: float, *, alpha: float
+) -> tuple[Variables, Variables]:
     return {}, {H: add(group(client, H), subtract(y, x), -alpha)}
 
 
-def _step(x: State, server: Groups, mean: Mean, clients: int, *, alpha: float) -> tuple[State, Groups]:
+def _step(x: State, server: Variables, mean: Mean, clients: int, *, alpha: float) -> tuple[State, Variables]:
     h = add(group(server, H), subtract(mean.y, x), -alpha * mean.count / clients)
     return add(mean.y, h, -1 / alpha), {H: h}

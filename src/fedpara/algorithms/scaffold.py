@@ -13,7 +13,17 @@ not what the client keeps: c then strays from that mean by the link's rounding.
 from functools import partial
 from typing import Any
 
-from fedpara.algorithms.core import POSITIVE, Algorithm, FromMean, Groups, Local, Mean, check, group, local_of
+from fedpara.algorithms.core import (
+    POSITIVE,
+    Algorithm,
+    FromMean,
+    Local,
+    Mean,
+    Variables,
+    check,
+    group,
+    local_of,
+)
 from fedpara.algorithms.elementwise import elementwise
 from fedpara.errors import ConfigError, StateError
 from fedpara.state import State, add, subtract, zeros_like
@@ -42,22 +52,22 @@ def scaffold(server_lr: float = 1.0, *, local: Local | None = None, **fields: An
     )
 
 
-def _zero_control(x: State) -> Groups:
+def _zero_control(x: State) -> Variables:
     return {CONTROL: zeros_like(x)}
 
 
-def _control(server: Groups) -> Groups:
+def _control(server: Variables) -> Variables:
     return {CONTROL: group(server, CONTROL)}
 
 
-def _correct(gradient: State, y: State, x: State, down: Groups, client: Groups) -> State:
+def _correct(gradient: State, y: State, x: State, down: Variables, client: Variables) -> State:
     return add(subtract(gradient, group(client, CONTROL)), group(down, CONTROL))
 
 
 @elementwise
 def _finish(
-    x: State, y: State, down: Groups, client: Groups, steps: int, eta: float
-) -> tuple[Groups, Groups]:
+    x: State, y: State, down: Variables, client: Variables, steps: int, eta: float
+) -> tuple[Variables, Variables]:
     if steps < 1 or not eta > 0:
         raise StateError(
             f"SCAFFOLD's control variate after {steps} steps at learning rate {eta}: expected both above 0. "
@@ -69,6 +79,6 @@ def _finish(
     return {CONTROL: subtract(c_i_plus, c_i)}, {CONTROL: c_i_plus}
 
 
-def _step(x: State, server: Groups, mean: Mean, clients: int, *, eta_g: float) -> tuple[State, Groups]:
+def _step(x: State, server: Variables, mean: Mean, clients: int, *, eta_g: float) -> tuple[State, Variables]:
     d, dc = subtract(mean.y, x), group(mean.extra, CONTROL)
     return add(x, d, eta_g), {CONTROL: add(group(server, CONTROL), dc, mean.count / clients)}

@@ -17,14 +17,14 @@ import typer
 from fedpara import __version__
 from fedpara.apps import commands
 from fedpara.apps.data import app as data_app
-from fedpara.apps.flower import app as flower_app
-from fedpara.apps.plain_help import PlainGroup
-from fedpara.apps.progress import say
-from fedpara.apps.starting import NotBegun, starting
+from fedpara.apps.flower.cli import app as flower_app
+from fedpara.apps.terminal.interrupt import NotBegun, starting
+from fedpara.apps.terminal.plain_help import PlainGroup
+from fedpara.apps.terminal.progress import say
 from fedpara.errors import FedParaError, UsageError, in_a_line
 
 if TYPE_CHECKING:
-    from fedpara.engines.group import Group
+    from fedpara.engines.distributed.process_group import ProcessGroup
 
 INTERRUPTED = 130
 KEEPS = {"run", "resume", "reproduce"}
@@ -72,7 +72,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated("SIGTERM")
 
 
-def _command(group: "Group | None") -> int:
+def _command(group: "ProcessGroup | None") -> int:
     """Under torchrun all ranks run the command, in step, and rank 0 speaks for them."""
     if group is None or group.size == 1:
         return _call()
@@ -114,7 +114,7 @@ def main() -> None:
     try:
         if "WORLD_SIZE" in os.environ:  # set by torchrun; without it there is one process, and torch can wait
             with starting():
-                from fedpara.engines.group import join, place
+                from fedpara.engines.distributed.process_group import join, place
             first = place()[0] == 0
             group = join()
         try:

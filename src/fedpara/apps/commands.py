@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedpara.apps.starting import starting
+from fedpara.apps.terminal.interrupt import starting
 from fedpara.choices import (
     CLASSES,
     DATASETS,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedpara.apps.plain_help import PlainGroup
-from fedpara.apps.starting import starting
+from fedpara.apps.terminal.interrupt import starting
+from fedpara.apps.terminal.plain_help import PlainGroup
 from fedpara.errors import DataError
 
 if TYPE_CHECKING:

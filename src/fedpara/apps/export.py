@@ -5,8 +5,8 @@ from pathlib import Path
 
 import typer
 
-from fedpara.apps.merged import read_run_or_state
-from fedpara.experiments.library import refuse_own
+from fedpara.apps.export_source import read_run_or_state
+from fedpara.experiments.storage.catalog import refuse_own
 
 
 def export(

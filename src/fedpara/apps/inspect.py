@@ -10,13 +10,13 @@ from torch import nn
 
 from fedpara import models
 from fedpara.apps.named_model import is_users
-from fedpara.apps.terminal_table import empty_table, print_table
+from fedpara.apps.terminal.table import empty_table, print_table
 from fedpara.errors import UsageError
 from fedpara.experiments.build import build_scheme
 from fedpara.experiments.config import Experiment
 from fedpara.interop import build_target
 from fedpara.parameterization import Choice, Scheme, plan
-from fedpara.parameterization.plan import Where
+from fedpara.parameterization.selection import Where
 
 
 def inspect(

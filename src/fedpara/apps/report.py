@@ -8,8 +8,8 @@ import typer
 
 from fedpara.choices import FORMATS
 from fedpara.errors import UsageError
-from fedpara.experiments.library import Library, is_run
 from fedpara.experiments.paper import STUDIES
+from fedpara.experiments.storage.catalog import Library, is_run
 from fedpara.files import make_folder, write_bytes
 from fedpara.report.document import document
 from fedpara.report.figures import study_figure

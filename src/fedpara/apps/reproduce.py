@@ -8,16 +8,16 @@ from typing import Any
 
 import typer
 
-from fedpara.apps.progress import Show, say
-from fedpara.apps.terminal_table import empty_table, print_table
-from fedpara.engines.group import join
+from fedpara.apps.terminal.progress import Show, say
+from fedpara.apps.terminal.table import empty_table, print_table
+from fedpara.engines.distributed.process_group import join
 from fedpara.errors import UsageError
 from fedpara.experiments import Experiment
-from fedpara.experiments.library import Library
 from fedpara.experiments.paper import STUDIES, Study, merged, study
 from fedpara.experiments.paper.sizes import gpu_minutes, total_bytes
 from fedpara.experiments.reproduce import carry_out, jobs
 from fedpara.experiments.run import Watcher
+from fedpara.experiments.storage.catalog import Library
 from fedpara.report.figures import study_figure
 from fedpara.report.formats import plain
 from fedpara.report.tables import Table, table_of
@@ -119,7 +119,12 @@ def _list(as_json: bool) -> None:
         return
     table = empty_table(["name", "in the paper", "what"], ["runs", "seeds", "GPU minutes", "GB sent"])
     for name, row in rows.items():
-        numbers = (str(row["runs"]), str(row["seeds"]), _whole(row["gpu_minutes"]), _whole(row["gigabytes"]))
+        numbers = (
+            str(row["runs"]),
+            str(row["seeds"]),
+            _whole(row["gpu_minutes"]),
+            _whole(row["gigabytes"]),
+        )
         table.add_row(name, row["source"], row["title"], *(numbers if row["runs"] else ("", "", "", "")))
     total = _sum(whole)
     table.add_section()

@@ -14,17 +14,17 @@ from typing import Any
 import typer
 
 from fedpara.apps.named_model import refuse_users
-from fedpara.apps.outcome import json_of, print_runs
-from fedpara.apps.progress import Show, say
-from fedpara.engines.group import Part, join
+from fedpara.apps.terminal.progress import Show, say
+from fedpara.apps.terminal.results import json_of, print_runs
+from fedpara.engines.distributed.process_group import Part, join
 from fedpara.errors import ConfigError, FedParaError, UsageError, of_several
 from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments import resume as resume_run
 from fedpara.experiments.config import read_options, read_toml, with_values
 from fedpara.experiments.presets import preset as find_preset
 from fedpara.experiments.run import lay_out_all, look_over
-from fedpara.experiments.store import refuse_used
-from fedpara.experiments.track import require, tracker
+from fedpara.experiments.storage.run_folder import refuse_used
+from fedpara.experiments.trackers import require, tracker
 from fedpara.files import make_folder
 
 
@@ -204,7 +204,7 @@ def _simulation(
     if not paths:
         yield resume_run
         return
-    from fedpara.apps.flower_drive import Simulation
+    from fedpara.apps.flower.simulation import Simulation
 
     with Simulation(paths, rounds, data_dir) as simulation:
         yield simulation.resume

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import torch
 
-from fedpara.data import cache, digits, generated, hub
-from fedpara.data.cifar import CIFAR10, CIFAR100
-from fedpara.data.cinic import CINIC10
+from fedpara.data import cache
 from fedpara.data.examples import Examples
-from fedpara.data.idx import FASHION_MNIST, MNIST
-from fedpara.data.leaf import FEMNIST
-from fedpara.data.shakespeare import SHAKESPEARE
+from fedpara.data.readers import digits, generated, hub
+from fedpara.data.readers.cifar import CIFAR10, CIFAR100
+from fedpara.data.readers.cinic import CINIC10
+from fedpara.data.readers.idx import FASHION_MNIST, MNIST
+from fedpara.data.readers.leaf import FEMNIST
+from fedpara.data.readers.shakespeare import SHAKESPEARE
 from fedpara.data.sources import Arrays, Layout, Source, locate
 from fedpara.errors import ConfigError, DataError, expect_kind
 

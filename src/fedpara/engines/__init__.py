@@ -1,6 +1,6 @@
 """Who runs the clients."""
 
-from fedpara.engines.loop import Progress, Round
+from fedpara.engines.progress import Progress, Round
 from fedpara.engines.simulate import Run, simulate
 from fedpara.engines.task import Task
 

@@ -3,66 +3,62 @@
     mean of the updates, added up as they come in;   x, server = step(x, server, mean, N), checked, and to the host
 
 An algorithm whose `aggregate` is not a `FromMean` may need every update: its updates are held until the last one.
+
+    examples    w_i = n_i            uniform    w_i = 1
+    max_share   w_i = min(n_i, c) with the largest c for which w_i <= max_share * sum_j w_j
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fedpara.algorithms import Algorithm, FromMean, Groups, Update
-from fedpara.algorithms.core import MeanOfUpdates, expect_groups, expect_like
-from fedpara.engines.freight import HOST, bring, bring_groups, place_of
+from fedpara.algorithms import Algorithm, FromMean, Update, Variables
+from fedpara.algorithms.core import MeanOfUpdates, Weighting, expect_groups, expect_like
+from fedpara.engines.transfer import HOST, device_of, move, move_variables
 from fedpara.errors import ConfigError
 from fedpara.state import State, WeightedSum
-from fedpara.state import mean as mean_of
 
 
-class Intake:
+class Aggregator:
     """A round's updates on their way into the aggregate, in the order in which `take` is called.
 
     `weights` holds w_i of every client that may answer: its number of examples, unless the run caps it or weights all
-    alike. It is empty where only the clients know; each then counts by the number it states, and all are held.
+    alike.
     """
 
     def __init__(self, algorithm: Algorithm, x: State, weights: Mapping[int, float]) -> None:
         self._algorithm, self._x, self._weights = algorithm, x, weights
-        self._held: list[tuple[Update, State]] = []
-        self._mean: MeanOfUpdates | None = None
-        self._buffers: WeightedSum | None = None
-        aggregate = algorithm.aggregate
-        if weights and isinstance(aggregate, FromMean):
-            total = sum(weights.values())
-            self._buffers = WeightedSum(total)
-            self._mean = MeanOfUpdates(x, float(len(weights)) if aggregate.weights == "uniform" else total)
+        aggregate, total = algorithm.aggregate, sum(weights.values())
+        uniform = isinstance(aggregate, FromMean) and aggregate.weights == "uniform"
+        self._buffers = WeightedSum(total)
+        self._mean = MeanOfUpdates(x, float(len(weights)) if uniform else total)
+        self._held: list[Update] = []
 
     def take(self, client: int, update: Update, buffers: State) -> None:
-        update = replace(update, weight=self._weights.get(client))
-        aggregate = self._algorithm.aggregate
-        if self._mean is None or self._buffers is None or not isinstance(aggregate, FromMean):
-            self._held.append((update, buffers))
-            return
-        self._mean.add(update, aggregate.weight(update))
+        update, aggregate = replace(update, weight=self._weights[client]), self._algorithm.aggregate
         self._buffers.add(buffers, self._weights[client])
+        if isinstance(aggregate, FromMean):
+            self._mean.add(update, aggregate.weight(update))
+        else:
+            self._held.append(update)
 
-    def aggregate(self, server: Groups, clients: int) -> tuple[State, Groups, State]:
+    def aggregate(self, server: Variables, clients: int) -> tuple[State, Variables, State]:
         """(the next x, the server's variables, the mean of the buffers), all on the host.
 
         ConfigError in the round that made it, where x is not like the model: the next round could not send it.
         """
         aggregate = self._algorithm.aggregate
-        if self._mean is not None and self._buffers is not None and isinstance(aggregate, FromMean):
-            mean, buffers = self._mean.result(), self._buffers.mean()
-            device = place_of([mean.y])
-            made = aggregate.step(bring(self._x, device), bring_groups(server, device), mean, clients)
+        if isinstance(aggregate, FromMean):
+            mean = self._mean.result()
+            device = device_of([mean.y])
+            made = aggregate.step(move(self._x, device), move_variables(server, device), mean, clients)
         else:
-            updates = [update for update, _ in self._held]
-            buffers = mean_of([buffers for _, buffers in self._held], [update.counts for update in updates])
-            device = place_of(update.y for update in updates)
-            made = aggregate(bring(self._x, device), bring_groups(server, device), updates, clients)
+            device = device_of(update.y for update in self._held)
+            made = aggregate(move(self._x, device), move_variables(server, device), self._held, clients)
         fresh, variables = _checked(self._algorithm, made, self._x)
-        return bring(fresh, HOST), bring_groups(variables, HOST), bring(buffers, HOST)
+        return move(fresh, HOST), move_variables(variables, HOST), move(self._buffers.mean(), HOST)
 
 
-def _checked(algorithm: Algorithm, made: tuple[State, Groups], x: State) -> tuple[State, Groups]:
+def _checked(algorithm: Algorithm, made: tuple[State, Variables], x: State) -> tuple[State, Variables]:
     said = f"algorithm {algorithm.name!r}: aggregate returned"
     if not (isinstance(made, tuple) and len(made) == 2 and all(isinstance(part, dict) for part in made)):
         raise ConfigError(
@@ -71,3 +67,39 @@ def _checked(algorithm: Algorithm, made: tuple[State, Groups], x: State) -> tupl
     expect_like(algorithm.name, "aggregate", made[0], x)
     expect_groups(algorithm.name, "aggregate", made[1])
     return made
+
+
+def round_weights(
+    counts: Mapping[int, int], weighting: Weighting, max_share: float | None
+) -> tuple[dict[int, float], list[str]]:
+    """(the weight of every client that holds examples, a sentence for each that is capped)"""
+    present = {client: count for client, count in counts.items() if count}
+    if weighting == "uniform":
+        return dict.fromkeys(present, 1.0), []
+    if max_share is None:
+        return {client: float(count) for client, count in present.items()}, []
+    weights = dict(zip(present, capped(list(present.values()), max_share), strict=True))
+    return weights, [
+        f"client {client} with {present[client]} examples counts as {weight:.6g}: no client has more than "
+        f"{max_share:.0%} of a round's weight"
+        for client, weight in weights.items()
+        if weight < present[client]
+    ]
+
+
+def capped(counts: Sequence[float], max_share: float) -> list[float]:
+    """The counts, cut so that none is more than `max_share` of their sum. Equal where no cut can do that."""
+    present = sorted(count for count in counts if count > 0)
+    if not present or present[-1] <= max_share * sum(present):
+        return list(counts)
+    # With the m largest cut to c and the rest adding up to s: c = max_share (s + m c).
+    rest = sum(present)
+    for m, count in enumerate(reversed(present), 1):
+        rest -= count
+        if m * max_share >= 1:
+            break
+        c = max_share * rest / (1 - m * max_share)
+        below = present[-m - 1] if m < len(present) else 0.0
+        if c >= below and c > 0:
+            return [min(count, c) for count in counts]
+    return [min(count, present[0]) for count in counts]

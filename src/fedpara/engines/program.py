@@ -50,7 +50,7 @@ class Program:
         return self.buffers if self.shared else ()
 
     @cached_property
-    def kept(self) -> tuple[str, ...]:
+    def retained(self) -> tuple[str, ...]:
         """What a client keeps from round to round."""
         return (*sorted(self.private), *(self.buffers if not self.shared else ()))
 
@@ -76,7 +76,7 @@ class Program:
         return {name: self.initial[name].clone() for name in names}
 
 
-def take_apart(model: nn.Module, share: Share = "all") -> Program:
+def make_program(model: nn.Module, share: Share = "all") -> Program:
     parameterization.refuse_old_norms(model)  # an engine trains a copy
     named = named_tensors(model)
     parameters = tuple(n for n, t in named.items() if isinstance(t, nn.Parameter) and t.requires_grad)

@@ -11,19 +11,20 @@ from fedpara.algorithms import Algorithm
 from fedpara.algorithms.core import AT_MOST_ONE, COUNT, SEED, Weighting, check
 from fedpara.choices import ENGINES
 from fedpara.data import FederatedData
-from fedpara.engines.batched import Batched
-from fedpara.engines.client import PRIVATE, Protocol
-from fedpara.engines.fitness import slower_on_cpu, unfit
-from fedpara.engines.group import Group, join
-from fedpara.engines.loop import Engine, Progress, Round, Schedule, play
+from fedpara.engines.batched.engine import Batched
+from fedpara.engines.batched.round_plan import typical_shape
+from fedpara.engines.batched.step import Precision
+from fedpara.engines.batched.support import slower_on_cpu, unsupported
+from fedpara.engines.checks import refuse_unscorable, refuse_untrainable
+from fedpara.engines.distributed.engine import Distributed, RankMemory
+from fedpara.engines.distributed.process_group import ProcessGroup, join
 from fedpara.engines.memory import ClientMemory, InMemory
-from fedpara.engines.plan import look_ahead
-from fedpara.engines.program import Share, shared_names, take_apart
-from fedpara.engines.ranks import Elsewhere, Ranks
+from fedpara.engines.program import Share, make_program, shared_names
+from fedpara.engines.progress import Progress, Round, Schedule
 from fedpara.engines.sequential import Sequential
-from fedpara.engines.stacked import Precision
+from fedpara.engines.server import Engine, run_rounds
+from fedpara.engines.session import PRIVATE, Session
 from fedpara.engines.task import Task
-from fedpara.engines.trial import refuse_unscorable, refuse_untrainable
 from fedpara.errors import ConfigError, RunError, expect_kind
 from fedpara.parameterization import covered
 from fedpara.state import State
@@ -40,7 +41,7 @@ class Run:
     Of `rounds` only the last holds the server's tensors.
     """
 
-    protocol: Protocol
+    session: Session
     memory: ClientMemory
     rounds: tuple[Round, ...]
     engine: str  # which one ran, how, and what could not be done and why
@@ -63,7 +64,7 @@ class Run:
 
     def _whole(self, private: State) -> State:
         """Under every name of `model.state_dict()`, those of tied weights too."""
-        program = self.protocol.program
+        program = self.session.program
         state = {**program.initial, **self.progress.x, **self.progress.buffers, **private}
         return state | {twin: state[name] for twin, name in shared_names(program.model).items()}
 
@@ -73,7 +74,7 @@ class Run:
         measured = [r.accuracy for r in self.rounds if r.accuracy is not None]
         if not measured:
             private = "parts of the model are private, so only the clients' own models can be scored: give the clients"
-            missing = private if self.protocol.program.private else "give the Task a test set, or the clients"
+            missing = private if self.session.program.private else "give the Task a test set, or the clients"
             raise RunError(f"no accuracy was measured: {missing} test data.")
         return measured[-1]
 
@@ -86,7 +87,7 @@ class Run:
         measured = f"{last.accuracy:.2%} after round {last.number}" if last else "not measured"
         engine = shorten(self.engine, 160, placeholder=" ...")
         return (
-            f"Run({self.progress.round} rounds of {self.protocol.algorithm.name}, {self.bytes / 1e6:.2f} MB sent\n"
+            f"Run({self.progress.round} rounds of {self.session.algorithm.name}, {self.bytes / 1e6:.2f} MB sent\n"
             f"    accuracy: {measured}\n    engine: {engine})"
         )
 
@@ -128,7 +129,7 @@ def simulate(
     refuse_hostless(engine)
     if on_round is not None and not callable(on_round):
         raise ConfigError(f"on_round is {on_round!r}: expected a function of a Round.")
-    protocol, schedule, personal = prepare(
+    session, schedule, personal = prepare(
         task,
         data,
         algorithm,
@@ -153,16 +154,16 @@ def simulate(
         )
     results: list[Round] = []
     with join().in_step("the end of the run"):
-        chosen = build_engine(engine, protocol, task, data, memory, cohort, precision)
-        for result in play(protocol, chosen, schedule, personal):
+        chosen = build_engine(engine, session, task, data, memory, cohort, precision)
+        for result in run_rounds(session, chosen, schedule, personal):
             if results:
                 results[-1] = _without_tensors(results[-1])
             results.append(result)
             if on_round is not None:
                 on_round(result)
-    if isinstance(chosen, Ranks):
-        memory = Elsewhere(memory, chosen)
-    return Run(protocol, memory, tuple(results), f"{chosen.name}: {chosen.why}")
+    if isinstance(chosen, Distributed):
+        memory = RankMemory(memory, chosen)
+    return Run(session, memory, tuple(results), f"{chosen.name}: {chosen.why}")
 
 
 def _without_tensors(result: Round) -> Round:
@@ -188,7 +189,7 @@ def prepare(
     weights: Weighting,
     max_share: float | None,
     target: float | None,
-) -> tuple[Protocol, Schedule, bool]:
+) -> tuple[Session, Schedule, bool]:
     """Everything checked, nothing run yet: what both ends know, the rounds, and whether clients are scored."""
     for what, value, kind in (
         ("task", task, Task),
@@ -215,7 +216,7 @@ def prepare(
     check_precision(precision, engine)
     if task.augment == "crop-flip" and len(data.train.shape) != 3:
         raise ConfigError(f"crop-flip of examples of shape {data.train.shape}: expected images. Use 'none'.")
-    program = take_apart(task.model, share)
+    program = make_program(task.model, share)
     if algorithm.local.jacobian and not program.forms:
         raise ConfigError(
             "the Jacobian correction needs factorized weights: factorize the model, or leave it out."
@@ -246,22 +247,21 @@ def prepare(
             f"a target of {target} and no accuracy to hold it against: expected test data, and where parts of the "
             "model are private, each client's own."
         )
-    protocol = Protocol(program, algorithm, link, seed)
-    known = data.size if len(data.train) else None  # where nodes have data of their own, only they know
-    if known is None and max_share is None:
+    session = Session(program, algorithm, link, seed)
+    if not len(data.train) and max_share is None:  # nodes bring their own data, and state how much
         max_share = MAX_CLAIMED_SHARE
     schedule = Schedule(
         rounds,
         len(data),
         cohort,
+        data.size,
         evaluate_every,
         max_norm,
         target,
-        examples=known,
         weights=weights,
         max_share=max_share,
     )
-    return protocol, schedule, personal
+    return session, schedule, personal
 
 
 def check_precision(precision: str | None, engine: str) -> None:
@@ -288,7 +288,7 @@ def refuse_hostless(engine: str) -> None:
 
 def build_engine(
     name: str,
-    protocol: Protocol,
+    session: Session,
     task: Task,
     data: FederatedData,
     memory: ClientMemory,
@@ -298,39 +298,39 @@ def build_engine(
 ) -> Engine:
     """The engine of that name. Under torchrun every rank has one, for its share of the cohort."""
     group = join()
-    inner = _build_one(name, protocol, task, data, memory, cohort, precision, say, group)
-    return inner if group.size == 1 else Ranks(group, inner, protocol)
+    inner = _build_one(name, session, task, data, memory, cohort, precision, say, group)
+    return inner if group.size == 1 else Distributed(group, inner, session)
 
 
 def _build_one(
     name: str,
-    protocol: Protocol,
+    session: Session,
     task: Task,
     data: FederatedData,
     memory: ClientMemory,
     cohort: int,
     precision: Precision | None,
     say: Callable[[str], None] | None,
-    group: Group,
+    group: ProcessGroup,
 ) -> Engine:
     if name == "sequential":
-        return Sequential(protocol, task, data, memory)
-    reason = unfit(protocol, data)
+        return Sequential(session, task, data, memory)
+    reason = unsupported(session, data)
     size = -(-cohort // group.size)
-    outlook = None if reason else look_ahead(protocol, data, size)
-    if outlook is not None and name == "auto" and not torch.cuda.is_available():
-        reason = slower_on_cpu(protocol, outlook.lanes)
+    shape = None if reason else typical_shape(session, data, size)
+    if shape is not None and name == "auto" and not torch.cuda.is_available():
+        reason = slower_on_cpu(session, shape.lanes)
     if reason:
         return Sequential(
-            protocol, task, data, memory, why=f"one client after another on the CPU; not batched: {reason}"
+            session, task, data, memory, why=f"one client after another on the CPU; not batched: {reason}"
         )
     return Batched(
-        protocol,
+        session,
         task,
         data,
         memory,
         size=size,
-        outlook=outlook,
+        shape=shape,
         device=str(group.device) if group.device is not None else None,
         precision=precision,
         say=say,

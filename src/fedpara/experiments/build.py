@@ -15,9 +15,9 @@ from fedpara.engines.task import Task
 from fedpara.errors import ConfigError
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.federation import build_federation
-from fedpara.experiments.own import is_own, server_side
+from fedpara.experiments.node_data import is_own, server_side
 from fedpara.parameterization import Scheme
-from fedpara.parameterization.plan import Where
+from fedpara.parameterization.selection import Where
 from fedpara.wire import Link
 
 DEFAULT_GAMMA = 0.1

@@ -12,8 +12,8 @@ from typing import Any, get_args, get_type_hints
 
 from fedpara import algorithms, models
 from fedpara.choices import ENGINES, SPLITS
+from fedpara.engines.batched.step import Precision
 from fedpara.engines.program import Share
-from fedpara.engines.stacked import Precision
 from fedpara.engines.task import Augment
 from fedpara.errors import ConfigError, among
 

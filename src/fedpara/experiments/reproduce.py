@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedpara.choices import PAPER_RESULTS, PAPER_RUNS
-from fedpara.engines.group import join
-from fedpara.engines.loop import Round
+from fedpara.engines.distributed.process_group import join
+from fedpara.engines.progress import Round
 from fedpara.errors import ConfigError, FedParaError, RunError, of_several
 from fedpara.experiments.config import Experiment, with_values
-from fedpara.experiments.library import Library, cut, finished, keep_small
 from fedpara.experiments.paper import changes, merged, run_name, study
 from fedpara.experiments.run import Speaker, Watcher, resume, run
-from fedpara.experiments.summary import Summary
+from fedpara.experiments.storage.catalog import Library, cut, finished, save_small
+from fedpara.experiments.storage.summary import Summary
 
 FEW = 4
 """Runs that a text names before it stops at dots."""
@@ -158,7 +158,7 @@ def _done(
 def keep_finished(out: Path, into: Path) -> list[Path]:
     """The small form of every finished run under `out`. RunError at the end where one cannot be read."""
     library = Library.of(out)
-    kept = [keep_small(s.path, into) for s in library if finished(s, s.experiment.rounds)]
+    kept = [save_small(s.path, into) for s in library if finished(s, s.experiment.rounds)]
     library.refuse_damaged("kept")
     return kept
 

@@ -10,22 +10,30 @@ from pathlib import Path
 
 import torch
 
-from fedpara.engines.client import Protocol
-from fedpara.engines.group import Group, Part, join
-from fedpara.engines.loop import Engine, Round, Schedule, play
+from fedpara.engines.distributed.process_group import Part, ProcessGroup, join
+from fedpara.engines.progress import Round, Schedule
+from fedpara.engines.server import Engine, run_rounds
+from fedpara.engines.session import Session
 from fedpara.engines.simulate import build_engine, prepare, refuse_hostless
 from fedpara.errors import ConfigError, RunError, expect_kind, in_a_line
 from fedpara.experiments.build import Parts, build
 from fedpara.experiments.config import Experiment
-from fedpara.experiments.environment import unlike
-from fedpara.experiments.follow import Follower, opened
-from fedpara.experiments.store import NODES, RunFolder, checked_run, create, open_run, refuse_used
-from fedpara.experiments.summary import Summary, read_config, read_run
+from fedpara.experiments.follower import Follower, opened
+from fedpara.experiments.storage.environment import unlike
+from fedpara.experiments.storage.run_folder import (
+    NODES,
+    RunFolder,
+    checked_run,
+    create,
+    open_run,
+    refuse_used,
+)
+from fedpara.experiments.storage.summary import Summary, read_config, read_run
 
 Watcher = Callable[[Round, dict[str, float]], None]
 Speaker = Callable[[str], None]
-Prepared = tuple[Protocol, Schedule, bool]
-Host = Callable[[Protocol, Parts, RunFolder, Schedule, Speaker], tuple[Engine, Schedule]]
+Prepared = tuple[Session, Schedule, bool]
+Host = Callable[[Session, Parts, RunFolder, Schedule, Speaker], tuple[Engine, Schedule]]
 """An engine that lives outside this process (Flower), and the schedule as it can keep it."""
 
 
@@ -147,7 +155,7 @@ def _prepared(experiment: Experiment, parts: Parts) -> Prepared:
 
 
 def _go(
-    group: Group,
+    group: ProcessGroup,
     parts: Parts,
     prepared: Prepared,
     folder: RunFolder | Follower,
@@ -208,14 +216,14 @@ def _play(
     host: Host | None = None,
 ) -> None:
     experiment = folder.experiment
-    protocol, schedule, personal = prepared
+    session, schedule, personal = prepared
     if host is not None:
         assert isinstance(folder, RunFolder), "Flower under torchrun"
-        engine, schedule = host(protocol, parts, folder, schedule, tell)
+        engine, schedule = host(session, parts, folder, schedule, tell)
     else:
         engine = build_engine(
             experiment.engine,
-            protocol,
+            session,
             parts.task,
             parts.data,
             folder.memory,
@@ -225,10 +233,10 @@ def _play(
         )
     ran = f"engine {engine.name} ({experiment.engine} was asked for): {engine.why}"
     (tell if _surprising(experiment.engine, engine.name) else folder.log)(ran)
-    if protocol.program.private and not personal:
+    if session.program.private and not personal:
         tell("no accuracy is measured: parts of the model are private, and --personal was not asked for")
     started = time.perf_counter()
-    for result in play(protocol, engine, schedule, personal, folder.progress):
+    for result in run_rounds(session, engine, schedule, personal, folder.progress):
         seconds = time.perf_counter() - started
         timing = {"seconds": seconds, "clients_per_second": len(result.cohort) / seconds}
         folder.save(result, timing, f"{engine.name}: {engine.why}")

@@ -16,8 +16,8 @@ from fedpara.parameterization.convert import (
 from fedpara.parameterization.fit import fit
 from fedpara.parameterization.initialise import calibrated, fan_out, he
 from fedpara.parameterization.jacobian import corrected_grad
-from fedpara.parameterization.plan import Choice, plan
 from fedpara.parameterization.schemes import SCHEMES, FedPara, Form, LowRank, PFedPara, Scheme, write
+from fedpara.parameterization.selection import Choice, plan
 
 __all__ = [
     "SCHEMES",

@@ -18,8 +18,8 @@ from fedpara.errors import SchemeError, StateError, expect_kind
 from fedpara.parameterization import initialise
 from fedpara.parameterization.fit import fit
 from fedpara.parameterization.naming import attach, detach, expect, is_parametrized
-from fedpara.parameterization.plan import Choice, Where, plan
 from fedpara.parameterization.schemes import Form, Scheme
+from fedpara.parameterization.selection import Choice, Where, plan
 from fedpara.state import State
 
 M = TypeVar("M", bound=nn.Module)

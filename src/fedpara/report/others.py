@@ -5,9 +5,9 @@ from dataclasses import replace
 from statistics import mean
 
 from fedpara.experiments import Summary
-from fedpara.experiments.library import Library
 from fedpara.experiments.paper import Cell, Study
 from fedpara.experiments.paper.measures import GIGABYTE
+from fedpara.experiments.storage.catalog import Library
 from fedpara.report.series import Series, all_series, final_accuracy
 from fedpara.report.tables import Entry, Sample, Table, spread_of
 

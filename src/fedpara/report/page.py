@@ -10,8 +10,8 @@ from statistics import mean
 from typing import Any
 
 from fedpara.experiments import Summary
-from fedpara.experiments.library import Library
 from fedpara.experiments.paper import measures
+from fedpara.experiments.storage.catalog import Library
 from fedpara.report.series import Series, aligned, all_series, final_accuracy, points
 from fedpara.report.tables import NOT_RUN, TO_RUN_AGAIN, Entry, Table
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 
 from fedpara.experiments import Experiment
-from fedpara.experiments.library import Library
 from fedpara.experiments.paper import Cell, Ratio, Study, changes, superseded
 from fedpara.experiments.paper.measures import UNAIMED
 from fedpara.experiments.paper.study import Measure
 from fedpara.experiments.paper.tiny import MINIATURE, ROUNDS
+from fedpara.experiments.storage.catalog import Library
 
 Change = Callable[[Experiment], Experiment]
 NOT_RUN = "not run here"

@@ -1,7 +1,7 @@
 """What travels: in what precision, in which bytes, which part of a state, how much, and what is let in."""
 
 from fedpara.wire.check import Spec, admit, spec_of
-from fedpara.wire.codec import Header, Letter, Message, decode, encode, letter
+from fedpara.wire.codec import AnyMessage, Header, Message, decode, encode, make_message
 from fedpara.wire.link import Link
 from fedpara.wire.meter import (
     JOULES_PER_BIT,
@@ -17,8 +17,8 @@ from fedpara.wire.share import combine, guard, pack, split, unpack
 __all__ = [
     "JOULES_PER_BIT",
     "PAPER_MEGA",
+    "AnyMessage",
     "Header",
-    "Letter",
     "Link",
     "Message",
     "Meter",
@@ -31,7 +31,7 @@ __all__ = [
     "encode",
     "energy_joules",
     "guard",
-    "letter",
+    "make_message",
     "pack",
     "round_seconds",
     "spec_of",

@@ -11,7 +11,7 @@ import torch
 
 from fedpara.errors import UpdateRejected, UsageError
 from fedpara.state import State, all_finite, finite
-from fedpara.wire.codec import Header, Message, decode
+from fedpara.wire.codec import AnyMessage, Header, decode
 from fedpara.wire.tensors import shown
 
 Spec = dict[str, tuple[torch.dtype, torch.Size]]
@@ -28,7 +28,7 @@ def spec_of(state: State, dtype: str = "float32", exact: frozenset[str] = frozen
 
 
 def admit(
-    message: Message,
+    message: AnyMessage,
     *,
     spec: Spec,
     round: int,

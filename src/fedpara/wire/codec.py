@@ -1,4 +1,4 @@
-"""Message = "FPM1" | u32 length | JSON header | safetensors bytes | sha256 of all before it, cut to 128 bits.
+"""AnyMessage = "FPM1" | u32 length | JSON header | safetensors bytes | sha256 of all before it, cut to 128 bits.
 
 Numbers are little-endian. The digest sees damage, not forgery: whoever can write messages can write digests,
 so the peer is for the transport to know (TLS, node keys) and the content for `check.admit` to judge.
@@ -6,7 +6,7 @@ Equal content gives equal bytes, and nothing else decodes: `decode` raises WireE
 reads no length it has not held against the message's own, and unpickles nothing.
 
 Between a server and clients of one process nothing is carried, so nothing can be damaged: there a message stays a
-`Letter`, whose bytes are joined and sealed with the digest only when they are asked for. Its tensors are read as they
+`Message`, whose bytes are joined and sealed with the digest only when they are asked for. Its tensors are read as they
 are, on the device they are on.
 """
 
@@ -61,8 +61,8 @@ class Header:
 
 
 @dataclass(frozen=True, eq=False)
-class Letter:
-    """A message before it leaves its process: `bytes(letter)` is what travels, `len(letter)` how long that is.
+class Message:
+    """A message before it leaves its process: `bytes(message)` is what travels, `len(message)` how long that is.
 
     The tensors are the sender's own, and the reader's too: neither side may write to them.
     """
@@ -90,22 +90,22 @@ class Letter:
         return b"".join([*pieces, digest.digest()[:DIGEST]])
 
 
-Message = bytes | Letter
+AnyMessage = bytes | Message
 
 
 def encode(
     state: State, header: Header, dtype: str = "float32", generator: torch.Generator | None = None
 ) -> bytes:
-    return bytes(letter(state, header, dtype, generator))
+    return bytes(make_message(state, header, dtype, generator))
 
 
-def letter(
+def make_message(
     state: State,
     header: Header,
     dtype: str = "float32",
     generator: torch.Generator | None = None,
     exact: frozenset[str] = frozenset(),
-) -> Letter:
+) -> Message:
     """dtype is the link's precision (`link.py`), but of the names in `exact`, which travel as on "float32".
 
     That carries float32 and float64 exactly. int8 draws from `generator`, in the order of the names.
@@ -127,23 +127,23 @@ def letter(
         payload[_SCALES] = torch.tensor(scales, dtype=torch.float32)
     index, tensors = lay_out(payload)
     head = b"".join([MAGIC, len(described).to_bytes(4, "little"), described, index])
-    return Letter(head, tensors)
+    return Message(head, tensors)
 
 
 def decode(
-    message: Message, exact: frozenset[str] = frozenset(), link: str | None = None
+    message: AnyMessage, exact: frozenset[str] = frozenset(), link: str | None = None
 ) -> tuple[Header, State]:
     """Floating tensors come back as float32, or float64 where float64 was carried; by name within a type.
 
-    `exact` and `link` are the names and the precision that both ends agreed on for `letter`: WireError for another
-    tensor that is not of the link, and for a message of another precision.
+    `exact` and `link` are the names and the precision that both ends agreed on. WireError if another tensor is not of
+    the link's type, or if the message has another precision.
     """
-    view = memoryview(message.head) if isinstance(message, Letter) else _unsealed(message)
+    view = memoryview(message.head) if isinstance(message, Message) else _unsealed(message)
     length = int.from_bytes(view[4:8], "little")
     header, dtype = _parse(bytes(view[8 : 8 + length]))
     if link not in (None, dtype):
         raise WireError(f"a message of precision {dtype}: expected {link}, as the link has it.")
-    payload = dict(message.joined) if isinstance(message, Letter) else read(*split_index(view[8 + length :]))
+    payload = dict(message.joined) if isinstance(message, Message) else read(*split_index(view[8 + length :]))
     return header, _restore(payload, dtype, exact)
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fedpara.experiments.paper.study import Measure, Ratio
-from fedpara.experiments.summary import Summary
+from fedpara.experiments.storage.summary import Summary
 from fedpara.wire import PAPER_MEGA, energy_joules, round_seconds
 
 GIGABYTE = 2**30

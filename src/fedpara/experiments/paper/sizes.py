@@ -6,16 +6,16 @@ from functools import cache
 import torch
 
 from fedpara import models
-from fedpara.algorithms import Groups
-from fedpara.data.generated import KINDS, TRAIN
-from fedpara.engines.client import Protocol
-from fedpara.engines.program import Program, take_apart
+from fedpara.algorithms import Variables
+from fedpara.data.readers.generated import KINDS, TRAIN
+from fedpara.engines.program import Program, make_program
+from fedpara.engines.session import Session
 from fedpara.experiments.build import build_algorithm, build_rule, build_scheme
 from fedpara.experiments.config import Experiment
 from fedpara.parameterization import factorize
 from fedpara.parameterization.compose import matrix
 from fedpara.parameterization.schemes import Form
-from fedpara.wire import Link, letter, pack
+from fedpara.wire import Link, make_message, pack
 
 EXAMPLES = {
     "cifar10": 50_000,
@@ -117,7 +117,7 @@ def _program(e: Experiment) -> Program:
         model = models.build(e.model, classes=kind.classes, shape=kind.shape)
         if scheme is not None:
             factorize(model, scheme, build_rule(e, model, scheme), init=_nothing)
-        return take_apart(model, e.share)  # type: ignore[arg-type]
+        return make_program(model, e.share)  # type: ignore[arg-type]
 
 
 def _nothing(form: Form, generator: torch.Generator | None) -> list[torch.Tensor]:
@@ -129,15 +129,15 @@ def _traffic(e: Experiment) -> Traffic:
     program = _program(e)
     zeros = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in program.initial.items()}
     algorithm = build_algorithm(e)
-    protocol = Protocol(replace(program, initial=zeros), algorithm, Link(e.link_up, e.link_down), 0)
+    session = Session(replace(program, initial=zeros), algorithm, Link(e.link_up, e.link_down), 0)
     x = {name: zeros[name] for name in program.shared}
     model = {**x, **{name: zeros[name] for name in program.shared_buffers}}
     broadcast = algorithm.broadcast(algorithm.server_init(x))
     extra, _ = algorithm.finish(x, x, broadcast, algorithm.client_init(x), 1, 1.0)
 
-    def length(groups: Groups, precision: str, sender: str) -> int:
+    def length(groups: Variables, precision: str, sender: str) -> int:
         generator = torch.Generator() if precision == "int8" else None
-        state, header = pack({"": model, **groups}), protocol.header(1, sender, 1)
-        return len(letter(state, header, precision, generator, protocol.exact))
+        state, header = pack({"": model, **groups}), session.header(1, sender, 1)
+        return len(make_message(state, header, precision, generator, session.exact))
 
     return Traffic(length(extra, e.link_up, "client:0"), length(broadcast, e.link_down, "server"))

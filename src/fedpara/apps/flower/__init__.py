@@ -1,0 +1,1 @@
+"""The Flower apps, and `fedpara flower`."""

@@ -1,0 +1,58 @@
+"""The folder that `flwr run` takes: a pyproject.toml that names the installed package's two apps.
+
+torch is not listed there: Flower would fetch it anew, in its largest build, on every node.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from fedpara import __version__
+from fedpara.apps.flower.run_config import defaults
+from fedpara.errors import ConfigError
+from fedpara.files import make_folder, write_bytes
+
+SERVER, CLIENT = "fedpara_server", "fedpara_client"
+
+TEMPLATE = """[project]
+name = "fedpara-app"
+version = "{version}"
+description = "FedPara on Flower: the installed package is the app."
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedpara"
+
+[tool.flwr.app.components]
+serverapp = "{server}:app"
+clientapp = "{client}:app"
+
+# Any of them: flwr run . --run-config 'preset="quickstart" rounds=20'. Empty means not given.
+[tool.flwr.app.config]
+{config}
+"""
+
+
+def write_app(folder: Path, given: Mapping[str, str | int | float] | None = None) -> None:
+    make_folder(folder, cure="another place")
+    if any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty, and nothing is overwritten: choose a new folder.")
+    config = "\n".join(
+        f"{name} = {json.dumps(value)}" for name, value in {**defaults(), **(given or {})}.items()
+    )
+    project = TEMPLATE.format(version=__version__, server=SERVER, client=CLIENT, config=config)
+    write_bytes(folder / "pyproject.toml", project.encode())
+    for name, module in ((SERVER, "server_app"), (CLIENT, "client_app")):
+        code = (
+            f'"""Names the app in the installed package."""\n\nfrom fedpara.apps.flower.{module} import app\n'
+        )
+        write_bytes(folder / f"{name}.py", f'{code}\n__all__ = ["app"]\n'.encode())
+
+
+def write_home(home: Path, port: int, certificate: Path | None = None) -> None:
+    """Flower's own settings: one connection, called `federation`."""
+    trust = f'root-certificates = "{certificate}"' if certificate else "insecure = true"
+    text = f'[superlink]\ndefault = "federation"\n\n[superlink.federation]\naddress = "127.0.0.1:{port}"\n{trust}\n'
+    home.mkdir(parents=True, exist_ok=True)
+    write_bytes(home / "config.toml", text.encode())

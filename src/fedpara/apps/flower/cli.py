@@ -1,0 +1,76 @@
+"""fedpara flower: the app for `flwr run`, certificates, a federation on this machine."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedpara.apps.terminal.interrupt import starting
+from fedpara.apps.terminal.plain_help import PlainGroup
+from fedpara.choices import DEADLINE, MIN_REPLIES, OVERSAMPLE
+
+app = typer.Typer(
+    cls=PlainGroup,
+    help="Flower: real federations, over TLS, with node keys.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.command()
+def init(folder: Annotated[Path, typer.Argument(help="A new folder.")]) -> None:
+    """Write the folder that `flwr run` takes: the installed package is the app.
+
+    Example: fedpara flower init my-federation
+    """
+    with starting():
+        from fedpara.apps.flower.app_folder import write_app
+
+    write_app(folder)
+    typer.echo(f"{folder}: flwr run {folder} --run-config 'preset=\"quickstart\" rounds=20'")
+
+
+@app.command()
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Where the files go.")],
+    host: Annotated[
+        list[str] | None, typer.Option(help="A name or address of the server; several are fine.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="How many node keys.")] = 3,
+) -> None:
+    """Make a CA, a server certificate and node keys. Nothing is overwritten.
+
+    Example: fedpara flower certs certificates --host fl.example.org --host 10.0.0.5 --nodes 3
+    """
+    with starting():
+        from fedpara.apps.flower.certificates import PUBLIC, make_certificates
+
+    for path in make_certificates(folder, host or [], nodes):
+        typer.echo(f"{path}{'' if path.suffix in PUBLIC else '  private'}")
+
+
+@app.command()
+def up(
+    preset: Annotated[str | None, typer.Argument(help="A preset of one run.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file of fields.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="A field: rounds=3, model=mlp.")] = None,
+    nodes: Annotated[int, typer.Option(help="SuperNodes; each serves its share of the clients.")] = 3,
+    out: Annotated[
+        Path, typer.Option(help="The run's folder; one that holds this experiment is gone on with.")
+    ] = Path("runs/flower"),
+    deadline: Annotated[float, typer.Option(help="Seconds a round.")] = DEADLINE,
+    min_replies: Annotated[int, typer.Option(help="Good replies a round needs.")] = MIN_REPLIES,
+    oversample: Annotated[int, typer.Option(help="Clients asked beyond the cohort.")] = OVERSAMPLE,
+    data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The last line of stdout is one JSON object.")
+    ] = False,
+) -> None:
+    """Start a SuperLink and nodes on loopback with TLS and node keys, run the experiment, stop them.
+
+    Example: fedpara flower up --nodes 3 --set dataset=digits --set model=mlp --set clients=3 --set cohort=3
+    """
+    with starting():
+        from fedpara.apps.flower.up import up as work
+    policy = {"deadline": deadline, "min-replies": min_replies, "oversample": oversample}
+    work(preset, config, set_ or [], nodes, out, policy, data_dir, as_json)

@@ -1,0 +1,133 @@
+"""A whole federation on this machine: a SuperLink and nodes on loopback, with TLS and node keys."""
+
+import json
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedpara.apps.flower.app_folder import write_app, write_home
+from fedpara.apps.flower.certificates import FILE, make_certificates
+from fedpara.apps.flower.processes import (
+    Processes,
+    environment,
+    free_port,
+    program,
+    require,
+    tail,
+    wait_for_port,
+)
+from fedpara.errors import RunError
+
+NAME = "federation"
+LOOPBACK = "127.0.0.1"
+Child = subprocess.Popen[bytes]
+
+
+class Federation:
+    """Everything lies in `folder`: certificates, the SuperLink's state, each node's home and log.
+
+    Parts are started one by one, so that any of them can be killed and started again.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int,
+        processes: Processes,
+        given: Mapping[str, str | int | float],
+        env: Mapping[str, str] | None = None,
+        secure: bool = True,
+    ) -> None:
+        """Not `secure` is without TLS and keys: to see what travels, never to be used."""
+        require()
+        self.folder, self.nodes, self.processes = folder, nodes, processes
+        self.port = free_port()
+        self.certificates = folder / "certificates"
+        self._env = dict(env or {})
+        self.secure = secure
+        make_certificates(self.certificates, [LOOPBACK, "localhost"], nodes)
+        keys = {"keys": str(self.certificates / FILE)} if secure else {}
+        write_app(folder / "app", {**keys, **given})
+        write_home(folder / "flwr", self.port, self.certificates / "ca.crt" if secure else None)
+
+    def start_link(self) -> Child:
+        """Its state is on the disk: node keys stay registered when it is started again."""
+        at = self.certificates
+        log = self.folder / "superlink.log"
+        trust = ["--ssl-ca-certfile", str(at / "ca.crt"), "--ssl-certfile", str(at / "server.pem")]
+        trust += ["--ssl-keyfile", str(at / "server.key"), "--enable-supernode-auth"]
+        link = self._start(
+            "flower-superlink",
+            ["--host", LOOPBACK, "--port", str(self.port)],
+            trust if self.secure else ["--insecure"],
+            ["--database", str(self.folder / "state.db")],
+            log=log,
+        )
+        wait_for_port(self.port, link, log)
+        return link
+
+    def register(self) -> None:
+        """Each node's public key, before the node starts."""
+        keys = [self.certificates / f"node-{i}.pub" for i in range(self.nodes)]
+        log = self.folder / "register.log"
+        started = [self._start("flwr", ["supernode", "register", str(key), NAME], log=log) for key in keys]
+        for process in started:
+            if process.wait(120) != 0:
+                raise RunError(f"a node's key could not be registered: {tail(log)}")
+            self.processes.forget(process)
+
+    def start_node(
+        self,
+        i: int,
+        *,
+        port: int | None = None,
+        key: Path | None = None,
+        ca: Path | None = None,
+        more: str = "",
+    ) -> Child:
+        """`port`, `key` and `ca` in place of the federation's own: for a proxy, a stranger, a wrong authority.
+
+        `more` is added to the node's config.
+        """
+        home = self.folder / f"node-{i}"
+        home.mkdir(exist_ok=True)
+        config = f'partition-id={i} num-partitions={self.nodes} memory="{home / "memory"}" {more}'
+        trust = ["--root-certificates", str(ca or self.certificates / "ca.crt")]
+        trust += ["--auth-supernode-private-key", str(key or self.certificates / f"node-{i}")]
+        return self._start(
+            "flower-supernode",
+            ["--superlink", f"{LOOPBACK}:{port or self.port}", "--port", str(free_port())],
+            trust if self.secure else ["--insecure"],
+            ["--node-config", config.strip()],
+            log=home / "log.txt",
+            home=home / "flwr",
+        )
+
+    def submit(self, run_config: str = "") -> Child:
+        words = ["--run-config", run_config] if run_config else []
+        return self._start(
+            "flwr", ["run", str(self.folder / "app"), NAME, "--stream"], words, log=self.folder / "run.log"
+        )
+
+    def ask(self, *words: str) -> Any:
+        """What `flwr WORDS --format json` says."""
+        env = environment(self.folder / "flwr", self._env)
+        command = [program("flwr"), *words, NAME, "--format", "json"]
+        got = subprocess.run(command, env=env, capture_output=True, text=True)
+        if got.returncode != 0:
+            raise RunError(f"flwr {' '.join(words)} failed: {(got.stdout + got.stderr)[-600:]}")
+        return json.loads(got.stdout)
+
+    def _start(self, program: str, *words: list[str], log: Path, home: Path | None = None) -> Child:
+        env = environment(home or self.folder / "flwr", self._env)
+        return self.processes.start([program, *(word for part in words for word in part)], env, log)
+
+
+def ended(process: Child, seconds: float) -> bool:
+    """Whether it ends by itself in that time."""
+    end = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < end:
+        time.sleep(0.1)
+    return process.poll() is not None

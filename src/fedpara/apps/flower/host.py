@@ -1,0 +1,70 @@
+"""How a run folder is run on nodes: the Flower engine over a transport, and the schedule it can keep."""
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import fedpara
+from fedpara.engines.flower.engine import Flower
+from fedpara.engines.flower.example_counts import ExampleCounts
+from fedpara.engines.flower.policy import Policy
+from fedpara.engines.flower.roster import Keys
+from fedpara.engines.flower.rpc import Transport
+from fedpara.engines.progress import Schedule
+from fedpara.engines.server import Engine
+from fedpara.engines.session import Session
+from fedpara.experiments.build import Parts
+from fedpara.experiments.config import to_toml
+from fedpara.experiments.node_data import is_own
+from fedpara.experiments.run import Host, Speaker
+from fedpara.experiments.storage.run_folder import NODES, RunFolder
+from fedpara.files import write_bytes
+
+EXAMPLES = "examples.json"
+"""In the run folder: how many examples each client stated first, where nodes bring their own data."""
+
+
+def host_on(
+    transport: Transport,
+    policy: Policy,
+    keys: Keys | None = None,
+    *,
+    version: str = fedpara.__version__,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Host:
+    def host(
+        session: Session, parts: Parts, folder: RunFolder, schedule: Schedule, tell: Speaker
+    ) -> tuple[Engine, Schedule]:
+        own = is_own(folder.experiment.dataset)
+        engine = Flower(
+            session,
+            parts.task,
+            folder.memory,
+            transport,
+            policy,
+            experiment=to_toml(replace(folder.experiment, engine="flower")),
+            run=_run_name(folder) if session.stateful else "0",
+            version=version,
+            clients=schedule.clients,
+            cohort=schedule.cohort,
+            tell=tell,
+            keys=keys,
+            counts=ExampleCounts(folder.path / EXAMPLES) if own else None,
+            clock=clock,
+            sleep=sleep,
+        )
+        if own:
+            schedule = replace(schedule, examples=engine.examples)
+        return engine, policy.schedule(schedule)
+
+    return host
+
+
+def _run_name(folder: RunFolder) -> str:
+    """Under which nodes keep what belongs to this run: drawn once, since two runs may share a config."""
+    file = folder.path / NODES
+    if not file.exists():
+        write_bytes(file, f"{secrets.token_hex(16)}\n".encode())
+    return file.read_text().strip()

@@ -1,0 +1,172 @@
+"""Flower's programs as children of this one: started with their own home and log, stopped by pid."""
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fedpara.apps.flower import watchdog as flower_watchdog
+from fedpara.apps.flower.watchdog import MARKED, PATIENCE, end, family, kill
+from fedpara.errors import MissingExtraError, RunError, install
+
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    # Without it Flower runs `uv sync` for every run, which needs a network and may fetch another torch.
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Flower asks Ray not to set this for clients without a GPU; Ray warns about its own future default.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+def require() -> None:
+    for package in ("flwr", "ray"):
+        if find_spec(package) is None:
+            raise MissingExtraError(f"engine 'flower' needs the package {package}: {install('flower')}")
+
+
+def environment(home: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Flower finds its own programs on PATH: those beside this Python come first."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return {**os.environ, **QUIET, "PATH": path, "FLWR_HOME": str(home), **(extra or {})}
+
+
+def program(name: str) -> str:
+    """Flower's program of this name, beside this Python."""
+    return str(Path(sys.executable).parent / name)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Processes:
+    """What was started here, and whatever each of them started; leaving the block stops it all.
+
+    The server goes first, and at once: nodes that went before it would count as a round without replies. If this
+    program is itself killed, a watchdog ends the others and removes the folders.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[subprocess.Popen[bytes]] = []
+        self._marks: dict[int, str] = {}
+        self._folders: list[Path] = []
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Processes":
+        """A plain kill of this program, or the end of its terminal, is taken as Ctrl-C."""
+        self._watchdog = subprocess.Popen(
+            [sys.executable, "-I", "-S", flower_watchdog.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                    self._before[number] = signal.signal(number, signal.default_int_handler)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            for process in self.running.copy():
+                kill(self._family(process))
+                self.stop(process)
+        finally:  # after a second Ctrl-C too: the watchdog asks nobody, it kills what is left
+            self._watchdog.communicate()
+            for folder in self._folders:  # had the watchdog itself been killed
+                shutil.rmtree(folder, ignore_errors=True)
+            for number, before in self._before.items():
+                signal.signal(number, before)
+
+    def folder(self, within: str | None = None) -> Path:
+        """A temporary one, which goes when the processes are gone, however this program ends."""
+        path = Path(tempfile.mkdtemp(prefix="fedpara-", dir=within)).absolute()
+        self._folders.append(path)
+        self._tell(str(path))
+        return path
+
+    def start(self, arguments: list[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+        """In a session of its own: Ctrl-C is for this program, which then stops the others in order."""
+        mark = secrets.token_hex(16)
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [program(arguments[0]), *arguments[1:]],
+                env={MARKED: mark, **{name: value for name, value in env.items() if name != MARKED}},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.running.append(process)
+        self._marks[process.pid] = mark
+        self._tell(f"+{process.pid} {mark}")
+        return process
+
+    def stop(self, process: subprocess.Popen[bytes], patience: float = PATIENCE) -> None:
+        """Asked first, then killed; its own children too, which it may have left behind."""
+        before = self._family(process)
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
+        self._end(process, before)
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        """At once and without warning, as a crash would."""
+        self._end(process, set())
+
+    def forget(self, process: subprocess.Popen[bytes]) -> None:
+        """It has ended."""
+        if process in self.running:
+            self.running.remove(process)
+            self._tell(f"-{process.pid}")
+
+    def _family(self, process: subprocess.Popen[bytes]) -> set[int]:
+        return family(process.pid, self._marks.get(process.pid, ""))
+
+    def _end(self, process: subprocess.Popen[bytes], before: set[int]) -> None:
+        end(process.pid, self._marks.get(process.pid, ""), before)
+        process.wait()
+        self.forget(process)
+
+    def _tell(self, line: str) -> None:
+        assert self._watchdog.stdin is not None
+        with suppress(OSError):
+            self._watchdog.stdin.write(os.fsencode(f"{line}\n"))
+            self._watchdog.stdin.flush()
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise RunError(
+                f"a SuperLink ended with code {process.returncode} before it listened: {tail(log)}"
+            )
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.1)
+    raise RunError(f"a SuperLink did not listen on port {port} within {seconds:g} s: {tail(log)}")
+
+
+def tail(log: Path, characters: int = 600) -> str:
+    return log.read_text(errors="replace")[-characters:].strip() if log.exists() else "it wrote no log"

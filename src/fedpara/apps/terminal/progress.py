@@ -1,0 +1,94 @@
+"""Progress of a run: a live bar on a terminal, a plain line now and then elsewhere. Both go to stderr.
+
+Where that is closed or full nothing is shown, and the run goes on: its folder has the log.
+"""
+
+import sys
+import time
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+import typer
+
+if TYPE_CHECKING:
+    from fedpara.engines import Round
+
+
+def say(text: str) -> None:
+    with suppress(OSError, ValueError):
+        typer.echo(text, err=True)
+
+
+class Patient:
+    """A terminal that may go away: what is written then is lost, and no error."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+
+class Show:
+    """Called once a round: round, accuracy, bytes so far, clients a second, time left."""
+
+    def __init__(self, name: str, rounds: int) -> None:
+        self.name, self.rounds = name, rounds
+        self._bar: object | None = None
+        self._last = 0.0
+        self._accuracy = "-"
+
+    def __enter__(self) -> "Show":
+        from fedpara.engines.distributed.process_group import join
+
+        if join().rank == 0 and _is_terminal(sys.stderr):
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[facts]}"),
+                TimeRemainingColumn(),
+            )
+            terminal = cast(TextIO, Patient(sys.stderr))
+            self._bar = bar = Progress(*columns, console=Console(file=terminal))
+            bar.start()
+            self._task = bar.add_task(self.name, total=self.rounds, facts="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()  # type: ignore[attr-defined]
+
+    def __call__(self, result: "Round", timing: dict[str, float]) -> None:
+        if result.accuracy is not None:
+            self._accuracy = f"{result.accuracy:.2%}"
+        sent = (result.progress.bytes_up + result.progress.bytes_down) / 1e6
+        speed = timing["clients_per_second"]
+        facts = f"accuracy {self._accuracy}  {sent:.2f} MB  {speed:.0f} clients/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=result.number, facts=facts)  # type: ignore[attr-defined]
+        elif result.number == self.rounds or time.monotonic() - self._last > 5:
+            self._last = time.monotonic()
+            say(f"{self.name}: round {result.number}/{self.rounds}  {facts}")
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Python has None for a stream that was closed before it started."""
+    with suppress(ValueError):  # one that was closed since
+        return stream is not None and stream.isatty()
+    return False

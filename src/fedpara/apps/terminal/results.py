@@ -1,0 +1,65 @@
+"""What finished runs come to: a table for people, JSON for programs."""
+
+from pathlib import Path
+from typing import Any
+
+from fedpara.apps.terminal.table import empty_table, print_table
+from fedpara.experiments import Summary
+
+
+def json_of(folder: Path, runs: dict[str, Summary]) -> dict[str, Any]:
+    """The one run; of several each under its name, and no number that might be taken for all of them."""
+    rows = {name: _row(summary) for name, summary in runs.items()}
+    if len(rows) == 1:
+        return next(iter(rows.values()))
+    return {"run": str(folder), "runs": rows}
+
+
+def _row(summary: Summary) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "run": str(summary.path),
+        "rounds": summary.rounds,
+        "accuracy": summary.accuracy,
+        "bytes_up": summary.bytes_up,
+        "bytes_down": summary.bytes_down,
+        "seconds": round(summary.seconds, 3),
+        "engine": summary.engine,
+    }
+    if summary.everyone:
+        row["everyone"] = summary.everyone
+    if summary.experiment.validation:
+        row["scored"] = "validation"
+    target = summary.experiment.target
+    if target is not None:
+        reached = summary.reached(target)
+        sent = reached["total_up"] + reached["total_down"] if reached else None
+        row["target"] = {"accuracy": target, "rounds": reached["round"] if reached else None, "bytes": sent}
+    return row
+
+
+def print_runs(runs: dict[str, Summary]) -> None:
+    most = max(summary.bytes_up + summary.bytes_down for summary in runs.values())
+    several = len(runs) > 1
+    fewer = ["times fewer bytes"] * several
+    table = empty_table(["run"], ["rounds", "accuracy", "sent [MB]", *fewer, "seconds"])
+    for name, s in runs.items():
+        sent = s.bytes_up + s.bytes_down
+        held_out = " (validation)" * (s.experiment.validation > 0)
+        accuracy = "-" if s.final is None else f"{s.final:.1%}{held_out}{_whose(s)}"
+        table.add_row(
+            name,
+            str(s.rounds),
+            accuracy,
+            f"{sent / 1e6:.2f}",
+            *[f"{most / max(1, sent):.1f}"] * several,
+            f"{s.seconds:.1f}",
+        )
+    print_table(table)
+
+
+def _whose(run: Summary) -> str:
+    """Of how many clients' own models an accuracy is the mean."""
+    if run.everyone is None:
+        return f" ({run.metrics[-1]['clients']} of {run.experiment.clients} clients)" if run.of_cohort else ""
+    clients, of = run.everyone["clients"], run.everyone["of"]
+    return f" (all {of} clients)" if clients == of else f" ({clients} of {of} clients)"

@@ -1,0 +1,1 @@
+"""The publishers' files, read to arrays."""

@@ -1,0 +1,1 @@
+"""The batched engine: a cohort trains as one program."""

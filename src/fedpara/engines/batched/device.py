@@ -1,0 +1,30 @@
+"""What the batched engine asks of its device: a precision, room, and to hold the data."""
+
+from dataclasses import replace
+
+import torch
+
+from fedpara.data import Examples
+from fedpara.engines.batched.step import Precision
+from fedpara.errors import ConfigError
+
+
+def precision_on(device: torch.device, asked: Precision | None) -> Precision:
+    """The one that is asked for, or the narrowest that the device has; torch is set to it."""
+    if device.type != "cuda":
+        if asked not in (None, "float32"):
+            raise ConfigError(f"precision {asked!r} needs a GPU: on the CPU expected float32.")
+        return "float32"
+    narrow = torch.cuda.is_bf16_supported(including_emulation=False)
+    if asked == "bfloat16" and not narrow:
+        raise ConfigError(f"{torch.cuda.get_device_name(device)} has no bfloat16: use tf32 or float32.")
+    chosen = asked or ("bfloat16" if narrow else "tf32")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = chosen != "float32"
+    torch.backends.cudnn.benchmark = True
+    return chosen
+
+
+def on_device(examples: Examples, device: torch.device) -> Examples:
+    if device.type == "cpu":
+        return examples
+    return replace(examples, inputs=examples.inputs.to(device), labels=examples.labels.to(device))

@@ -1,0 +1,81 @@
+"""Traffic: a round's clients through the lanes.
+
+Step all to the next client's end, let those that end leave and the next ones in, and on.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fedpara.algorithms import Variables
+from fedpara.engines.batched.lane_state import LaneState
+from fedpara.engines.batched.packing import Segment
+from fedpara.engines.batched.round_plan import RoundPlan
+from fedpara.engines.transfer import HOST, move
+from fedpara.state import State
+
+Owned = tuple[State, Variables]
+"""Clients' private parameters and their algorithm's variables, stacked, on the device."""
+Event = tuple[list[Segment], State, Tensor]
+
+
+def drive(
+    tick: Callable[[], None],
+    lane_state: LaneState,
+    plan: RoundPlan,
+    start: State,
+    bring_own: Callable[[Sequence[int]], Owned],
+    waits: bool,
+) -> Iterator[Event]:
+    """Who ended, their stacked states and their summed losses, event by event.
+
+    Who comes and goes is on the device before the first step, and so is what everyone owns; each state `waits` there
+    for the last one: a copy in between would wait for the steps. Where a cohort is too large for that, each event
+    brings what those own who come in, and takes the states of those who leave to the host.
+    """
+    events = sorted({0} | {segment.end for segment in plan.segments})
+    changes = [
+        (
+            [segment for segment in plan.segments if segment.end == event],
+            [segment for segment in plan.segments if segment.start == event],
+        )
+        for event in events
+    ]
+
+    def index(of: Sequence[int]) -> Tensor:
+        return torch.tensor(of, dtype=torch.int64, device=lane_state.losses.device)
+
+    lanes = [[index([s.lane for s in part]) for part in change] for change in changes]
+    everyone = bring_own(range(len(plan.segments))) if waits else None
+    owners = [index([s.client for s in coming] if waits else range(len(coming))) for _, coming in changes]
+    lane_state.counter.zero_()
+    for before, event, (leaving, coming), (left, taken), who in zip(
+        [0, *events], events, changes, lanes, owners, strict=False
+    ):
+        for _ in range(event - before):
+            tick()
+        ended = None
+        if leaving:
+            state = lane_state.leave(left)
+            ended = leaving, state if waits else move(state, HOST), lane_state.losses.index_select(0, left)
+        if coming:
+            owned = everyone or bring_own([segment.client for segment in coming])
+            lane_state.enter(taken, start, who, *owned)
+            del owned
+        if ended:
+            yield ended
+            del ended, state  # the caller has them
+
+
+def joined(events: list[Event]) -> Event:
+    """Several events as one."""
+    segments, states, losses = zip(*events, strict=True)
+    joined = {name: torch.cat([state[name] for state in states]) for name in states[0]}
+    return [segment for part in segments for segment in part], joined, torch.cat(losses)
+
+
+def finite_lanes(stacked: State) -> list[bool]:
+    """By client: faster here, all at once, than each on the host."""
+    each = [tensor.flatten(1).isfinite().all(1) for tensor in stacked.values() if tensor.is_floating_point()]
+    return torch.stack(each).all(0).tolist() if each else []

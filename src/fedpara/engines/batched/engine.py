@@ -1,0 +1,350 @@
+"""The batched engine: a cohort trains as one program.
+
+The clients' states are stacked into lanes and stepped together (`stacked.py`); short clients follow one
+another in a lane (`lanes.py`, `plan.py`). What each client sends is encoded for real, as in every engine.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from fedpara.algorithms import Variables
+from fedpara.data import FederatedData
+from fedpara.engines.batched.budget import cannot_wait, lanes_that_fit
+from fedpara.engines.batched.capture import capture
+from fedpara.engines.batched.device import on_device, precision_on
+from fedpara.engines.batched.drive import Event, Owned, drive, finite_lanes, joined
+from fedpara.engines.batched.kernels.install import install_kernels
+from fedpara.engines.batched.lane_state import LaneState, allocate_lanes
+from fedpara.engines.batched.round_plan import LaneShape, RoundPlan, plan_round, typical_shape
+from fedpara.engines.batched.scoring import scores
+from fedpara.engines.batched.step import Precision, make_tick, one_step
+from fedpara.engines.client import Reply, own_model, own_variables, reply_of
+from fedpara.engines.local.worker import Score, Trained, Worker
+from fedpara.engines.memory import ClientMemory, ClientParts, PendingMemory
+from fedpara.engines.rng import LayerRng, cohort
+from fedpara.engines.session import PRIVATE, Session
+from fedpara.engines.task import Task
+from fedpara.engines.transfer import fetch, move, move_variables, stack_on
+from fedpara.errors import RunError, in_a_line
+from fedpara.state import State
+from fedpara.wire import Link, Message
+
+
+class Batched:
+    name = "batched"
+
+    def __init__(
+        self,
+        session: Session,
+        task: Task,
+        data: FederatedData,
+        memory: ClientMemory,
+        *,
+        size: int,
+        shape: LaneShape | None = None,
+        device: str | None = None,
+        precision: Precision | None = None,
+        compile: bool | None = None,
+        say: Callable[[str], None] | None = None,
+        stream: int = 0,
+        stay: bool = True,
+        wait: bool | None = None,
+    ) -> None:
+        """`stream` keeps apart what layers draw in several such engines of one run; `stay`: see `stays`.
+
+        `wait`: whether trained states may wait on the device for the last one. On the host each is let go as it ends.
+        """
+        self.stream, self.stay = stream, stay
+        self.session, self.task, self.data, self.memory = session, task, data, PendingMemory(memory)
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.on_gpu = self.device.type == "cuda"
+        self.notes: list[str] = []
+        self.say = say or (lambda text: None)
+        self.precision = precision_on(self.device, precision)
+        self.compile = self.on_gpu if compile is None else compile
+        program = session.program
+        # On a CPU GroupNorm under vmap refuses channels-last.
+        self.forms = {name: replace(form, channels_last=self.on_gpu) for name, form in program.forms.items()}
+        self.plain = program.plain().to(self.device).train()
+        self.judge = Worker(program, device=self.device)
+        if self.on_gpu:
+            install_kernels(self.plain, self.judge.model, self.device, self.compile)
+        self.train_set = on_device(data.train, self.device)
+        self.test_set = on_device(task.test, self.device) if task.test is not None else None
+        self.shape = shape or typical_shape(session, data, size)
+        if self.lanes > (most := lanes_that_fit(session, self.device)):
+            self.shape = typical_shape(session, data, size, most)
+            self._note(f"the cohort goes in waves of {most}: more lanes do not fit into half of the memory")
+        self.waits = self.on_gpu if wait is None else wait
+        if self.waits and (reason := cannot_wait(session, self.device, size)):
+            self.waits = False
+            self._note(reason)
+        self._steps_done = self._steps_run = 0
+        self._lane_state: LaneState | None = None
+        self._ticks: dict[bool, Callable[[], None]] = {}
+        self._ahead: tuple[int, Sequence[int], RoundPlan] | None = None
+
+    @property
+    def lanes(self) -> int:
+        return self.shape.lanes
+
+    @property
+    def stays(self) -> bool:
+        """Whether updates stay on the device, where the server then checks and aggregates them: the model's own, as it
+        is. What clients keep and send beside it is made on the host, and so is what a narrow link leaves of it."""
+        alone = not self.session.stateful and not self.session.extras and self.session.link == Link()
+        return self.stay and self.waits and alone and self.session.algorithm.on_any_device
+
+    @property
+    def waste(self) -> float:
+        """The share of lane-steps so far that no client was in."""
+        return 1 - self._steps_done / self._steps_run if self._steps_run else 0.0
+
+    @property
+    def why(self) -> str:
+        how = "compiled, captured" if self.compile else "captured"
+        where = f"{self.device}, {self.precision}, {how if self.on_gpu else 'eager'}"
+        padding = [f"{self.waste:.1%} of the lanes' steps were padding"] if self._steps_run else []
+        return "; ".join([f"{self.lanes} lanes on {where}", *padding, *self.notes])
+
+    def train(self, round: int, clients: Sequence[int], message: Message, personal: bool) -> Iterable[Reply]:
+        model, down = self.session.read_down(message, round)
+        busy = [client for client in clients if self.data.size(client)]
+        own = ClientParts(self.memory, busy, lambda: self.session.first(model))
+        made = self._replies(round, busy, model, down, own, personal)
+        for client in clients:
+            yield next(made) if self.data.size(client) else Reply(client, reason="it holds no examples")
+
+    def _replies(
+        self,
+        round: int,
+        clients: Sequence[int],
+        model: State,
+        down: Variables,
+        own: ClientParts,
+        personal: bool,
+    ) -> Iterator[Reply]:
+        """In the clients' order; as many states are held as there are lanes, and those that ended out of order."""
+        seen = (move(model, self.device), move_variables(down, self.device)) if self.stays else (model, down)
+        trained = self._train(round, clients, model, down, own)
+        for start in range(0, len(clients), self.lanes):
+            some = clients[start : start + self.lanes]
+            before = self._scores(some, [{**model, **own[c][PRIVATE]} for c in some]) if personal else []
+            ended = [next(trained) for _ in some]
+            after = self._scores(some, [one.state for one in ended]) if personal else []
+            for place, client in enumerate(some):
+                made, kept = reply_of(  # each state is let go as its reply is made
+                    self.session,
+                    ended.pop(0),
+                    *seen,
+                    own[client],
+                    round=round,
+                    client=client,
+                    examples=self.data.size(client),
+                )
+                self.memory.hold(client, round, kept)
+                yield replace(made, before=before[place], after=after[place]) if personal else made
+
+    def commit(self, round: int, clients: Sequence[int]) -> None:
+        self.memory.commit(round, clients)
+
+    def evaluate(self, state: State) -> Score | None:
+        return self.judge.evaluate(state, self.test_set) if self.test_set is not None else None
+
+    def score_clients(self, round: int, clients: Sequence[int], message: Message) -> Iterator[Reply]:
+        model, _ = self.session.read_down(message, round)
+        for start in range(0, len(clients), self.lanes):
+            some = clients[start : start + self.lanes]
+            found = self.memory.get_all(some) if self.session.stateful else [None] * len(some)
+            states = [own_model(self.session, model, memory) for memory in found]
+            for client, score in zip(some, self._scores(some, states), strict=True):
+                yield Reply(client, before=score)
+
+    def _scores(self, clients: Sequence[int], states: list[State]) -> list[Score]:
+        """Each client's own model on its own test data, as many at once as there are lanes."""
+        tests = [self.data.client_test(client) for client in clients]
+        found = [Score(0, 0, 0.0)] * len(clients)
+        able = [place for place, test in enumerate(tests) if len(test)]
+        for start in range(0, len(able), self.lanes):
+            chosen = able[start : start + self.lanes]
+            stacked = stack_on([states[place] for place in chosen], self.device)
+            there = [on_device(tests[place], self.device) for place in chosen]
+            try:
+                scored = scores(self.plain, self.forms, stacked, there)
+            except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                self.plain.train()
+                scored = [self.judge.evaluate(states[p], t) for p, t in zip(chosen, there, strict=True)]
+                note = f"clients' own models are scored one after another: {in_a_line(error)}"
+                self.notes += [note] if note not in self.notes else []
+            for place, score in zip(chosen, scored, strict=True):
+                found[place] = score
+        return found
+
+    def _train(
+        self, round: int, clients: Sequence[int], model: State, down: Variables, own: ClientParts
+    ) -> Iterator[Trained]:
+        """In fewer lanes after each try that the device has no memory for, and no state waits there any more."""
+        done = 0
+        while done < len(clients):
+            try:
+                for one in self._in_lanes(round, clients[done:], model, down, own):
+                    done += 1
+                    yield one
+                continue
+            except torch.OutOfMemoryError:
+                if self.lanes == 1 and not self.waits:
+                    raise RunError(
+                        f"round {round}: one client alone is too large for {self.device}'s memory. The state "
+                        "before it is kept. Lower the batch size, or use the sequential engine."
+                    ) from None
+            fewer = max(1, self.lanes // 2)
+            self._note(
+                f"out of memory with {self.lanes} lanes: the cohort goes in waves of {fewer}, and states go to "
+                "the host as clients end"
+            )
+            self.waits = False
+            self.shape = typical_shape(self.session, self.data, len(clients), fewer)
+            self._lane_state, self._ticks, self._ahead = None, {}, None
+            if self.on_gpu:
+                torch.cuda.empty_cache()
+
+    def _in_lanes(
+        self, round: int, clients: Sequence[int], model: State, down: Variables, own: ClientParts
+    ) -> Iterator[Trained]:
+        plan = self._plan(round, clients)
+        start, first = move(model, self.device), own[clients[0]]
+        lane_state = self._prepare(plan, start, first[PRIVATE], down, own_variables(first))
+        lane_state.lr.fill_(self.session.algorithm.local.lr_at(round))
+        tick = self._tick(plan, lane_state)
+
+        def bring_own(of: Sequence[int]) -> Owned:
+            parts = own.of([clients[place] for place in of])
+            stacked = {g: stack_on([part[g] for part in parts], self.device) for g in parts[0]}
+            return stacked.pop(PRIVATE), stacked
+
+        # After the tick is made: warming it up draws numbers too, and a resumed run makes it in another round.
+        layers = LayerRng(self.session.seed, round, self.stream, self.device)
+        events = drive(tick, lane_state, plan, start, bring_own, self.waits)
+        self._steps_done += sum(segment.steps for segment in plan.segments)
+        self._steps_run += self.lanes * plan.steps
+        if self.waits:
+            with layers:
+                ended = list(events)
+            self._plan_next_round(round, clients)
+            trained = self._collect(joined(ended))
+            yield from (trained[place] for place in range(len(clients)))
+            return
+        trained, place = {}, 0
+        while True:
+            with layers:
+                event = next(events, None)
+            if event is None:
+                break
+            trained |= self._collect(event)
+            del event
+            while place in trained:
+                yield trained.pop(place)
+                place += 1
+        self._plan_next_round(round, clients)
+
+    def one_tick(self) -> Callable[[], None]:
+        """One step of all lanes, again and again, outside any round: what a benchmark times."""
+        program, algorithm = self.session.program, self.session.algorithm
+        model = program.initial
+        plan = plan_round(self.session, self.data, self.task.augment, 1, range(self.lanes), self.lanes)
+        first = self.session.first(model)
+        down = algorithm.broadcast(algorithm.server_init(program.start(program.shared)))
+        lane_state = self._prepare(plan, move(model, self.device), first[PRIVATE], down, own_variables(first))
+        lane_state.lr.fill_(algorithm.local.lr)
+        tick = self._tick(plan, lane_state)
+
+        def step() -> None:
+            lane_state.counter.zero_()
+            tick()
+
+        return step
+
+    def _plan(self, round: int, clients: Sequence[int]) -> RoundPlan:
+        if self._ahead is not None and self._ahead[:2] == (round, clients):
+            return self._ahead[2]
+        return plan_round(self.session, self.data, self.task.augment, round, clients, self.lanes)
+
+    def _plan_next_round(self, round: int, clients: Sequence[int]) -> None:
+        """The plan of the next round, made while the device still works on this one.
+
+        Not where these are but a share of the cohort (ranks, clients without examples): the next is then no guess
+        of ours.
+        """
+        drawn = [cohort(self.session.seed, t, len(self.data), len(clients)) for t in (round, round + 1)]
+        if not self.on_gpu or drawn[0] != list(clients) or not all(map(self.data.size, drawn[1])):
+            return
+        plan = plan_round(self.session, self.data, self.task.augment, round + 1, drawn[1], self.lanes)
+        self._ahead = (round + 1, drawn[1], plan)
+
+    def _prepare(
+        self, plan: RoundPlan, start: State, private: State, down: Variables, own: Variables
+    ) -> LaneState:
+        """The fixed lane_state, made once and filled anew each round; a longer or wider plan needs new ones."""
+        lane_state = self._lane_state
+        if (
+            lane_state is None
+            or plan.steps > lane_state.plan.shape[1]
+            or plan.width > lane_state.plan.shape[2]
+        ):
+            shape = (self.lanes, max(plan.steps, self.shape.steps), max(plan.width, self.shape.width))
+            whole = {**start, **move(private, self.device)}
+            there = move_variables(own, self.device)
+            self._ticks = {}
+            self._lane_state = lane_state = allocate_lanes(
+                self.session, whole, down, there, shape, self.task.augment == "crop-flip", self.train_set
+            )
+        x = {name: start[name] for name in self.session.program.shared}
+        lane_state.fill(plan, x, move_variables(down, self.device))
+        return lane_state
+
+    def _tick(self, plan: RoundPlan, lane_state: LaneState) -> Callable[[], None]:
+        masked = bool((plan.sizes < lane_state.plan.shape[2]).any())
+        if masked not in self._ticks:
+            program = self.session.program
+            step = one_step(
+                self.plain, self.forms, self.session.algorithm, self.precision, program.shared, masked
+            )
+            self._ticks[masked] = self._ready(make_tick(step), lane_state)
+        return self._ticks[masked]
+
+    def _ready(self, tick: Callable[[LaneState], None], lane_state: LaneState) -> Callable[[], None]:
+        """The tick on these lane_state, by the fastest way that the device has."""
+        if not self.on_gpu:
+            return partial(tick, lane_state)
+        if self.compile:
+            self.say(f"engine: compiling the step of {self.lanes} lanes, once; minutes at first, then cached")
+        return capture(tick, lane_state, self.compile, self.notes)
+
+    def _collect(self, event: Event) -> dict[int, Trained]:
+        """What each client has become, by its place in the cohort; on the host unless updates stay on the device."""
+        program = self.session.program
+        segments, stacked, losses = event
+        parameters = {name: stacked[name] for name in program.parameters}
+        sound = finite_lanes(parameters) if self.waits and self.on_gpu else None
+        clients = fetch(stacked, self.stays)
+        return {
+            segment.client: Trained(
+                {name: client[name] for name in program.parameters},
+                {name: client[name] for name in program.buffers},
+                total / max(1, segment.steps),
+                segment.steps,
+                sound[place] if sound is not None else None,
+            )
+            for place, (segment, client, total) in enumerate(
+                zip(segments, clients, losses.tolist(), strict=True)
+            )
+        }
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self.say(f"engine: {text}")

@@ -1,0 +1,1 @@
+"""Operations over stacked clients that torch lacks or runs slowly."""

@@ -1,0 +1,24 @@
+"""install_kernels: the layers of an engine's own copy of the model, replaced by ones that are fast over lanes."""
+
+import torch
+from torch import nn
+
+from fedpara.engines.batched.kernels.norm import use_lane_norms
+from fedpara.engines.batched.kernels.pool import use_mean_pooling
+
+
+def install_kernels(plain: nn.Module, judge: nn.Module, device: torch.device, compiled: bool) -> None:
+    """Replaces layers in place: `plain` trains in lanes on a GPU, `judge` scores one model at a time."""
+    # Imported here because they register ops with torch, which a CPU does not need.
+    from fedpara.engines.batched.kernels.conv import use_lane_convs
+    from fedpara.engines.batched.kernels.lstm import use_lane_lstm
+    from fedpara.engines.batched.kernels.ops import pays_on
+
+    hopper = pays_on(device)
+    use_mean_pooling(plain)
+    use_lane_lstm(plain, hopper)
+    use_lane_lstm(judge)
+    if hopper:
+        use_lane_convs(plain)
+    if compiled:
+        use_lane_norms(plain)

@@ -1,0 +1,132 @@
+"""The fixed lane_state of a batched round: what a captured step reads and writes, by address, round after round."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedpara.algorithms import Variables
+from fedpara.data import Examples
+from fedpara.engines.batched.round_plan import RoundPlan
+from fedpara.engines.session import Session
+from fedpara.state import State
+
+
+@dataclass
+class LaneState:
+    """`own` and `velocity` are stacked like the parameters; `x`, `down` and the examples are one for all."""
+
+    parameters: State
+    velocity: State
+    buffers: State
+    own: Variables
+    x: State
+    down: Variables
+    plan: Tensor  # int64 [lane, step, batch]
+    sizes: Tensor  # int64 [lane, step]: examples in that step's batch, 0 where the lane is done
+    seeds: Tensor  # int64 [lane, step]
+    counter: Tensor  # int64 [1]
+    lr: Tensor
+    losses: Tensor  # [lane], summed since it was last cleared
+    crops: Tensor | None  # uint8 [lane, step, 3, batch], where images are cropped and mirrored
+    inputs: Tensor
+    labels: Tensor
+    scale: Tensor | None  # [2, channel, 1, 1]: mean and deviation, where the inputs are bytes
+
+    def tensors(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        _each(found.append, vars(self))
+        return found
+
+    def holding(self, tensors: Sequence[Tensor]) -> "LaneState":
+        """The same lane_state with others in place of `tensors()`."""
+        given = iter(tensors)
+        return LaneState(**_each(lambda _: next(given), vars(self)))
+
+    def fill(self, plan: RoundPlan, x: State, down: Variables) -> None:
+        """A round's plan, and what all its clients receive."""
+        steps, width = plan.steps, plan.width
+        self.plan[:, :steps, :width].copy_(torch.from_numpy(plan.index))
+        self.sizes.zero_()
+        self.sizes[:, :steps].copy_(torch.from_numpy(plan.sizes))
+        self.seeds[:, :steps].copy_(torch.from_numpy(plan.seeds))
+        if self.crops is not None and plan.crops is not None:
+            self.crops[:, :steps, :, :width].copy_(torch.from_numpy(plan.crops))
+        for name, tensor in x.items():
+            self.x[name].copy_(tensor)
+        for group, members in down.items():
+            for name, tensor in members.items():
+                self.down[group][name].copy_(tensor)
+
+    def enter(
+        self, lanes: Tensor, start: State, clients: Tensor, private: State, variables: Variables
+    ) -> None:
+        """Clients take these lanes: the model they received, and of their own what stands at their place."""
+        for tensors in (self.parameters, self.buffers):
+            for name, tensor in tensors.items():
+                tensor[lanes] = private[name].index_select(0, clients) if name in private else start[name]
+        for tensor in self.velocity.values():
+            tensor[lanes] = 0.0
+        for group, members in variables.items():
+            for name, tensor in members.items():
+                self.own[group][name][lanes] = tensor.index_select(0, clients)
+        self.losses[lanes] = 0.0
+
+    def leave(self, lanes: Tensor) -> State:
+        """What the clients in these lanes have become, stacked."""
+        whole = {**self.parameters, **self.buffers}
+        return {name: tensor.index_select(0, lanes) for name, tensor in whole.items()}
+
+
+def allocate_lanes(
+    session: Session,
+    whole: State,
+    down: Variables,
+    own: Variables,
+    shape: tuple[int, int, int],
+    crops: bool,
+    examples: Examples,
+) -> LaneState:
+    """Places for `shape` = (lanes, steps, batch) clients like the one given, where the examples lie."""
+    program, lanes, device = session.program, shape[0], examples.inputs.device
+
+    def room(state: State) -> State:
+        return {name: tensor.expand(lanes, *tensor.shape).clone() for name, tensor in state.items()}
+
+    parameters = room({name: whole[name] for name in program.parameters})
+    momentum = session.algorithm.local.momentum
+    return LaneState(
+        parameters=parameters,
+        velocity={n: torch.zeros_like(t) for n, t in parameters.items()} if momentum else {},
+        buffers=room({name: whole[name] for name in program.buffers}),
+        own={group: room(state) for group, state in own.items()},
+        x={name: whole[name].clone() for name in program.shared},
+        down={g: {n: t.to(device, copy=True) for n, t in s.items()} for g, s in down.items()},
+        plan=torch.zeros(shape, dtype=torch.int64, device=device),
+        sizes=torch.zeros(shape[:2], dtype=torch.int64, device=device),
+        seeds=torch.zeros(shape[:2], dtype=torch.int64, device=device),
+        counter=torch.zeros(1, dtype=torch.int64, device=device),
+        lr=torch.zeros((), device=device),
+        losses=torch.zeros(lanes, device=device),
+        crops=torch.zeros((*shape[:2], 3, shape[2]), dtype=torch.uint8, device=device) if crops else None,
+        inputs=examples.inputs,
+        labels=examples.labels,
+        scale=_per_channel(examples),
+    )
+
+
+def _per_channel(examples: Examples) -> Tensor | None:
+    """Mean and deviation as a tensor on the device: a captured graph cannot fetch them from the host."""
+    if examples.mean is None or examples.std is None:
+        return None
+    both = torch.tensor([examples.mean, examples.std], device=examples.inputs.device)
+    return both[:, :, None, None]
+
+
+def _each(f: Callable[[Tensor], Any], nested: Any) -> Any:
+    """`f` of every tensor in nested dicts, in their order."""
+    if isinstance(nested, dict):
+        return {name: _each(f, inner) for name, inner in nested.items()}
+    return None if nested is None else f(nested)

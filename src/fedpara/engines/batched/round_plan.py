@@ -1,0 +1,96 @@
+"""RoundPlan: a batched round before it runs. Who trains in which lane, and which examples each step sees.
+
+index[lane, step, place]      an example of the training set; where nothing is, one of the same client, or 0
+sizes[lane, step]             how many of the lane_state hold one; 0 where the lane is done
+seeds[lane, step]             what its dropouts draw from
+crops[lane, step, :, place]   how its image is cropped and mirrored, if it is
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpara.data import FederatedData
+from fedpara.engines.batched import packing
+from fedpara.engines.batched.packing import Segment
+from fedpara.engines.local.augment import draw
+from fedpara.engines.local.batches import batches
+from fedpara.engines.local.dropout import step_seed
+from fedpara.engines.rng import cohort, numpy_rng, torch_seed
+from fedpara.engines.session import Session
+from fedpara.engines.task import Augment
+
+TYPICAL_COHORTS = 20
+
+
+@dataclass(frozen=True, eq=False)
+class RoundPlan:
+    segments: list[Segment]
+    index: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    seeds: NDArray[np.int64]
+    crops: NDArray[np.uint8] | None
+
+    def __repr__(self) -> str:
+        lanes = self.index.shape[0]
+        return f"RoundPlan({len(self.segments)} clients in {lanes} lanes, {self.steps} steps, batches of {self.width})"
+
+    @property
+    def steps(self) -> int:
+        return int(self.index.shape[1])
+
+    @property
+    def width(self) -> int:
+        return int(self.index.shape[2])
+
+
+def plan_round(
+    session: Session,
+    data: FederatedData,
+    augment: Augment,
+    round: int,
+    clients: Sequence[int],
+    lanes: int,
+) -> RoundPlan:
+    local = session.algorithm.local
+    held = [data.indices(client) for client in clients]
+    segments = packing.pack([local.steps_for(len(examples)) for examples in held], lanes)
+    width = min(local.batch_size, max(map(len, held)))
+    index = np.zeros((lanes, packing.length(segments), width), np.int64)
+    sizes, seeds = np.zeros(index.shape[:2], np.int64), np.zeros(index.shape[:2], np.int64)
+    crops = np.zeros((*index.shape[:2], 3, width), np.uint8) if augment == "crop-flip" else None
+    for segment in segments:
+        client, examples = clients[segment.client], held[segment.client]
+        order = numpy_rng(session.seed, "batches", round, client)
+        stream = torch_seed(session.seed, "layers", round, client)
+        windows = numpy_rng(session.seed, "augment", round, client) if crops is not None else None
+        for i, batch in enumerate(batches(len(examples), local, order), segment.start):
+            index[segment.lane, i] = examples[batch[0]]
+            index[segment.lane, i, : len(batch)] = examples[batch]
+            sizes[segment.lane, i] = len(batch)
+            seeds[segment.lane, i] = step_seed(stream, i - segment.start)
+            if crops is not None and windows is not None:
+                crops[segment.lane, i, :, : len(batch)] = draw(len(batch), windows)
+    return RoundPlan(segments, index, sizes, seeds, crops)
+
+
+@dataclass(frozen=True)
+class LaneShape:
+    """What a few cohorts of this federation ask for, so that the lane_state seldom have to grow."""
+
+    lanes: int
+    steps: int  # of the longest lane
+    width: int  # of the largest batch
+
+
+def typical_shape(session: Session, data: FederatedData, size: int, lanes: int | None = None) -> LaneShape:
+    """For so many lanes, or for the most, up to one a client of the cohort, that waste little."""
+    local = session.algorithm.local
+    drawn = [cohort(session.seed, t, len(data), size) for t in range(1, TYPICAL_COHORTS + 1)]
+    sizes = [[data.size(client) for client in clients] for clients in drawn]
+    steps = [[local.steps_for(n) for n in row] for row in sizes]
+    lanes = lanes or packing.choose(steps, size)
+    longest = max(packing.length(packing.pack(row, lanes)) for row in steps)
+    return LaneShape(lanes, longest, min(local.batch_size, int(data.sizes.max())))

@@ -1,0 +1,1 @@
+"""Several processes under torchrun, each training a share of the cohort."""

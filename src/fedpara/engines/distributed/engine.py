@@ -1,0 +1,148 @@
+"""The engine of more than one GPU: every rank trains a share of the cohort, one exchange a round joins them.
+
+    replies of rank r = inner.train(share r);  all ranks: replies = all_gather;  aggregate in the cohort's order
+
+Every rank runs the same server loop on the same replies, so all have the same bits, and those of one process but for
+the order of a sum: one GPU adds its updates where they are. What travels are the clients' encoded messages and their
+scores; what a client keeps stays with the rank that has it.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fedpara.algorithms import Variables
+from fedpara.engines.client import Reply
+from fedpara.engines.distributed.process_group import Part, ProcessGroup
+from fedpara.engines.local.worker import Score
+from fedpara.engines.memory import ClientMemory
+from fedpara.engines.server import Engine
+from fedpara.engines.session import Session
+from fedpara.errors import RunError
+from fedpara.state import State
+from fedpara.wire import Message
+
+
+class Distributed:
+    def __init__(self, group: ProcessGroup, inner: Engine, session: Session) -> None:
+        self.group, self.inner = group, inner
+        self.by_number = session.stateful
+        settings = (session.algorithm.name, session.algorithm.local, session.link, session.seed)
+        self._settings = zlib.crc32(repr(settings).encode())
+        self._mine: list[int] = []
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def why(self) -> str:
+        return f"{self.group.size} ranks ({self.group.backend}), each: {self.inner.why}"
+
+    def share(self, clients: Sequence[int], rank: int) -> list[int]:
+        """By number where clients keep something, so that each stays with its rank; else by place, evenly."""
+        size = self.group.size
+        if self.by_number:
+            return [client for client in clients if client % size == rank]
+        return list(clients[rank::size])
+
+    def train(self, round: int, clients: Sequence[int], message: Message, personal: bool) -> Iterator[Reply]:
+        self._mine = mine = self.share(clients, self.group.rank)
+        task = zlib.crc32(bytes(message), zlib.crc32(repr((*clients, personal)).encode(), self._settings))
+
+        def work() -> Part:
+            replies = list(self.inner.train(round, mine, message, personal)) if mine else []
+            messages = [bytes(reply.message) for reply in replies if reply.message is not None]
+            return Part({"task": task, "replies": [_facts(reply) for reply in replies]}, messages)
+
+        parts = self.group.gather(f"round {round}", work)
+        for rank, part in enumerate(parts):
+            if part.header["task"] != parts[0].header["task"]:
+                raise RunError(
+                    f"rank {rank} has another model, cohort or seed than rank 0 in round {round}: expected the same "
+                    "settings, run folder and versions of fedpara and torch on every rank."
+                )
+        replies = [reply for part in parts for reply in _replies(part)]
+        place = {client: i for i, client in enumerate(clients)}
+        yield from sorted(replies, key=lambda reply: place.get(reply.client, len(place)))
+
+    def commit(self, round: int, clients: Sequence[int]) -> None:
+        """Returns once every rank has kept its own, so that no checkpoint is ahead of them."""
+
+        def work() -> Part:
+            self.inner.commit(round, [client for client in clients if client in self._mine])
+            return Part()
+
+        self.group.gather(f"the end of round {round}", work)
+
+    def evaluate(self, state: State) -> Score | None:
+        """Rank 0's, so that all ranks stop at the same round."""
+
+        def work() -> Part:
+            return Part({"score": _of_score(self.inner.evaluate(state)) if self.group.rank == 0 else None})
+
+        return _score(self.group.gather("the evaluation", work)[0].header["score"])
+
+    def score_clients(self, round: int, clients: Sequence[int], message: Message) -> Iterator[Reply]:
+        """Every rank scores the clients whose private parts it holds."""
+        mine = self.share(clients, self.group.rank)
+
+        def work() -> Part:
+            return Part({"replies": [_facts(r) for r in self.inner.score_clients(round, mine, message)]})
+
+        for part in self.group.gather("the scores of all clients", work):
+            yield from _replies(part)
+
+
+class RankMemory:
+    """A memory that says so where a client's own part is with another rank."""
+
+    def __init__(self, memory: ClientMemory, engine: Distributed) -> None:
+        self.memory, self.engine = memory, engine
+
+    def get(self, client: int) -> Variables | None:
+        group = self.engine.group
+        if self.engine.by_number and client % group.size != group.rank:
+            raise RunError(
+                f"what client {client} keeps is with rank {client % group.size}, and this is rank {group.rank}: "
+                "ask there. Private parts do not travel."
+            )
+        return self.memory.get(client)
+
+    def put(self, client: int, round: int, groups: Variables) -> None:
+        self.memory.put(client, round, groups)
+
+
+def _facts(reply: Reply) -> dict[str, Any]:
+    """A reply without its message."""
+    return {
+        "client": reply.client,
+        "sent": reply.message is not None,
+        "reason": reply.reason,
+        "loss": reply.loss,
+        "before": _of_score(reply.before),
+        "after": _of_score(reply.after),
+        "diverged": reply.diverged,
+    }
+
+
+def _replies(part: Part) -> Iterator[Reply]:
+    messages = iter(part.blobs)
+    for facts in part.header["replies"]:
+        yield Reply(
+            facts["client"],
+            next(messages) if facts["sent"] else None,
+            facts["reason"],
+            facts["loss"],
+            _score(facts["before"]),
+            _score(facts["after"]),
+            diverged=facts["diverged"],
+        )
+
+
+def _of_score(score: Score | None) -> list[float] | None:
+    return None if score is None else [score.correct, score.examples, score.loss]
+
+
+def _score(numbers: list[Any] | None) -> Score | None:
+    return None if numbers is None else Score(*numbers)

@@ -1,0 +1,1 @@
+"""The Flower engine: clients train on nodes elsewhere."""

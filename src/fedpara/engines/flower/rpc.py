@@ -1,0 +1,153 @@
+"""What the server and its nodes say to each other: a few named facts, and at most one encoded message.
+
+    Request    server to node: hello, one client's part of a round, or the score of one client's own model
+    Hello    node to server: which clients it serves, and what it would train
+    Response   node to server: a client's message or score, or why there is none
+
+A `Packet` is any of them in transit, in types every transport has; a `Transport` carries packets. Nothing in a packet
+is trusted: reading one raises WireError for a fact that is missing or has the wrong type.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, TypeVar, get_type_hints
+
+from fedpara.engines.client import Reply
+from fedpara.engines.local.worker import Score
+from fedpara.errors import WireError
+from fedpara.wire import Spec
+from fedpara.wire.codec import DIGEST, MAX_HEADER
+from fedpara.wire.tensors import shown
+
+Fact = str | int | float | bool
+Said = TypeVar("Said", "Request", "Hello", "Response")
+
+LONGEST_TEXT = 1 << 16
+
+
+@dataclass(frozen=True)
+class Packet:
+    facts: Mapping[str, Fact]
+    body: bytes = b""
+
+
+class Transport(Protocol):
+    def nodes(self) -> Mapping[int, bytes]:
+        """The nodes that are connected now, each with the public key it proved; b"" where there is none."""
+
+    def send(self, packets: Sequence[tuple[int, Packet]], seconds: float) -> list[str]:
+        """A message id for each packet; an empty one where it could not be sent."""
+
+    def collect(self, ids: Collection[str]) -> Mapping[str, Packet | str]:
+        """Responses to these messages, each returned once; a string says why there will be none."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """`accepted` is the client's last round whose update the server took: what it kept then is its memory.
+
+    `run` names the run on the node's disk; `seconds` is how long the server waits for the answer.
+    """
+
+    kind: str  # "hello", "train" or "score"
+    experiment: str  # TOML
+    version: str
+    run: str
+    seconds: float
+    threads: int = 0  # 0 leaves it to the node
+    client: int = 0
+    round: int = 0
+    accepted: int = 0
+    personal: bool = False
+    message: bytes = b""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The node serves the clients i with i % every == first."""
+
+    version: str
+    first: int = 0
+    every: int = 1
+    scheme: str = ""
+    digest: str = ""  # of names, shapes and types of both messages
+    examples: int = 0  # that each of its clients trains on, where the node brings its own data
+    reason: str = ""  # why it cannot take part
+    message: bytes = b""
+
+    def clients(self, total: int) -> range:
+        """Which of the run's `total` clients the node serves."""
+        return range(self.first, total, self.every)
+
+
+@dataclass(frozen=True)
+class Response:
+    client: int
+    round: int
+    message: bytes = b""
+    reason: str = ""
+    loss: float = math.nan
+    before: Score | None = None
+    after: Score | None = None
+
+    @property
+    def reply(self) -> Reply:
+        return Reply(self.client, self.message or None, self.reason, self.loss, self.before, self.after)
+
+
+def to_packet(said: Request | Hello | Response) -> Packet:
+    facts: dict[str, Fact] = {}
+    for field in fields(said):
+        value = getattr(said, field.name)
+        if isinstance(value, Score):
+            facts |= {
+                f"{field.name}-correct": value.correct,
+                f"{field.name}-examples": value.examples,
+                f"{field.name}-loss": value.loss,
+            }
+        elif value is not None and field.name != "message":
+            facts[field.name] = value
+    return Packet(facts, said.message)
+
+
+def from_packet(packet: Packet, kind: type[Said], limit: int) -> Said:
+    """`limit` bounds the message, before anything looks into it."""
+    if len(packet.body) > limit:
+        raise WireError(f"a message of {len(packet.body)} bytes: expected at most {limit}.")
+    values: dict[str, Any] = {"message": packet.body}
+    for name, hint in get_type_hints(kind).items():
+        if name == "message":
+            continue
+        if name in ("before", "after"):
+            values[name] = _score(packet.facts, name)
+        else:
+            values[name] = _fact(packet.facts, name, hint)
+    return kind(**values)
+
+
+def size_limit(spec: Spec) -> int:
+    """No message of this spec is longer: no link makes a number wider."""
+    tensors = sum(shape.numel() * dtype.itemsize for dtype, shape in spec.values())
+    described = sum(2 * len(name.encode()) + 256 for name in spec)
+    return 8 + MAX_HEADER + tensors + described + MAX_HEADER + DIGEST
+
+
+def _score(facts: Mapping[str, Fact], name: str) -> Score | None:
+    if f"{name}-examples" not in facts:
+        return None
+    correct, examples = (_fact(facts, f"{name}-{part}", int) for part in ("correct", "examples"))
+    if not 0 <= correct <= examples:
+        raise WireError(f"{name}: {correct} right of {examples}: expected no more than there are.")
+    return Score(correct, examples, _fact(facts, f"{name}-loss", float))
+
+
+def _fact(facts: Mapping[str, Fact], name: str, kind: type) -> Any:
+    value = facts.get(name)
+    if kind is float and type(value) is int and abs(value) < 1 << 64:
+        value = float(value)
+    if type(value) is not kind:
+        raise WireError(f"{name} is {shown(value)}: expected {kind.__name__}.")
+    if isinstance(value, str) and len(value) > LONGEST_TEXT:
+        raise WireError(f"{name} is a text of {len(value)} characters: expected at most {LONGEST_TEXT}.")
+    return value

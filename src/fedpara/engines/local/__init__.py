@@ -1,0 +1,1 @@
+"""Training and scoring on one model: the steps of one client."""

@@ -1,0 +1,88 @@
+"""What a run has come to: after each round, and between two rounds."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fedpara.algorithms import Variables
+from fedpara.algorithms.core import Weighting
+from fedpara.state import State, in_words
+
+
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """What the server holds between two rounds, and all a checkpoint needs."""
+
+    round: int
+    x: State
+    buffers: State
+    server: Variables
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+    def __repr__(self) -> str:
+        sent = f"{self.bytes_up:,} bytes up, {self.bytes_down:,} down"
+        return f"Progress(round {self.round}, {sent}, model of {in_words({**self.x, **self.buffers})})"
+
+
+@dataclass(frozen=True)
+class Everyone:
+    """The clients' own models after the last aggregation, each on its own test data; no client trains for it."""
+
+    accuracy: float  # the mean over the clients
+    clients: int  # that were scored
+    of: int  # in the federation
+    bytes_down: int  # what it took to send them the model: not part of a round's bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """One round as it happened. `accuracy` is None where it was not measured."""
+
+    progress: Progress
+    cohort: tuple[int, ...]
+    train_loss: float
+    bytes_up: int
+    bytes_down: int
+    refused: tuple[tuple[int, str], ...] = ()
+    accuracy: float | None = None
+    loss: float | None = None
+    before: float | None = None
+    after: float | None = None
+    notes: tuple[str, ...] = field(default=())
+    kept: tuple[int, ...] = ()  # the clients whose memories are of this round now
+    everyone: Everyone | None = None  # at the end of a run whose clients have test data
+
+    @property
+    def number(self) -> int:
+        return self.progress.round
+
+    def __repr__(self) -> str:
+        accuracy = "accuracy not measured" if self.accuracy is None else f"accuracy {self.accuracy:.2%}"
+        refused = f" ({len(self.refused)} refused)" * bool(self.refused)
+        sent = f"{self.bytes_up:,} bytes up, {self.bytes_down:,} down"
+        clients = f"{len(self.cohort)} client{'s' * (len(self.cohort) != 1)}"
+        return (
+            f"Round({self.number}, {clients}{refused}, train loss {self.train_loss:.4g}, {accuracy}, {sent})"
+        )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    rounds: int
+    clients: int
+    cohort: int
+    examples: Callable[[int], int]  # how many a client has; 0 where nobody knows yet
+    evaluate_every: int = 1
+    max_norm: float | None = None
+    target: float | None = None
+    minimum: int = 1  # usable updates, else the round keeps the model
+    weights: Weighting = "examples"  # of the updates, in a mean that an algorithm weights by examples
+    max_share: float | None = None  # of a round's weight, the most that one client has
+
+    def evaluates(self, round: int) -> bool:
+        return round % self.evaluate_every == 0 or round == self.rounds
+
+    def ends(self, result: "Round") -> bool:
+        """Whether the run is over: all rounds are done, or the target accuracy is met."""
+        met = self.target is not None and result.accuracy is not None and result.accuracy >= self.target
+        return met or result.number >= self.rounds

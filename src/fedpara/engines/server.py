@@ -1,0 +1,317 @@
+"""The server's loop: broadcast, collect, check, aggregate, evaluate. Every engine runs under it.
+
+for t = 1 .. T:  S = cohort(t);  message = make_message(x, extras);  replies = engine.train(S, message)
+                 x, server = aggregate(the replies that are admitted)
+
+Each update is added to the round's mean as it is admitted, in the cohort's order, and then let go.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+import torch
+
+from fedpara.algorithms import Update
+from fedpara.engines.aggregation import Aggregator, round_weights
+from fedpara.engines.client import Reply, from_change, sends_changes
+from fedpara.engines.local.worker import Score
+from fedpara.engines.progress import Everyone, Progress, Round, Schedule
+from fedpara.engines.rng import cohort, final_sample, torch_rng
+from fedpara.engines.session import Session
+from fedpara.engines.threads import THREADS
+from fedpara.engines.transfer import HOST, device_of, move
+from fedpara.errors import RunError, UpdateRejected, WireError
+from fedpara.state import State, finite
+from fedpara.wire import Message, Meter, admit, guard, make_message, pack, unpack
+
+Verdict = TypeVar("Verdict")
+
+MOST_SCORED = 1000
+"""The most clients that are scored at the end of a run; from a larger federation that many are drawn."""
+LARGE_MESSAGE = 1 << 20  # bytes; threads gain on hashing and copying more than this, and lose below
+
+
+class Engine(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def why(self) -> str:
+        """How the clients are run, and what could not be done and why."""
+
+    def train(self, round: int, clients: Sequence[int], message: Message, personal: bool) -> Iterable[Reply]:
+        """One reply a client of the cohort, in the cohort's order."""
+
+    def commit(self, round: int, clients: Sequence[int]) -> None:
+        """The server took these clients' updates: only they keep what the round made of them."""
+
+    def evaluate(self, state: State) -> Score | None: ...
+
+    def score_clients(self, round: int, clients: Sequence[int], message: Message) -> Iterable[Reply]:
+        """Each client's own model, the shared part in `message` with what the client keeps, on its own test data.
+
+        Nothing is trained or kept. The score is the reply's `before`; a client that has none gives the reason.
+        """
+
+
+def initial_progress(session: Session) -> Progress:
+    program = session.program
+    x = program.start(program.shared)
+    return Progress(0, x, program.start(program.shared_buffers), session.algorithm.server_init(x))
+
+
+def run_rounds(
+    session: Session, engine: Engine, schedule: Schedule, personal: bool, start: Progress | None = None
+) -> Iterator[Round]:
+    """Round after round, from `start` on; ends early once the target accuracy is met."""
+    progress = start or initial_progress(session)
+    while progress.round < schedule.rounds:
+        try:
+            result = _round(session, engine, schedule, personal, progress)
+        except torch.OutOfMemoryError:
+            raise RunError(
+                f"round {progress.round + 1}: the device has no memory left to join its updates or to score its model. "
+                "The state before it is kept. Lower the batch size or the cohort, or use the sequential engine."
+            ) from None
+        yield result
+        progress = result.progress
+        if schedule.ends(result):
+            return
+
+
+def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool, progress: Progress) -> Round:
+    t = progress.round + 1
+    chosen = cohort(session.seed, t, schedule.clients, schedule.cohort)
+    message, sent = _broadcast(session, progress, t)
+    meter, scored = Meter(), personal and schedule.evaluates(t)
+    replies = engine.train(t, chosen, message, scored)
+    got = _collect(session, schedule, progress, chosen, message, sent, replies, meter)
+    x, server, averages, count = progress.x, progress.server, progress.buffers, len(got.replies)
+    if got.intake is not None and count >= schedule.minimum:
+        x, server, averages = got.intake.aggregate(server, schedule.clients)
+        _refuse_overflow(t, [x, averages, *server.values()])
+    else:
+        _refuse_divergence(t, got)
+        few = f"{count} of {schedule.minimum}" if count else "no"
+        got.notes.append(
+            f"round {t} had {few} usable update{'s' if count else ''}: the model is kept as it was"
+        )
+        got.replies.clear()
+    got.intake = None  # it may hold a GPU's memory, which scoring has a use for
+    engine.commit(t, [reply.client for reply in got.replies])
+    up, down = meter.total_up, meter.total_down
+    result = Round(
+        Progress(t, x, averages, server, progress.bytes_up + up, progress.bytes_down + down),
+        tuple(chosen),
+        sum(reply.loss for reply in got.replies) / len(got.replies) if got.replies else float("nan"),
+        up,
+        down,
+        tuple(got.refused),
+        notes=tuple(got.notes),
+        kept=tuple(reply.client for reply in got.replies) if session.stateful else (),
+    )
+    result = _evaluated(session, engine, schedule, got.replies if scored else [], result)
+    return _with_everyone(session, engine, schedule, result) if personal and schedule.ends(result) else result
+
+
+@dataclass
+class _Collected:
+    """What came back. `replies` are those whose updates were taken, without their messages."""
+
+    intake: Aggregator | None = None
+    replies: list[Reply] = field(default_factory=list)
+    refused: list[tuple[int, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    diverged: list[tuple[int, str]] = field(default_factory=list)  # of those refused
+
+
+def _collect(
+    session: Session,
+    schedule: Schedule,
+    progress: Progress,
+    chosen: Sequence[int],
+    message: Message,
+    sent: State,
+    replies: Iterable[Reply],
+    meter: Meter,
+) -> _Collected:
+    """One update a client that was asked, whatever an engine or a network hands over."""
+    got, round = _Collected(), progress.round + 1
+    waiting = dict.fromkeys(chosen)
+    known = {HOST.type: sent}  # the model as it was sent, on each device that an update is on
+
+    def judge(reply: Reply) -> tuple[Update, State] | WireError | None:
+        if reply.message is None:
+            return None
+        device = device_of([reply.message.tensors]) if isinstance(reply.message, Message) else HOST
+        if schedule.max_norm is not None and device.type not in known:
+            known[device.type] = move(sent, device)
+        try:
+            return _admit(session, schedule, reply, known.get(device.type, sent), round)
+        except WireError as error:
+            return error
+
+    for reply, verdict in _judged(replies, judge):
+        meter.up(round, reply.client, reply.unread if reply.message is None else reply.message)
+        if reply.late:
+            got.notes.append(
+                f"round {round}: client {reply.client}'s reply of round {reply.late} came too late and is refused"
+            )
+            continue
+        if reply.client not in waiting:
+            got.notes.append(f"client {reply.client} answered twice or was not asked: that reply is dropped")
+            continue
+        del waiting[reply.client]
+        if reply.reached:
+            meter.down(round, reply.client, message)
+        if reply.message is None:
+            got.refused.append((reply.client, reply.reason))
+            got.diverged += [(reply.client, reply.reason)] if reply.diverged else []
+            continue
+        if isinstance(verdict, WireError):
+            got.refused.append((reply.client, str(verdict)))
+            continue
+        assert verdict is not None
+        if got.intake is None:
+            counts = {client: schedule.examples(client) for client in chosen}
+            weights, notes = round_weights(counts, schedule.weights, schedule.max_share)
+            got.notes += [f"round {round}: {note}" for note in notes]
+            got.intake = Aggregator(session.algorithm, progress.x, weights)
+        update, buffers = verdict
+        if session.link.down != "float32":
+            update = _as_moved(update, progress.x, sent)
+        got.intake.take(reply.client, update, buffers)
+        got.replies.append(replace(reply, message=None))
+    for client in waiting:
+        meter.down(round, client, message)
+        got.refused.append((client, "it sent no reply"))
+    return got
+
+
+def _refuse_divergence(round: int, got: _Collected) -> None:
+    """RunError where clients diverged and no update is left: the next round would do the same."""
+    if got.diverged and not got.replies:
+        client, reason = got.diverged[0]
+        raise RunError(
+            f"round {round}: no update is left, and {len(got.diverged)} of {len(got.refused)} clients diverged (client "
+            f"{client}: {reason}). The state before this round is kept. Lower the learning rate, or set a gradient "
+            "clip."
+        )
+
+
+def _refuse_overflow(round: int, states: Iterable[State]) -> None:
+    """RunError before it is saved: finite updates can have a sum, or squares, that are not."""
+    if not all(finite(state) for state in states):
+        raise RunError(
+            f"round {round}: the aggregated model, or what the server keeps beside it, holds NaN or infinity. The "
+            "state before it is kept. Lower the learning rates; where an update may be wrong, bound them (max_norm)."
+        )
+
+
+def _judged(replies: Iterable[Reply], judge: Callable[[Reply], Verdict]) -> Iterator[tuple[Reply, Verdict]]:
+    """Each reply with its verdict, in order; large ones off a wire are judged by threads while the next come in."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        pending: deque[tuple[Reply, Future[Verdict]]] = deque()
+        for reply in replies:
+            if not isinstance(reply.message, bytes) or len(reply.message) < LARGE_MESSAGE:
+                yield from ((one, verdict.result()) for one, verdict in pending)
+                pending.clear()
+                yield reply, judge(reply)
+                continue
+            pending.append((reply, pool.submit(judge, reply)))
+            if len(pending) > THREADS:
+                one, verdict = pending.popleft()
+                yield one, verdict.result()
+        yield from ((one, verdict.result()) for one, verdict in pending)
+
+
+def _broadcast(session: Session, progress: Progress, round: int) -> tuple[Message, State]:
+    """The message, and the model as the clients will see it: a narrow link does not carry all of it."""
+    model = {**progress.x, **progress.buffers}
+    state = pack({"": model, **session.algorithm.broadcast(progress.server)})
+    guard(state, session.program.private)
+    generator = torch_rng(session.seed, "link-down", round) if session.link.down == "int8" else None
+    try:
+        if not finite(state):
+            raise UpdateRejected("it holds NaN or infinity.")
+        message = make_message(state, session.header(round), session.link.down, generator, session.exact)
+        exact = session.link.down == "float32"
+        return message, model if exact else session.read_down(message, round)[0]
+    except UpdateRejected as error:
+        raise RunError(
+            f"the model cannot be sent in round {round}: {error} The state before it is kept."
+        ) from None
+
+
+def _admit(
+    session: Session, schedule: Schedule, reply: Reply, sent: State, round: int
+) -> tuple[Update, State]:
+    assert reply.message is not None
+    changes = sends_changes(session.link)
+    header, state = admit(
+        reply.message,
+        spec=session.up,
+        round=round,
+        method=session.algorithm.name,
+        scheme=session.program.scheme,
+        link=session.link.up,
+        examples=schedule.examples(reply.client),
+        max_norm=schedule.max_norm,
+        reference={name: sent[name] for name in session.exact} if changes else sent,
+        exact=session.exact,
+    )
+    if header.sender != f"client:{reply.client}":
+        raise UpdateRejected(f"a message of {header.sender} in the name of client {reply.client}.")
+    groups = unpack(state)
+    model = groups.pop("")
+    if changes:
+        model = from_change(model, sent, session.exact)
+    program = session.program
+    y = {name: model[name] for name in program.shared}
+    averaged = {name: model[name] for name in program.shared_buffers}
+    return Update(y, groups, header.examples), averaged
+
+
+def _as_moved(update: Update, x: State, sent: State) -> Update:
+    """x + (y - x^) in the place of y: what the client moved, without what a narrow downlink rounded off x."""
+    return replace(update, y={name: x[name] + (y - sent[name]) for name, y in update.y.items()})
+
+
+def _evaluated(
+    session: Session, engine: Engine, schedule: Schedule, replies: list[Reply], result: Round
+) -> Round:
+    """Personal models: the mean over the cohort's clients of each one's accuracy on its own test data."""
+    if not schedule.evaluates(result.number):
+        return result
+    before = [reply.before.accuracy for reply in replies if reply.before and reply.before.examples]
+    after = [reply.after.accuracy for reply in replies if reply.after and reply.after.examples]
+    if before and after:
+        accuracy = sum(after) / len(after)
+        result = replace(result, before=sum(before) / len(before), after=accuracy, accuracy=accuracy)
+    if not session.program.private:
+        score = engine.evaluate({**result.progress.x, **result.progress.buffers})
+        if score is not None:
+            result = replace(result, accuracy=score.accuracy, loss=score.loss)
+    return result
+
+
+def _with_everyone(session: Session, engine: Engine, schedule: Schedule, result: Round) -> Round:
+    """`Everyone` at the end of a run: a round's own scores are of its cohort, before its updates are averaged."""
+    n = schedule.clients
+    chosen = list(range(n)) if n <= MOST_SCORED else final_sample(session.seed, n, MOST_SCORED)
+    message, _ = _broadcast(session, result.progress, result.number + 1)
+    replies = list(engine.score_clients(result.number + 1, chosen, message))
+    scored = [reply.before.accuracy for reply in replies if reply.before and reply.before.examples]
+    missing = [reply for reply in replies if reply.before is None]
+    notes = [
+        f"{len(missing)} of {len(chosen)} clients were not scored at the end; client {reply.client}: {reply.reason}"
+        for reply in missing[:1]
+    ]
+    if not scored:
+        return replace(result, notes=(*result.notes, *notes))
+    sent = len(message) * sum(reply.reached for reply in replies)
+    everyone = Everyone(sum(scored) / len(scored), len(scored), n, sent)
+    return replace(result, everyone=everyone, notes=(*result.notes, *notes))

@@ -1,0 +1,98 @@
+"""What a run folder says, without opening it for writing."""
+
+import os
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedpara.errors import ConfigError
+from fedpara.experiments.config import LATER, OWNED, Experiment, read_toml
+from fedpara.experiments.storage.jsonl import read_lines
+
+
+@dataclass(frozen=True)
+class Summary:
+    path: Path
+    experiment: Experiment
+    metrics: list[dict[str, Any]]
+    timing: list[dict[str, Any]]
+
+    @property
+    def rounds(self) -> int:
+        return int(self.metrics[-1]["round"]) if self.metrics else 0
+
+    @property
+    def accuracy(self) -> float | None:
+        measured = [line["accuracy"] for line in self.metrics if line["accuracy"] is not None]
+        return float(measured[-1]) if measured else None
+
+    @property
+    def final(self) -> float | None:
+        """The accuracy to quote: all clients' own models at the end where the run has that score, else `accuracy`."""
+        return self.everyone["accuracy"] if self.everyone else self.accuracy
+
+    @property
+    def of_cohort(self) -> bool:
+        """Whether its personal scores are each of one round's cohort and not of all clients."""
+        e = self.experiment
+        return e.personal and e.cohort < (e.keep or e.clients)
+
+    @property
+    def everyone(self) -> dict[str, Any] | None:
+        """All clients' own models after the last round: their mean `accuracy`, and of how many `clients` it is.
+
+        None where that was not scored.
+        """
+        return self.metrics[-1].get("everyone") if self.metrics else None
+
+    @property
+    def bytes_up(self) -> int:
+        return int(self.metrics[-1]["total_up"]) if self.metrics else 0
+
+    @property
+    def bytes_down(self) -> int:
+        return int(self.metrics[-1]["total_down"]) if self.metrics else 0
+
+    @property
+    def seconds(self) -> float:
+        return float(sum(line["seconds"] for line in self.timing))
+
+    @property
+    def engine(self) -> str | None:
+        """Which engine ran the last round, how, and what could not be done and why."""
+        return self.timing[-1].get("engine") if self.timing else None
+
+    def __repr__(self) -> str:
+        e, sent = self.experiment, (self.bytes_up + self.bytes_down) / 1e6
+        accuracy = "not measured" if self.final is None else f"{self.final:.2%}"
+        path = str(self.path) if len(str(self.path)) <= 120 else f"...{str(self.path)[-117:]}"
+        what = f"{e.dataset}, {e.model}, {e.scheme}, {e.algorithm}, seed {e.seed}"
+        return (
+            f"Summary({path}\n    {what}\n"
+            f"    {self.rounds} of {e.rounds} rounds, {sent:.2f} MB sent, {self.seconds:.1f} s\n"
+            f"    accuracy: {accuracy})"
+        )
+
+    def reached(self, accuracy: float) -> dict[str, Any] | None:
+        """The first round whose accuracy is at least this."""
+        return next(
+            (m for m in self.metrics if m["accuracy"] is not None and m["accuracy"] >= accuracy), None
+        )
+
+
+def read_run(path: str | os.PathLike[str]) -> Summary:
+    path = Path(path)
+    experiment = read_config(path)
+    return Summary(path, experiment, read_lines(path / "metrics.jsonl"), read_lines(path / "timing.jsonl"))
+
+
+def read_config(path: Path) -> Experiment:
+    """The experiment of a run folder. One from before `test_owners` existed scored the test data of all owners."""
+    if not (path / "config.toml").exists():
+        raise ConfigError(
+            f"{path} is not a run folder: it has no config.toml. `fedpara run --out {shlex.quote(str(path))}` makes "
+            "one."
+        )
+    found = read_toml(path / "config.toml", Experiment(**LATER))
+    return found if found.split in OWNED else replace(found, test_owners=Experiment.test_owners)

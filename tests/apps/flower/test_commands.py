@@ -1,0 +1,341 @@
+"""fedpara flower: the files it writes, and what it says to a mistake. No Flower process is started here."""
+
+import errno
+import fcntl
+import json
+import math
+import os
+import stat
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedpara.apps.flower import simulation as flower_drive
+from fedpara.apps.flower import up as flower_up
+from fedpara.apps.flower.app_folder import CLIENT, SERVER
+from fedpara.apps.flower.run_config import DEFAULT_OUT, read
+from fedpara.engines.flower.policy import Policy
+from fedpara.errors import ConfigError, RunError
+from fedpara.experiments import Experiment, read_run, resume, run
+from fedpara.experiments.storage.checkpoint import final_checkpoint
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
+x509 = pytest.importorskip("cryptography.x509")
+
+TINY = ["--set", "model=mlp", "--set", "clients=3", "--set", "cohort=3"]
+
+
+@pytest.mark.parametrize("command", ["init", "certs", "up"])
+def test_help_shows_an_example(cli, command):
+    code, out, _ = cli("flower", command, "--help")
+    assert code == 0
+    assert f"Example: fedpara flower {command} " in " ".join(out.split())
+
+
+def test_init_writes_an_app_that_flower_takes(cli, tmp_path):
+    assert cli("flower", "init", "app")[0] == 0
+    project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
+    assert project["project"]["dependencies"] == []
+    assert project["tool"]["flwr"]["app"]["components"] == {
+        "serverapp": f"{SERVER}:app",
+        "clientapp": f"{CLIENT}:app",
+    }
+    from flwr.cli.config_utils import load_and_validate
+
+    _, warnings = load_and_validate(tmp_path / "app" / "pyproject.toml")
+    assert warnings == []
+    settings = read(project["tool"]["flwr"]["app"]["config"])
+    assert settings.experiments() == {(tmp_path / DEFAULT_OUT): Experiment(engine="flower")}
+    assert settings.policy == Policy()
+    code, _, err = cli("flower", "init", "app")
+    assert code == 2
+    assert "not empty" in err
+
+
+@pytest.mark.parametrize("place", ["file", "file/app"])
+def test_init_where_no_folder_can_be(cli, tmp_path, place):
+    (tmp_path / "file").write_text("mine")
+    code, out, err = cli("flower", "init", place)
+    assert (code, out) == (2, "")
+    assert f"the folder {place} cannot be made" in err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_run_config_says_an_experiment(tmp_path):
+    settings = read(
+        {
+            "preset": "quickstart",
+            "rounds": 7,
+            "out": str(tmp_path),
+            "batch-size": 8,
+            "deadline": 5,
+            "min-replies": 2,
+        }
+    )
+    runs = settings.experiments()
+    assert [path.name for path in runs] == ["original", "lowrank", "fedpara", "pfedpara"]
+    assert {(run.rounds, run.batch_size, run.engine) for run in runs.values()} == {(7, 8, "flower")}
+    assert (settings.policy.deadline, settings.policy.minimum) == (5, 2)
+    assert read({"threads": 4096, "data-dir": "~/sets"}).data_dir == Path.home() / "sets"
+    assert read({"keys": "~/nodes.toml"}).keys == Path.home() / "nodes.toml"
+    assert settings.keys is None
+    options = read({"algorithm": "fedadam", "options": "server_lr=0.5 beta1=0.8"})
+    assert options.experiments()[options.out[0]].options == {"server_lr": 0.5, "beta1": 0.8}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"ruonds": 3}, "unknown run-config ruonds"),
+        ({"rounds": "many"}, "rounds is 'many'"),
+        ({"deadline": "soon"}, "deadline is 'soon'"),
+        ({"deadline": -1}, "deadline is -1"),
+        ({"deadline": 2e10}, "deadline is 2.*: expected a number of seconds above 0, up to 100,000,000"),
+        ({"hello": 10**400}, "hello is 1"),
+        ({"poll": 1e10}, "poll is 1"),
+        ({"wait": math.nan}, "wait is nan"),
+        ({"wait": math.inf}, "wait is inf"),
+        ({"min-replies": math.nan}, "min-replies is nan: expected a whole number"),
+        ({"min-replies": 1.9}, "min-replies is 1.9: expected a whole number"),
+        ({"oversample": math.inf}, "oversample is inf"),
+        ({"oversample": -1}, "oversample is -1"),
+        ({"threads": 10**400}, "threads is 1"),
+        ({"threads": 1e30}, "threads is 1e.30: expected at most 4096"),
+        ({"preset": "quikstart"}, "did you mean 'quickstart'"),
+        ({"preset": "quickstart", "config": "a.toml"}, "both given"),
+        ({"options": "mu"}, "expected name=number"),
+        ({"out": "a\nb"}, "several folders"),
+    ],
+)
+def test_a_run_config_that_means_nothing(given, says):
+    with pytest.raises(ConfigError, match=says):
+        read(given).experiments()
+
+
+def test_certificates_that_openssl_accepts(cli, tmp_path):
+    code, out, _ = cli(
+        "flower", "certs", "keys", "--host", "fl.example.org", "--host", "127.0.0.1", "--nodes", "2"
+    )
+    assert code == 0
+    folder = tmp_path / "keys"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        "ca.crt",
+        "ca.key",
+        "server.pem",
+        "server.key",
+        "node-0",
+        "node-0.pub",
+        "node-1",
+        "node-1.pub",
+        "nodes.toml",
+    }
+    private = {"ca.key", "server.key", "node-0", "node-1"}
+    assert {
+        line.split()[0].removeprefix("keys/") for line in out.splitlines() if "private" in line
+    } == private
+    assert {line.split()[0].removeprefix("keys/") for line in out.splitlines()} == names
+    for path in folder.iterdir():
+        private = path.suffix not in (".crt", ".pem", ".pub", ".toml")
+        assert stat.S_IMODE(path.stat().st_mode) == (0o600 if private else 0o644), path
+    server = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
+    ca = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+    server.verify_directly_issued_by(ca)
+    named = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert named.get_values_for_type(x509.DNSName) == ["fl.example.org"]
+    assert [str(address) for address in named.get_values_for_type(x509.IPAddress)] == ["127.0.0.1"]
+    assert (folder / "node-0.pub").read_text().startswith("ecdsa-sha2-nistp384 ")
+    assert (folder / "node-0").read_text() != (folder / "node-1").read_text()
+
+
+def test_a_host_name_may_be_longer_than_a_common_name(cli, tmp_path):
+    host = ".".join(["node"] * 20)
+    assert cli("flower", "certs", "keys", "--host", host)[0] == 0
+    server = x509.load_pem_x509_certificate((tmp_path / "keys" / "server.pem").read_bytes())
+    named = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert named.get_values_for_type(x509.DNSName) == [host]
+
+
+def test_certificates_are_never_overwritten(cli, tmp_path):
+    assert cli("flower", "certs", "keys", "--host", "a.example")[0] == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "keys").iterdir()}
+    code, _, err = cli("flower", "certs", "keys", "--host", "b.example")
+    assert code == 2
+    assert "nothing is overwritten" in err
+    assert before == {path: path.read_bytes() for path in (tmp_path / "keys").iterdir()}
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_certificates_that_could_not_all_be_written_leave_nothing(cli, tmp_path, monkeypatch, there):
+    if there:
+        (tmp_path / "keys").mkdir()
+    made = os.open
+
+    def open_(path, *words):
+        if str(path).endswith("node-1"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return made(path, *words)
+
+    monkeypatch.setattr(os, "open", open_)
+    code, out, err = cli("flower", "certs", "keys", "--host", "a.example")
+    assert (code, out) == (1, "")
+    assert err == "fedpara: keys cannot be written to: No space left on device.\n"
+    assert [path.name for path in tmp_path.rglob("*")] == ["keys"] * there
+    monkeypatch.setattr(os, "open", made)
+    assert cli("flower", "certs", "keys", "--host", "a.example")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["certs", "keys"], 2, "no host is named"),
+        (["certs", "keys", "--host", "a", "--nodes", "0"], 2, "nodes is 0"),
+        (["certs", "keys", "--host", ""], 2, "--host '': expected an IP address, or a name"),
+        (["certs", "keys", "--host", "a.example", "--host", "ä b"], 2, "--host 'ä b': expected"),
+        (["up", *TINY, "--deadline", "-1"], 2, "deadline is -1.0: expected"),
+        (["up", *TINY, "--deadline", "2e10"], 2, "seconds above 0, up to 100,000,000"),
+        (["up", *TINY, "--deadline", "inf"], 2, "deadline is inf: expected"),
+        (["up", *TINY, "--min-replies", "4"], 2, "min_replies is 4: expected 1 to the cohort of 3"),
+        (["up", *TINY, "--oversample", "1"], 2, "oversample is 1"),
+        (["up", "--nodes", "4", "--set", "clients=3", "--set", "cohort=3"], 2, "4 nodes for 3 clients"),
+        (["up", "--set", "rounds"], 2, "expected name=value"),
+        (["up", "--set", "model=os:getcwd"], 2, "an experiment takes those only: vgg16, "),
+        (["up", "--set", "modle=mlp"], 2, "did you mean 'model'"),
+        (["up", "quickstart"], 2, "a federation runs one"),
+    ],
+)
+def test_mistakes(cli, tmp_path, words, code, says):
+    found, out, err = cli("flower", *words)
+    assert (found, out) == (code, "")
+    assert says in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_another_experiment_is_refused(cli, tmp_path):
+    """Also where nothing was said of it: what was not said is the default."""
+    there = Experiment(model="mlp", clients=3, cohort=3, rounds=2, engine="flower")
+    run(replace(there, engine="sequential"), tmp_path / "try")
+    before = {path: path.read_bytes() for path in (tmp_path / "try").rglob("*") if path.is_file()}
+    for words, says in (
+        (
+            [],
+            "model is 'mlp' there and 'cnn' here, clients is 3 there and 100 here, cohort is 3 there and 10 here.",
+        ),
+        (["--set", "rounds=5"], "model is 'mlp' there"),
+        ([*TINY, "--set", "model=cnn"], "nothing is overwritten: model is 'mlp' there and 'cnn' here."),
+        ([*TINY, "--set", "target=0.5"], "target is None there and 0.5 here."),
+        ([*TINY, "--set", "rounds=1"], "rounds is 1: expected at least the 2 that are done in try."),
+    ):
+        code, out, err = cli("flower", "up", "--nodes", 2, *words, "--out", "try")
+        assert (code, out) == (2, "")
+        assert says in err
+        assert ("fedpara flower up --config try/config.toml --out try." in err) == ("there" in says)
+    after = {path: path.read_bytes() for path in (tmp_path / "try").rglob("*") if path.is_file()}
+    assert after == before
+
+
+@pytest.mark.parametrize("words", [[*TINY, "--set", "rounds=2"], ["--config", "try/config.toml"]])
+def test_a_folder_of_this_experiment_that_is_finished_says_so(cli, tmp_path, words):
+    run(Experiment(model="mlp", clients=3, cohort=3, rounds=2, engine="sequential"), tmp_path / "try")
+    code, out, err = cli("flower", "up", "--nodes", 2, *words, "--out", "try", "--json")
+    assert code == 0, err
+    assert "try holds this experiment already, finished after round 2: nothing is run." in err
+    assert json.loads(out)["rounds"] == 2
+
+
+def test_a_folder_begun_with_other_examples_is_refused_before_flower_is_started(cli, tmp_path, monkeypatch):
+    run(Experiment(model="mlp", clients=3, cohort=3, rounds=2, engine="sequential"), tmp_path / "try")
+    (tmp_path / "try" / "data.json").write_text('{"blake2b": "another"}')
+    monkeypatch.setattr(flower_up, "_federate", lambda *_: pytest.fail("Flower was started"))
+    code, _, err = cli("flower", "up", "--nodes", 2, *TINY, "--set", "rounds=3", "--out", "try")
+    assert (code, "was begun with other examples" in err) == (1, True)
+
+
+def without_its_last_checkpoint(folder):
+    """As a kill between a round's metrics and its checkpoint leaves a run."""
+    done = Experiment(model="mlp", clients=3, cohort=3, rounds=3, engine="sequential")
+    run(done, folder)
+    (folder / "checkpoint.previous.safetensors").replace(folder / "checkpoint.safetensors")
+    assert (read_run(folder).rounds, final_checkpoint(folder).round) == (3, 2)
+
+
+def test_a_round_without_its_checkpoint_is_run_again(cli, tmp_path, monkeypatch):
+    without_its_last_checkpoint(tmp_path / "try")
+
+    def federate(experiment, out, *_):
+        return resume(out, rounds=experiment.rounds, engine="sequential")
+
+    monkeypatch.setattr(flower_up, "_federate", federate)
+    code, out, err = cli("flower", "up", "--nodes", 2, *TINY, "--set", "rounds=3", "--out", "try", "--json")
+    assert code == 0, err
+    assert "try holds this experiment already, up to round 2: going on to 3." in err
+    assert json.loads(out)["rounds"] == final_checkpoint(tmp_path / "try").round == 3
+
+
+def test_a_server_that_died_before_its_last_checkpoint_has_not_finished(tmp_path):
+    without_its_last_checkpoint(tmp_path / "try")
+    with (
+        subprocess.Popen([sys.executable, "-c", ""]) as submitted,
+        pytest.raises(RunError, match=r"ended the run in .* before its last round"),
+    ):
+        flower_drive.follow(tmp_path / "try", submitted, tmp_path / "run.log", 3, None, None)
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("Started\nRun 7 failed.\n", "Run 7 failed."),
+        (
+            "╭─ Error ─────────╮\n│ The SuperLink   │\n│ cannot be read. │\n╰─────────────────╯\n",
+            "The SuperLink cannot be read.",
+        ),
+        ("Run 7 failed.\n\n---- 12:00\n", "Run 7 failed."),
+        ("", "nothing."),
+    ],
+)
+def test_the_cause_shown_is_words(tmp_path, said, shown):
+    (tmp_path / "run.log").write_text(said)
+    assert f"the last it said: {shown} What was" in flower_drive._why(
+        tmp_path / "log.txt", tmp_path / "run.log"
+    )
+
+
+def test_a_folder_in_use_is_said_before_a_federation_is_up(cli, tmp_path):
+    run(Experiment(model="mlp", clients=3, cohort=3, rounds=1, engine="sequential"), tmp_path / "try")
+    with (tmp_path / "try" / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        code, out, err = cli("flower", "up", "--nodes", 2, *TINY, "--set", "rounds=2", "--out", "try")
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1].startswith("fedpara: try is in use by another process")
+
+
+def test_the_server_names_the_difference_too(tmp_path):
+    from fedpara.apps.flower.server_app import _laid_out
+
+    run(Experiment(model="mlp", clients=3, cohort=3, rounds=1), tmp_path / "try")
+    with pytest.raises(ConfigError, match=r"overwritten: clients is 3 there and 4 here. Choose another out"):
+        _laid_out(
+            read({"out": str(tmp_path / "try"), "model": "mlp", "clients": 4, "cohort": 3, "rounds": 7})
+        )
+
+
+def test_the_guide_makes_a_folder_before_it_is_used():
+    """A SuperLink does not make that of its --database: it ends with a traceback."""
+    guide = Path(__file__).parents[3] / "docs" / "deployment.md"
+    commands = [line for line in guide.read_text().splitlines() if line.startswith("    ")]
+    first = next(line for line in commands if "/var/lib/fedpara" in line)
+    assert first.split() == ["mkdir", "-p", "/var/lib/fedpara"]
+
+
+def test_a_client_imports_nothing_but_what_training_needs():
+    code = (
+        "import sys; import fedpara.apps.flower.client_app\n"
+        "print(*sorted({name.partition('.')[0] for name in sys.modules} & {'ray', 'sklearn', 'scipy', 'matplotlib', "
+        "'pandas', 'datasets', 'peft', 'onnx', 'PIL', 'uvicorn', 'fastapi', 'sqlalchemy'}))"
+    )
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (got.returncode, got.stdout.strip()) == (0, ""), got.stderr

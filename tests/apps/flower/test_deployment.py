@@ -1,0 +1,290 @@
+"""A SuperLink and three SuperNodes on loopback, with TLS and node keys, behind nginx where it is installed.
+
+Minutes, not seconds: `make test-deploy` runs it.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from living import alive
+
+from fedpara.apps.flower.app_folder import write_home
+from fedpara.apps.flower.certificates import make_certificates
+from fedpara.apps.flower.federation import NAME, Federation
+from fedpara.apps.flower.processes import Processes, environment, free_port, program, wait_for_port
+from fedpara.apps.flower.simulation import follow
+from fedpara.apps.flower.watchdog import family as family_of
+from fedpara.experiments import Experiment
+from fedpara.experiments.run import lay_out, resume
+from fedpara.experiments.storage.checkpoint import final_checkpoint
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
+
+EXPERIMENT = Experiment(
+    model="mlp",
+    scheme="pfedpara",
+    algorithm="scaffold",
+    personal=True,
+    clients=3,
+    cohort=3,
+    rounds=3,
+    lr=0.05,
+    engine="flower",
+)
+NGINX = shutil.which("nginx", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"]))
+CONFIG = Path(__file__).parents[3] / "docs" / "nginx.conf"
+
+
+def start_nginx(federation, folder, sites="allow 127.0.0.1;\ndeny all;\n"):
+    """docs/nginx.conf as it is, but for where files and ports are. `sites` is the list of addresses."""
+    port = free_port()
+    text = CONFIG.read_text()
+    (folder / "sites.conf").write_text(sites)
+    for ours, theirs in {
+        "127.0.0.1:8000": f"127.0.0.1:{federation.port}",
+        "listen 8443": f"listen 127.0.0.1:{port}",
+        "/etc/fedpara/sites": f"{folder}/sites",
+        "/etc/fedpara/": f"{federation.certificates}/",
+        "/run/fedpara-nginx.pid": f"{folder}/nginx.pid",
+        "/var/log/fedpara-nginx.log": f"{folder}/nginx.log",
+        "/var/lib/fedpara/": f"{folder}/",
+    }.items():
+        assert ours in text
+        text = text.replace(ours, theirs)
+    (folder / "nginx.conf").write_text(text)
+    words = ["-c", str(folder / "nginx.conf"), "-e", str(folder / "nginx.log"), "-g", "daemon off;"]
+    with (folder / "nginx.out").open("ab") as log:
+        process = subprocess.Popen([NGINX, *words], stdout=log, stderr=log, start_new_session=True)
+    federation.processes.running.append(process)
+    wait_for_port(port, process, folder / "nginx.log")
+    return port
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory):
+    """The federation with its run submitted, the run's folder, and the port that nodes come in by."""
+    folder = tmp_path_factory.mktemp("deployed")
+    lay_out(EXPERIMENT, folder / "run")
+    with Processes() as processes:
+        given = {"out": str(folder / "run"), "deadline": 60, "wait": 60}
+        federation = Federation(folder / "federation", 3, processes, given, {"OMP_NUM_THREADS": "1"})
+        federation.start_link()
+        port = start_nginx(federation, folder) if NGINX else federation.port
+        federation.register()
+        for i in range(3):
+            federation.start_node(i, port=port)
+        greedy(federation, folder / "greedy", port)
+        yield federation, folder / "run", port, federation.submit()
+
+
+def greedy(federation, folder, port):
+    """A fourth node, with a key that is registered with the SuperLink: it claims every client."""
+    make_certificates(folder, ["127.0.0.1"], 1)
+    register(federation, folder / "node-0.pub")
+    federation.start_node(7, port=port, key=folder / "node-0", more="client=0 clients=1")
+
+
+def register(federation, key):
+    got = flwr(federation.folder / "flwr", "supernode", "register", str(key))
+    assert got.returncode == 0, got.stdout + got.stderr
+
+
+def flwr(home, *words):
+    command = [program("flwr"), *words, NAME]
+    return subprocess.run(command, env=environment(home), capture_output=True, text=True)
+
+
+def test_the_model_is_the_sequential_engines(deployed, tmp_path):
+    federation, folder, _, submitted = deployed
+    follow(folder, submitted, federation.folder / "run.log", None, None, None)
+    lay_out(EXPERIMENT, tmp_path / "run")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        resume(tmp_path / "run", engine="sequential")
+    finally:
+        torch.set_num_threads(threads)
+    assert (folder / "metrics.jsonl").read_bytes() == (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    ours = final_checkpoint(tmp_path / "run").state
+    theirs = final_checkpoint(folder).state
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for i in range(3):
+        memory = federation.folder / f"node-{i}" / "memory"
+        assert sorted(path.name for path in memory.glob("*/*/*")) == [
+            "1.safetensors",
+            "2.safetensors",
+            "3.safetensors",
+        ]
+
+
+def test_a_node_that_claims_every_client_is_refused_by_name(deployed):
+    """Its key is registered, so Flower lets it in; the run above ended with the same bits as without it."""
+    federation, folder, *_ = deployed
+    (wanted,) = [
+        node for node in federation.ask("supernode", "list")["nodes"] if _is_greedy(federation, node)
+    ]
+    said = (folder / "log.txt").read_text()
+    assert f"node {wanted['node-id']} refused: its key is not in the server's keys file" in said
+    assert "is number 0 of 1" not in said
+    assert not (federation.folder / "node-7" / "memory").exists()
+
+
+def _is_greedy(federation, node):
+    return f"SuperNode ID: {node['node-id']}" in (federation.folder / "node-7" / "log.txt").read_text()
+
+
+def test_strangers_are_refused(deployed, tmp_path):
+    """A key that was not registered, and a node to which the server's certificate says nothing."""
+    federation, *_ = deployed
+    make_certificates(tmp_path / "other", ["127.0.0.1"], 1)
+    key = tmp_path / "other" / "node-0"
+    trusting = ssl.create_default_context(cafile=tmp_path / "other" / "ca.crt")
+    with (
+        socket.create_connection(("127.0.0.1", federation.port)) as plain,
+        pytest.raises(ssl.SSLCertVerificationError),
+    ):
+        trusting.wrap_socket(plain, server_hostname="127.0.0.1")
+    federation.start_node(8, key=key)
+    federation.start_node(9, key=key, ca=tmp_path / "other" / "ca.crt")
+    logs = {i: federation.folder / f"node-{i}" / "log.txt" for i in (8, 9)}
+    expected = {8: "Failed to activate SuperNode", 9: "Connection attempt failed"}
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not all(words in logs[i].read_text() for i, words in expected.items()):
+        time.sleep(0.5)
+    for i, words in expected.items():
+        assert words in logs[i].read_text()
+        assert "SuperNode ID" not in logs[i].read_text()
+    link = (federation.folder / "superlink.log").read_text()
+    assert link.count("No SuperNode found with the given public key") == 1
+    assert len(federation.ask("supernode", "list")["nodes"]) == 4
+
+
+@pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx-light")
+def test_the_door_lets_nodes_in_and_nothing_else(deployed, tmp_path):
+    """The nodes above came in through it."""
+    federation, _, port, _ = deployed
+    make_certificates(tmp_path / "other", ["127.0.0.1"], 1)
+    key = str(tmp_path / "other" / "node-0.pub")
+    write_home(tmp_path / "outside", port, federation.certificates / "ca.crt")
+    for words in (["supernode", "register", key], ["ls"], ["run", str(federation.folder / "app")]):
+        refused = flwr(tmp_path / "outside", *words)
+        assert refused.returncode != 0, refused.stdout
+        assert "403" in refused.stdout + refused.stderr
+    register(federation, key)
+    for path in (
+        "/v1/fleet/../control/list-runs",
+        "/v1/fleet/..%2fcontrol/list-runs",
+        "//v1/control/list-runs",
+        "/",
+    ):
+        assert status(knock(federation, port, path)) == 403, path
+
+
+def knock(federation, port, path="/v1/fleet/push-object", length=0, body=b"", rest="\r\n\r\n"):
+    """A stranger's request over TLS, whose answer has not been read; without `rest` its header does not end."""
+    trusting = ssl.create_default_context(cafile=federation.certificates / "ca.crt")
+    plain = socket.create_connection(("127.0.0.1", port), timeout=30)
+    door = trusting.wrap_socket(plain, server_hostname="127.0.0.1")
+    words = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/protobuf"]
+    door.sendall("\r\n".join([*words, f"Content-Length: {length}{rest}"]).encode() + body)
+    return door
+
+
+def status(door):
+    """0 where the door was shut without a word."""
+    with door:
+        try:
+            answer = door.recv(64)
+        except ConnectionResetError:
+            return 0
+    return int(answer.split()[1]) if answer else 0
+
+
+@pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx-light")
+def test_the_door_bounds_what_strangers_cost(deployed, tmp_path):
+    """Size, number and slowness of requests: without the door the SuperLink reads 200 MB of a stranger's body."""
+    federation, *_ = deployed
+    port = start_nginx(federation, tmp_path)
+    slow = knock(federation, port, rest="")
+    began = time.monotonic()
+    assert status(knock(federation, port, length=9 << 20)) == 413
+    assert status(knock(federation, port, length=3, body=b"abc")) != 413
+    held = [knock(federation, port, length=1000, body=b"x") for _ in range(32)]
+    time.sleep(1)  # nginx counts a request once it has read the header
+    assert status(knock(federation, port, length=1000, body=b"x")) == 503
+    for door in held:
+        door.close()
+    assert status(slow) == 0
+    assert 5 < time.monotonic() - began < 25, "a header has ten seconds to come"
+
+
+@pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx-light")
+def test_the_door_can_be_shut_to_all_but_the_sites(deployed, tmp_path):
+    federation, *_ = deployed
+    port = start_nginx(federation, tmp_path, sites="allow 192.0.2.1;\ndeny all;\n")
+    assert status(knock(federation, port)) == 403
+
+
+def a_node(family):
+    """One of the SuperNodes among these processes. (`ww`: whole lines, however wide the terminal is.)"""
+    listed = subprocess.run(["ps", "axww", "-o", "pid=,args="], capture_output=True, text=True, check=True)
+    rows = [line.split(None, 1) for line in listed.stdout.splitlines()]
+    return next(int(pid) for pid, words in rows if int(pid) in family and "flower-supernode" in words)
+
+
+def test_ctrl_c_takes_a_federation_down(tmp_path):
+    """With what a node that was killed has left, and with the folder that holds the keys."""
+    (tmp_path / "tmp").mkdir()
+    words = [
+        "flower",
+        "up",
+        "--nodes",
+        "3",
+        "--out",
+        "run",
+        "--set",
+        "model=mlp",
+        "--set",
+        "clients=3",
+        "--set",
+        "cohort=3",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from fedpara.apps.cli import main; main()", *words],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that starts the suite in the background has SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        end = time.monotonic() + 120
+        log = tmp_path / "run" / "log.txt"
+        while process.poll() is None and time.monotonic() < end:
+            if log.exists() and "is number 2 of 3" in log.read_text():  # the run has begun, with every node
+                break
+            time.sleep(0.2)
+        family = family_of(process.pid)
+        assert len(alive(family)) >= 4  # the SuperLink and three nodes at the least
+        assert list((tmp_path / "tmp").glob("fedpara-*/certificates/ca.key"))
+        os.kill(a_node(family), signal.SIGKILL)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=100)
+        assert process.returncode == 130, err
+        assert "Traceback" not in err
+        assert not alive(family)
+        assert not list((tmp_path / "tmp").glob("fedpara-*"))
+    finally:
+        process.kill()  # where the test failed before: the watchdog ends the rest
+        process.wait()

@@ -1,0 +1,175 @@
+"""Contract: the Flower engine against the sequential one, with nodes in this process and no Flower in between."""
+
+import os
+import shutil
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from flower_nodes import BASE, CASES, Nodes, by_flower, host, log, same, sequentially
+
+from fedpara.apps.flower.simulation import follow
+from fedpara.errors import RunError
+from fedpara.experiments import read_run
+from fedpara.experiments.run import resume
+from fedpara.experiments.storage.node_memory import NodeMemory
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rounds_are_those_of_the_sequential_engine(tmp_path, case):
+    experiment = replace(BASE, **CASES[case])
+    sequentially(experiment, tmp_path / "a")
+    transport = by_flower(experiment, tmp_path / "b")
+    assert same(tmp_path / "a", tmp_path / "b")
+    asked = {"hello": 3, "train": 9} | ({"score": experiment.clients} if experiment.personal else {})
+    assert Counter(kind for kind, *_ in transport.asked) == asked
+
+
+@pytest.mark.parametrize("case", ["scaffold", "pfedpara", "local"])
+def test_only_a_taken_update_moves_a_clients_memory(tmp_path, case):
+    """A reply is lost in round 2 of 4; whoever sent it must go on from what it had before."""
+    experiment = replace(BASE, rounds=4, cohort=5, **CASES[case])
+    sequentially(
+        experiment,
+        tmp_path / "a",
+        lambda round, reply: (
+            replace(reply, message=None, reason="lost") if (round, reply.client) == (2, 1) else reply
+        ),
+    )
+    transport = Nodes(tmp_path / "nodes")
+    transport.change = lambda order, packet: "lost" if (order.round, order.client) == (2, 1) else packet
+    by_flower(experiment, tmp_path / "b", transport)
+    assert same(tmp_path / "a", tmp_path / "b")
+    assert read_run(tmp_path / "b").metrics[1]["refused"] == [{"client": 1, "reason": "lost"}]
+
+
+class Crash(Exception):
+    pass
+
+
+@pytest.mark.parametrize("case", ["fedavg", "pfedpara-scaffold"])
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_killed_server_goes_on_to_the_same_bits(tmp_path, case, sent):
+    """Killed in round 3, before or after its clients did their work; the nodes come back under other numbers."""
+    experiment = replace(BASE, rounds=4, cohort=4, **CASES[case])
+    sequentially(experiment, tmp_path / "a")
+    transport = Nodes(tmp_path / "nodes")
+
+    def crash(order, packet):
+        if order.round == 3 and (not sent or order.client == 4):
+            raise Crash
+        return packet
+
+    transport.change = crash
+    with pytest.raises(Crash):
+        by_flower(experiment, tmp_path / "b", transport)
+    again = Nodes(tmp_path / "nodes", first=200)
+    by_flower(experiment, tmp_path / "b", again)
+    assert same(tmp_path / "a", tmp_path / "b")
+    assert "resumed after round 2" in log(tmp_path / "b")
+
+
+def test_a_checkpoint_back_is_still_on_the_nodes(tmp_path):
+    """The newest checkpoint is damaged: the server goes back one, and so do the clients."""
+    experiment = replace(BASE, cohort=5, **CASES["pfedpara-scaffold"])
+    sequentially(replace(experiment, rounds=4), tmp_path / "a")
+    transport = by_flower(experiment, tmp_path / "b")
+    (tmp_path / "b" / "checkpoint.safetensors").write_bytes(b"cut")
+    resume(tmp_path / "b", rounds=4, engine="flower", host=host(transport))
+    assert same(tmp_path / "a", tmp_path / "b")
+    kept = sorted(path.name for path in (tmp_path / "b-nodes" / "node-0").rglob("*.safetensors"))
+    assert kept == [f"{round}.safetensors" for round in (2, 2, 3, 3, 4, 4)]
+
+
+def test_a_late_round_leaves_a_newer_one_on_the_node(tmp_path):
+    """A client hung in round 5; round 6 was done meanwhile, and may be taken."""
+    memory = NodeMemory(tmp_path, "a", 0)
+    held = {round: {"private": {"w": torch.full((2,), float(round))}} for round in (1, 3, 5, 6, 8)}
+    for round, accepted in ((1, 0), (3, 1), (6, 3), (5, 3)):
+        memory.put(round, held[round], accepted)
+    assert torch.equal(memory.get(6)["private"]["w"], held[6]["private"]["w"])
+    assert sorted(path.stem for path in memory.folder.iterdir()) == ["1", "3", "5", "6"]
+    memory.put(8, held[8], 6)
+    assert sorted(path.stem for path in memory.folder.iterdir()) == ["5", "6", "8"]
+
+
+def test_a_memory_under_anothers_name_is_refused(tmp_path):
+    one, other = (NodeMemory(tmp_path, "a", client) for client in (0, 1))
+    for memory in (one, other):
+        memory.put(1, {"private": {"w": torch.full((2,), float(memory.client))}}, 0)
+    shutil.copyfile(*(memory.folder / "1.safetensors" for memory in (one, other)))
+    with pytest.raises(RunError, match="kept by client 0, round 1: expected that of client 1, round 1"):
+        other.get(1)
+    shutil.copyfile(one.folder / "1.safetensors", one.folder / "2.safetensors")
+    with pytest.raises(RunError, match="expected that of client 0, round 2"):
+        one.get(2)
+
+
+def test_a_memory_that_is_gone_is_named(tmp_path):
+    transport = by_flower(replace(BASE, cohort=5, **CASES["scaffold"]), tmp_path / "a")
+    for path in (tmp_path / "a-nodes" / "node-1").rglob("*.safetensors"):
+        path.unlink()
+    resume(tmp_path / "a", rounds=4, engine="flower", host=host(transport))
+    assert read_run(tmp_path / "a").metrics[3]["clients"] == 3
+    for client in (1, 4):
+        assert f"client {client} refused: what the client kept in round 3 is not on this node" in log(
+            tmp_path / "a"
+        )
+
+
+def test_a_run_that_fails_keeps_no_other_from_its_rounds(tmp_path):
+    pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
+    from fedpara.apps.flower.server_app import go_through
+
+    for name in ("a", "b"):
+        by_flower(BASE, tmp_path / name)
+    for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
+        (tmp_path / "a" / name).write_bytes(b"torn")
+    with pytest.raises(RunError, match="1 of 2 runs failed, the others are done"):
+        go_through(dict.fromkeys((tmp_path / "a", tmp_path / "b"), 4), None, host(Nodes(tmp_path / "nodes")))
+    assert read_run(tmp_path / "b").rounds == 4
+
+
+def test_a_run_that_was_stopped_is_not_waited_for(tmp_path):
+    """Flower still runs, and goes on with other folders."""
+    by_flower(BASE, tmp_path / "a")
+    with (tmp_path / "a" / "log.txt").open("a") as file:
+        file.write("2030-01-01T00:00:00Z stopped: RunError: of an earlier start\n")
+
+    class Flower:
+        def poll(self):
+            with (tmp_path / "a" / "log.txt").open("a") as file:
+                file.write("2030-01-01T00:00:00Z stopped: RunError: client 1 diverged in round 4\n")
+
+    with pytest.raises(RunError, match=r"^client 1 diverged in round 4$"):
+        follow(tmp_path / "a", Flower(), tmp_path / "run.log", 5, None, None)
+
+
+def test_engines_do_not_mix_where_clients_keep_something(tmp_path):
+    by_flower(replace(BASE, **CASES["scaffold"]), tmp_path / "a")
+    with pytest.raises(RunError, match="go on with --engine flower"):
+        resume(tmp_path / "a", rounds=4, engine="sequential")
+    sequentially(replace(BASE, rounds=5), tmp_path / "b")
+    by_flower(BASE, tmp_path / "c")
+    resume(tmp_path / "c", rounds=4, engine="sequential")
+    resume(tmp_path / "c", rounds=5, engine="flower", host=host(Nodes(tmp_path / "nodes")))
+    assert same(tmp_path / "b", tmp_path / "c")
+
+
+@pytest.mark.parametrize("run", ["", "a/../../b", "a\n", "A", "0" * 65])
+def test_a_run_is_called_by_digits_and_leads_nowhere_else(tmp_path, run):
+    with pytest.raises(RunError, match="expected hexadecimal digits"):
+        NodeMemory(tmp_path, run, 0)
+
+
+def test_what_lies_among_a_clients_files_is_left_but_for_what_a_kill_left(tmp_path):
+    memory = NodeMemory(tmp_path, "a", 0)
+    memory.folder.mkdir(parents=True)
+    names = ("1 (copy).safetensors", ".now.part", ".old.part")
+    copy, writing, old = (memory.folder / name for name in names)
+    for path in (copy, writing, old):
+        path.touch()
+    os.utime(old, (0, 0))
+    memory.put(2, {"private": {"w": torch.ones(1)}}, 1)
+    assert (copy.exists(), writing.exists(), old.exists()) == (True, True, False)

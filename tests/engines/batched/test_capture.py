@@ -1,0 +1,173 @@
+"""The step traced and compiled, on a CPU: its numbers, and what a second start finds. As CUDA graphs: `test_gpu.py`."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
+
+import fedpara as fp
+from fedpara import algorithms, data, models
+from fedpara.algorithms import Local
+from fedpara.engines.batched import capture
+from fedpara.engines.batched.engine import Batched
+from fedpara.engines.batched.kernels.conv import use_lane_convs
+from fedpara.engines.batched.kernels.lstm import use_lane_lstm
+from fedpara.engines.batched.kernels.norm import use_lane_norms
+from fedpara.engines.batched.kernels.pool import use_mean_pooling
+from fedpara.engines.memory import InMemory
+from fedpara.engines.program import make_program
+from fedpara.engines.progress import Schedule
+from fedpara.engines.server import run_rounds
+from fedpara.engines.session import Session
+
+
+class Traced(Batched):
+    """Its step through `traced`, and the operations as they stand."""
+
+    def _ready(self, tick, lane_state):
+        program, tensors = capture.traced(tick, lane_state), lane_state.tensors()
+        return lambda: program(*tensors)
+
+
+class Compiled(Batched):
+    def _ready(self, tick, lane_state):
+        return capture.compiled(tick, lane_state)
+
+
+def last_round(kind, method, model, digits, rounds=2):
+    train, test = digits
+    federation = fp.FederatedData(train, data.dirichlet(train.labels, 8, alpha=0.5, seed=0))
+    session = Session(make_program(model), method, fp.Link(), 0)
+    engine = kind(session, fp.Task(model, test=test), federation, InMemory(), size=4)
+    return list(run_rounds(session, engine, Schedule(rounds, 8, 4, federation.size), personal=False))[
+        -1
+    ].progress
+
+
+def small(scheme, network=lambda: models.mlp(64, 24, 10)):
+    torch.manual_seed(0)
+    return network() if scheme is None else fp.factorize(network(), scheme, init="calibrated", force=True)
+
+
+def assert_same_rounds(a, b):
+    assert (a.bytes_up, a.bytes_down) == (b.bytes_up, b.bytes_down)
+    for old, new in ((a.x, b.x), (a.buffers, b.buffers)):
+        assert all(torch.allclose(tensor, new[name], rtol=1e-5, atol=1e-6) for name, tensor in old.items())
+
+
+@pytest.mark.parametrize("algorithm", algorithms.names())
+@pytest.mark.parametrize("scheme", [None, fp.FedPara(gamma=0.3, nonlinearity="tanh"), fp.PFedPara(gamma=0.3)])
+def test_traced_rounds_are_those_of_the_code(algorithm, scheme, digits):
+    momentum = 0.0 if algorithm == "scaffold" else 0.5
+    method = algorithms.build(algorithm, Local(lr=0.05, batch_size=32, momentum=momentum, clip=1.0))
+    model = small(scheme)
+    assert_same_rounds(*(last_round(kind, method, model, digits) for kind in (Batched, Traced)))
+
+
+def test_the_jacobian_correction_is_traced_too(digits):
+    method = algorithms.fedavg(lr=0.05, batch_size=32, jacobian=1.0)
+    model = small(fp.FedPara(gamma=0.3))
+    assert_same_rounds(*(last_round(kind, method, model, digits) for kind in (Batched, Traced)))
+
+
+def normalized():
+    """Running statistics, dropout, and a tensor that no state dict holds."""
+    network = torch.nn.Sequential(
+        torch.nn.Flatten(),
+        torch.nn.Linear(64, 16),
+        torch.nn.BatchNorm1d(16),
+        torch.nn.Dropout(0.2),
+        Shift(16),
+    )
+    return network.append(torch.nn.Linear(16, 10))
+
+
+class Shift(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.by = torch.linspace(-1, 1, width)
+
+    def forward(self, x):
+        return x + self.by
+
+
+def test_what_a_model_keeps_and_draws_is_traced_too(digits):
+    method = algorithms.fedavg(lr=0.05, batch_size=32)
+    model = small(None, normalized)
+    a, b = (last_round(kind, method, model, digits) for kind in (Batched, Traced))
+    assert_same_rounds(a, b)
+    assert not torch.equal(b.buffers["2.running_mean"], torch.zeros(16))
+
+
+def as_on_a_gpu(kind):
+    class There(kind):
+        """With the layers that a GPU gets, which know other ways on a CPU."""
+
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            for own in (use_mean_pooling, use_lane_lstm, use_lane_convs, use_lane_norms):
+                own(self.plain)
+
+    return There
+
+
+@pytest.mark.parametrize(("name", "held"), [("cnn", "cifar10"), ("lstm-tiny", "shakespeare")])
+def test_the_engines_own_layers_are_traced_to_the_same_bits(name, held):
+    examples = data.load(f"generated:{held}")
+    method = algorithms.fedavg(lr=0.01, batch_size=5, steps=2)
+    shape, classes = examples[0].inputs.shape[1:], examples[0].classes
+    model = small(fp.FedPara(gamma=0.3), lambda: models.build(name, classes=classes, shape=shape))
+    a, b = (last_round(as_on_a_gpu(kind), method, model, examples, 1) for kind in (Batched, Traced))
+    assert all(torch.equal(tensor, b.x[key]) for key, tensor in a.x.items())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs another, for C++")
+def test_a_compiled_step_comes_whole_out_of_the_cache(digits, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    method, model = algorithms.scaffold(lr=0.05, batch_size=32), small(fp.FedPara(gamma=0.3))
+
+    def found(rounds):
+        before = Counter(counters["aot_autograd"])
+        with inductor.patch({"cpp.simdlen": 1}):  # a third less C++ to compile
+            assert_same_rounds(last_round(Compiled, method, model, digits, rounds), expected[rounds])
+        return Counter(counters["aot_autograd"]) - before
+
+    expected = {rounds: last_round(Batched, method, model, digits, rounds) for rounds in (1, 2)}
+    first, second = found(2), found(1)
+    monkeypatch.setattr(capture, "OWN_OPS", (*capture.OWN_OPS, "conv_triton.py"))
+    third = found(1)
+    assert [each["autograd_cache_miss"] for each in (first, second, third)] == [1, 0, 1]
+    assert [each["autograd_cache_hit"] for each in (first, second, third)] == [0, 1, 0]
+
+
+FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+def folders(**named):
+    """Where a start keeps what it compiles. A process of its own: torch names a folder as it is imported."""
+    code = f"""
+import os, torch._dynamo
+from fedpara.engines.batched.capture import keep_what_is_compiled
+keep_what_is_compiled()
+print(*(os.environ[name] for name in {FOLDERS}), sep="\\n")
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in FOLDERS} | named
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    return [Path(line) for line in ran.stdout.splitlines()]
+
+
+def test_what_is_compiled_is_kept_where_every_start_looks(tmp_path):
+    ours = tmp_path / "fedpara" / "compiled"
+    assert folders(XDG_CACHE_HOME=str(tmp_path)) == [ours, ours / "triton"]
+    theirs = {name: str(tmp_path / name) for name in FOLDERS}
+    assert folders(**theirs) == [tmp_path / name for name in FOLDERS]

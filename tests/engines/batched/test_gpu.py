@@ -1,0 +1,190 @@
+"""On a GPU: the batched engine's rounds are those of the sequential engine on the CPU."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import fedpara as fp
+from fedpara import algorithms, data, models
+from fedpara.algorithms import Local
+from fedpara.engines import transfer as freight
+from fedpara.engines.batched.engine import Batched
+from fedpara.engines.memory import InMemory
+from fedpara.engines.program import make_program
+from fedpara.engines.progress import Schedule
+from fedpara.engines.sequential import Sequential
+from fedpara.engines.server import run_rounds
+from fedpara.engines.session import Session
+from fedpara.errors import UpdateRejected
+from fedpara.wire import Header, admit, make_message, spec_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+SCHEMES = {
+    "original": None,
+    "lowrank": fp.LowRank(gamma=0.3),
+    "fedpara": fp.FedPara(gamma=0.3, nonlinearity="tanh"),
+    "pfedpara": fp.PFedPara(gamma=0.3),
+}
+
+
+def both(name, model, method, rounds=3, even=False, **options):
+    """The last round of each: sequential on the CPU, batched on the GPU."""
+    train, test = data.load(f"generated:{name}")
+    split = data.iid(train.labels, 8, 0) if even else data.dirichlet(train.labels, 8, alpha=0.5, seed=0)
+    federation = fp.FederatedData(train, split)
+    task = fp.Task(model, test=test, augment="none" if name == "shakespeare" else "crop-flip")
+    session = Session(make_program(model), method, fp.Link(), 0)
+    schedule = Schedule(rounds, 8, 4, federation.size)
+    engines = (
+        Sequential(session, task, federation, InMemory()),
+        Batched(session, task, federation, InMemory(), size=4, device="cuda", **options),
+    )
+    played = [list(run_rounds(session, engine, schedule, personal=False))[-1].progress for engine in engines]
+    assert "not compiled" not in engines[1].why, engines[1].why
+    return played
+
+
+def assert_near(a, b, tolerance):
+    assert (a.bytes_up, a.bytes_down) == (b.bytes_up, b.bytes_down)
+    for name, tensor in a.x.items():
+        assert torch.allclose(tensor, b.x[name], rtol=tolerance, atol=tolerance), name
+
+
+def written(model, scheme):
+    torch.manual_seed(0)
+    network = model()
+    return network if scheme is None else fp.factorize(network, scheme, init="calibrated", force=True)
+
+
+@pytest.mark.parametrize("algorithm", algorithms.names())
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_algorithm_and_scheme(algorithm, scheme):
+    momentum = 0.0 if algorithm == "scaffold" else 0.5
+    method = algorithms.build(algorithm, Local(lr=0.02, epochs=2, batch_size=8, momentum=momentum, clip=1.0))
+    model = written(lambda: models.mlp(784, 24, 10), SCHEMES[scheme])
+    assert_near(*both("mnist", model, method, precision="float32", compile=False), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["cnn", "vgg16-tiny", "resnet18-gn", "resnet18", "lstm"])
+def test_every_kind_of_model(name):
+    """Short steps: a deep network on batches of five doubles every rounding error many times."""
+    method = algorithms.fedavg(lr=1e-3, batch_size=5, steps=2)
+    held, shape = ("shakespeare", (80,)) if name == "lstm" else ("cifar10", (3, 32, 32))
+    model = models.build(name, classes=80 if name == "lstm" else 10, shape=shape)
+    assert_near(*both(held, model, method, rounds=2, even=True, precision="float32", compile=False), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("tf32", 2e-3), ("bfloat16", 2e-2)])
+def test_compiled_in_each_precision(name, precision, tolerance):
+    """`cnn` has what the engine puts its own in place of: convolutions, a thin one first, and GroupNorm."""
+    method = algorithms.fedavg(lr=0.02, batch_size=8)
+    shape = (1, 28, 28) if name == "mlp" else (3, 32, 32)
+    model = written(lambda: models.build(name, classes=10, shape=shape), SCHEMES["fedpara"])
+    held = "mnist" if name == "mlp" else "cifar10"
+    assert_near(*both(held, model, method, rounds=1, precision=precision), tolerance)
+
+
+@pytest.mark.parametrize("method", [algorithms.fedavg, algorithms.fedadam])
+def test_updates_stay_on_the_gpu(method, monkeypatch):
+    """Nothing of a client is copied to the host where no client keeps anything; the server's model is."""
+
+    def refused(_):
+        raise AssertionError("a client's update left the GPU")
+
+    monkeypatch.setattr(freight, "_to_host", refused)
+    model = models.build("resnet18", classes=10, shape=(3, 32, 32))  # its buffers are averaged too
+    options = {"even": True, "rounds": 2, "compile": False, "precision": "float32"}
+    after = both("cifar10", model, method(lr=1e-3, batch_size=5, steps=2), **options)
+    assert_near(*after, 1e-4)
+    for name, tensor in after[0].buffers.items():
+        assert torch.allclose(tensor, after[1].buffers[name], rtol=1e-4, atol=1e-4), name
+    assert all(tensor.is_cpu for tensor in (after[1].x | after[1].buffers).values())
+
+
+@pytest.mark.parametrize("algorithm", [algorithms.fedavg, algorithms.scaffold])
+def test_states_that_cannot_wait_on_the_gpu_go_to_the_host_as_clients_end(algorithm, monkeypatch):
+    monkeypatch.setattr("fedpara.engines.batched.budget.memory_of", lambda device: 1e5)
+    model = models.build("cnn", classes=10, shape=(3, 32, 32))
+    method = algorithm(lr=0.02, batch_size=8, steps=2)
+    assert_near(*both("cifar10", model, method, compile=False, precision="float32"), 1e-4)
+
+
+def test_an_algorithm_of_ones_own_is_given_tensors_on_the_host_unless_it_is_marked():
+    method = algorithms.fedavg(lr=0.02, batch_size=8, steps=2)
+    seen = []
+
+    def own(x, server, updates, clients):
+        seen.append({t.device.type for state in (x, *(u.y for u in updates)) for t in state.values()})
+        return method.aggregate(x, server, updates, clients)
+
+    model = models.build("cnn", classes=10, shape=(3, 32, 32))
+    for mark, kinds in ((lambda f: f, {"cpu"}), (algorithms.on_any_device, {"cuda"})):
+        changed = replace(method, aggregate=mark(own))
+        assert_near(*both("cifar10", model, changed, rounds=1, compile=False, precision="float32"), 1e-5)
+        assert seen[-1] == kinds
+
+
+def test_a_letter_on_the_gpu_is_the_same_message():
+    state = {"w": torch.randn(3, 5), "steps": torch.tensor(7), "b": torch.randn(5)}
+    there = {name: tensor.cuda() for name, tensor in state.items()}
+    header = Header(1, "fedavg", "original", "client:3", 20)
+    ours, theirs = make_message(there, header), make_message(state, header)
+    assert bytes(ours) == bytes(theirs)
+    assert len(ours) == len(bytes(ours))
+    checks = {"spec": spec_of(state), "round": 1, "method": "fedavg", "scheme": "original", "link": "float32"}
+    _, read = admit(ours, **checks, max_norm=1e-6, reference=state)
+    assert all(read[name].is_cuda and torch.equal(read[name].cpu(), state[name]) for name in state)
+    with pytest.raises(UpdateRejected, match="NaN"):
+        admit(make_message({**there, "b": there["b"] / 0 * 0}, header), **checks)
+
+
+def test_the_same_seed_gives_the_same_bits():
+    """In bfloat16 no layer of such a network is left to cuDNN, which picks its algorithms by timing them."""
+    network = nn.Sequential(
+        *(nn.Conv2d(3, 64, 3, padding=1), nn.GroupNorm(32, 64), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(64, 64, 3, padding=1), nn.GroupNorm(32, 64), nn.ReLU(), nn.MaxPool2d(16)),
+        *(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10)),
+    )
+    method = algorithms.fedavg(lr=0.05, batch_size=8)
+    first, second = (both("cifar10", network, method, rounds=2)[1] for _ in range(2))
+    assert all(torch.equal(tensor, second.x[name]) for name, tensor in first.x.items())
+
+
+START = """
+import torch
+import fedpara as fp
+from fedpara import algorithms, data, models
+
+train, test = data.load("generated:cifar10")
+federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
+model = fp.factorize(models.build("cnn", classes=10, shape=(3, 32, 32)), fp.FedPara(gamma=0.3))
+method = algorithms.fedavg(lr=0.02, batch_size=8, steps=2)
+run = fp.simulate(fp.Task(model, test=test), federation, method, rounds=1, cohort=4, engine="batched")
+print(run.engine)
+"""
+
+
+def test_a_second_start_compiles_nothing(tmp_path):
+    """Neither torch's kernels nor our own: what the first start left is all that the second needs."""
+
+    def start():
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+        environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        environment.pop("TRITON_CACHE_DIR", None)
+        command = [sys.executable, "-c", START]
+        said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        assert "not compiled" not in said, said
+        return {path for path in tmp_path.rglob("*") if path.is_file()}
+
+    left = start()
+    assert any("_convolve" in path.name for path in left)
+    assert start() == left

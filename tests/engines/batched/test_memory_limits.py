@@ -1,0 +1,169 @@
+"""What a device has room for: waves, states that wait on it or go to the host, updates that stay there."""
+
+import pytest
+import torch
+from torch import nn
+
+import fedpara as fp
+from fedpara import algorithms, data, models
+from fedpara.algorithms import Local
+from fedpara.engines.batched.engine import Batched
+from fedpara.engines.batched.round_plan import typical_shape
+from fedpara.engines.memory import InMemory
+from fedpara.engines.program import make_program
+from fedpara.engines.progress import Schedule
+from fedpara.engines.server import run_rounds
+from fedpara.engines.session import Session
+from fedpara.engines.transfer import fetch, move, stack_on
+from fedpara.errors import RunError
+
+
+class Small(Batched):
+    """An engine on a device with room for two lanes."""
+
+    room = 2
+
+    def _tick(self, plan, lane_state):
+        if self.lanes > self.room:
+            raise torch.OutOfMemoryError("no room")
+        return super()._tick(plan, lane_state)
+
+
+def rounds_of(engine, session, clients, cohort):
+    return list(run_rounds(session, engine, Schedule(2, clients, cohort, engine.data.size), personal=False))
+
+
+def test_a_cohort_larger_than_memory_goes_in_waves_to_the_same_model(digits):
+    train, test = digits
+    federation = fp.FederatedData(train, data.iid(train.labels, 8, 0))
+    task = fp.Task(models.mlp(64, 24, 10), test=test)
+    session = Session(make_program(task.model), algorithms.fedavg(lr=0.1, batch_size=8), fp.Link(), 0)
+    said = []
+    waves = Small(session, task, federation, InMemory(), size=5, say=said.append)
+    whole = Batched(session, task, federation, InMemory(), size=5)
+    a, b = (rounds_of(engine, session, 8, 5)[-1].progress.x for engine in (waves, whole))
+    assert (whole.lanes, waves.lanes) == (5, 2)
+    assert "out of memory with 5 lanes: the cohort goes in waves of 2" in waves.why
+    assert any("waves of 2" in text for text in said)
+    for name in a:
+        assert torch.allclose(a[name], b[name], rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
+@pytest.mark.parametrize("scheme", [None, fp.PFedPara(gamma=0.3)])
+def test_states_that_cannot_wait_go_to_the_host_as_clients_end_to_the_same_bits(
+    digits, monkeypatch, algorithm, scheme
+):
+    """Unequal clients that follow one another in a lane, with what they keep from round to round."""
+    train, test = digits
+    model = models.mlp(64, 24, 10)
+    if scheme is not None:
+        fp.factorize(model, scheme)
+    federation = fp.FederatedData(train, data.dirichlet(train.labels, 8, 0.5, 0))
+    task = fp.Task(model, test=test)
+    method = algorithms.build(algorithm, Local(lr=0.05, batch_size=8))
+    session = Session(make_program(model), method, fp.Link(), 0)
+    said = []
+    shape = typical_shape(session, federation, 6, 3)
+    roomy = Batched(session, task, federation, InMemory(), size=6, shape=shape, wait=True)
+    monkeypatch.setattr("fedpara.engines.batched.budget.memory_of", lambda device: 1e5)
+    narrow = Batched(session, task, federation, InMemory(), size=6, shape=shape, say=said.append, wait=True)
+    assert (roomy.waits, narrow.waits, narrow.stays) == (True, False, False)
+    a, b = (rounds_of(engine, session, 8, 6)[-1].progress for engine in (roomy, narrow))
+    assert "they go to the host as clients end" in narrow.why
+    assert any("go to the host" in text for text in said)
+    assert "the host" not in roomy.why
+    assert (a.bytes_up, a.bytes_down) == (b.bytes_up, b.bytes_down)
+    for name in a.x:
+        assert torch.equal(a.x[name], b.x[name]), name
+
+
+def test_what_does_not_train_takes_no_room_in_a_cohort(digits, monkeypatch):
+    train, _ = digits
+    model = models.mlp(64, 512, 10)
+    federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
+
+    def engine():
+        session = Session(make_program(model), algorithms.fedavg(lr=0.1), fp.Link(), 0)
+        return Batched(session, fp.Task(model), federation, InMemory(), size=4, wait=True)
+
+    monkeypatch.setattr(
+        "fedpara.engines.batched.budget.memory_of", lambda device: 2 * 4 * 3 * 4 * (512 * 10 + 10)
+    )
+    assert not engine().waits
+    next(layer for layer in model.modules() if isinstance(layer, nn.Linear)).requires_grad_(False)
+    assert engine().waits
+
+
+def test_memory_that_runs_out_with_one_lane_is_tried_again_with_nothing_waiting(digits):
+    class Full(Batched):
+        def _collect(self, *event):
+            if self.waits:
+                raise torch.OutOfMemoryError("no room for the cohort")
+            return super()._collect(*event)
+
+    train, _ = digits
+    federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
+    task = fp.Task(models.mlp(64, 24, 10))
+    session = Session(make_program(task.model), algorithms.fedavg(lr=0.1), fp.Link(), 0)
+    shape = typical_shape(session, federation, 2, 1)
+    engines = [
+        kind(session, task, federation, InMemory(), size=2, shape=shape, wait=True)
+        for kind in (Full, Batched)
+    ]
+    a, b = (rounds_of(engine, session, 4, 2)[-1].progress.x for engine in engines)
+    assert engines[0].notes == [
+        "out of memory with 1 lanes: the cohort goes in waves of 1, and states go to the host as clients end"
+    ]
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_one_client_too_large_for_memory_ends_the_run_with_a_cure(digits):
+    train, _ = digits
+    federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
+    task = fp.Task(models.mlp(64, 24, 10))
+    session = Session(make_program(task.model), algorithms.fedavg(lr=0.1), fp.Link(), 0)
+    engine = Small(session, task, federation, InMemory(), size=2)
+    engine.room = 0
+    with pytest.raises(RunError, match=r"one client alone is too large .* Lower the batch size"):
+        rounds_of(engine, session, 4, 2)
+
+
+def test_states_go_to_the_device_and_back_unchanged():
+    state = {"b": torch.randn(2, 3), "a": torch.tensor(4), "c": torch.randn(5).double(), "e": torch.empty(0)}
+    host = torch.device("cpu")
+    stacked = stack_on([state, {name: tensor + 1 for name, tensor in state.items()}], host)
+    assert {name: tensor.shape for name, tensor in stacked.items()} == {
+        n: (2, *t.shape) for n, t in state.items()
+    }
+    back = fetch(move(stacked, host))
+    assert [list(client) for client in back] == [list(state)] * 2
+    for name, tensor in state.items():
+        assert torch.equal(back[0][name], tensor)
+        assert torch.equal(back[1][name], tensor + 1)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "scheme", "link", "stay"),
+    [
+        ("fedavg", None, fp.Link(), True),
+        ("fedadam", None, fp.Link(), True),
+        ("fedprox", None, fp.Link(), True),
+        ("scaffold", None, fp.Link(), False),
+        ("fedavg", fp.PFedPara(gamma=0.3), fp.Link(), False),
+        ("fedavg", None, fp.Link(up="float16"), False),
+        ("fedavg", None, fp.Link(down="bfloat16"), False),
+    ],
+)
+def test_updates_stay_on_the_device_unless_clients_keep_or_the_link_is_narrow(
+    digits, algorithm, scheme, link, stay
+):
+    train, test = digits
+    model = models.mlp(64, 24, 10)
+    if scheme is not None:
+        fp.factorize(model, scheme)
+    session = Session(make_program(model), algorithms.build(algorithm, Local()), link, 0)
+    federation = fp.FederatedData(train, data.iid(train.labels, 8, 0))
+    task = fp.Task(model, test=test)
+    assert Batched(session, task, federation, InMemory(), size=4, device="cpu", wait=True).stays is stay

@@ -1,0 +1,131 @@
+"""What runs batched and what does not, and that the reason is said."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import dropout
+from torch.nn.utils import parametrize
+
+import fedpara as fp
+from fedpara import algorithms, data, models
+from fedpara.engines.memory import InMemory
+from fedpara.engines.program import make_program
+from fedpara.engines.session import Session
+from fedpara.engines.simulate import build_engine
+from fedpara.errors import ConfigError
+
+
+def test_a_model_vmap_cannot_take_runs_sequentially_and_says_why(digits):
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(64, 10)
+
+        def forward(self, x):
+            return self.fc(x.flatten(1)) * (1.0 if float(x.sum()) > 0 else 2.0)
+
+    train, test = digits
+    task = fp.Task(Reads(), test=test)
+    federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
+    session = Session(make_program(task.model), algorithms.fedavg(lr=0.1), fp.Link(), 0)
+    engine = build_engine("batched", session, task, federation, InMemory(), 2)
+    assert engine.name == "sequential"
+    assert "not batched" in engine.why
+    assert ".item()" in engine.why
+
+
+def test_auto_on_a_cpu_stacks_matrix_products_and_leaves_convolutions_alone(digits):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    train, _ = digits
+    federation = fp.FederatedData(train, data.iid(train.labels, 6, 0))
+
+    def engine(model, cohort=5):
+        run = fp.simulate(
+            fp.Task(model), federation, algorithms.fedavg(lr=0.01, steps=1), rounds=1, cohort=cohort
+        )
+        return run.engine
+
+    assert engine(models.mlp(64, 24, 10)).startswith("batched: 5 lanes on cpu, float32, eager")
+    assert "stacked convolutions are slower on a CPU" in engine(
+        models.build("cnn", classes=10, shape=(1, 8, 8))
+    )
+    assert "this cohort fills 4 lanes, and fewer than 5 do not pay" in engine(
+        models.mlp(64, 24, 10), cohort=4
+    )
+    assert "this cohort fills 1 lane, and" in engine(models.mlp(64, 24, 10), cohort=1)
+
+
+class Centred(nn.Module):
+    """What it makes of an example depends on the others in its batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.fc(x - x.mean(0))
+
+
+@pytest.mark.parametrize(
+    "model", [Centred(), nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))]
+)
+@pytest.mark.parametrize(("sizes", "ran"), [([8] * 1100, "batched"), ([8] * 1099 + [9], "sequential")])
+def test_a_layer_that_looks_at_the_whole_batch_sees_no_padding(digits, model, sizes, ran):
+    train, _ = digits
+    federation = fp.FederatedData(train, [list(range(size)) for size in sizes])
+    session = Session(make_program(model), algorithms.fedavg(lr=0.1, batch_size=4), fp.Link(), 0)
+    engine = build_engine("batched", session, fp.Task(model), federation, InMemory(), 2)
+    assert engine.name == ran
+    if ran == "sequential":
+        assert "on the CPU; not batched: short batches are padded" in engine.why
+
+
+class Noisy(Centred):
+    def forward(self, x):
+        return dropout(self.fc(dropout(x.flatten(1), 0.5, self.training)), 0.5, self.training)
+
+
+def test_random_numbers_are_not_taken_for_a_look_at_the_batch(digits):
+    reasons = []
+    for model in (Noisy(), nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))):
+        federation = fp.FederatedData(digits[0], [[0, 1, 2], [3, 4]])
+        session = Session(make_program(model), algorithms.fedavg(lr=0.1, batch_size=2), fp.Link(), 0)
+        reasons.append(build_engine("batched", session, fp.Task(model), federation, InMemory(), 2).why)
+    assert "draws random numbers of its own" in reasons[0]
+    assert "not batched" not in reasons[1]
+
+
+class BySize(Centred):
+    def forward(self, x):
+        return self.fc(x.flatten(1)) / len(x)
+
+
+@pytest.mark.parametrize("model", [Centred(), BySize()])
+@pytest.mark.parametrize("first", [0, 255])
+def test_neither_a_blank_example_nor_the_batchs_size_hides_it(digits, model, first):
+    train = digits[0]
+    inputs = train.inputs.clone()
+    inputs[0] = first
+    federation = fp.FederatedData(replace(train, inputs=inputs), [[0, 1, 2], [3, 4]])
+    session = Session(make_program(model), algorithms.fedavg(lr=0.1, batch_size=2), fp.Link(), 0)
+    assert build_engine("batched", session, fp.Task(model), federation, InMemory(), 2).name == "sequential"
+
+
+class Tenth(nn.Module):
+    def forward(self, weight):
+        return weight * 0.1
+
+
+def test_a_parametrization_on_top_of_the_factors_is_not_left_out(world):
+    """The batched engine knows a weight by its form alone: such a model runs one client at a time."""
+    model = world.model("fedpara")
+    parametrize.register_parametrization(model.fc1, "weight", Tenth())
+    runs = [world.simulate(model, engine=name) for name in ("sequential", "batched")]
+    assert "fc1.weight has another parametrization on top of its factors" in runs[1].engine
+    assert all(torch.equal(tensor, runs[1].state[name]) for name, tensor in runs[0].state.items())
+    with pytest.raises(ConfigError, match="another parametrization on top"):
+        world.simulate(model, world.algorithm(jacobian=1.0))

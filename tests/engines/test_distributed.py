@@ -1,0 +1,339 @@
+"""More than one rank: the bits of one process, and what happens when a rank fails or dies. Two gloo ranks here.
+
+Run as a script this file is one rank; what it does goes into the folder it is given.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+import fedpara as fp
+from fedpara import algorithms, data, models
+from fedpara.apps import cli
+from fedpara.engines.distributed.process_group import all_gather, place
+from fedpara.errors import ConfigError, FedParaError, RunError
+from fedpara.experiments import Experiment, read_run, resume, run
+from fedpara.experiments.config import to_toml
+from fedpara.experiments.storage.tensor_files import read_tensors
+
+BIN = Path(sys.executable).parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+CLIENTS = 7
+
+CASES = {
+    "fedavg": ("original", "fedavg", "sequential"),
+    "scaffold": ("original", "scaffold", "sequential"),
+    "pfedpara": ("pfedpara", "fedavg", "sequential"),
+    "fedavg-batched": ("original", "fedavg", "batched"),
+    "pfedpara-scaffold-batched": ("pfedpara", "scaffold", "batched"),
+}
+
+TINY = Experiment(
+    model="mlp",
+    scheme="pfedpara",
+    init="calibrated",
+    algorithm="scaffold",
+    link_up="float16",
+    personal=True,
+    clients=8,
+    cohort=4,
+    rounds=5,
+    epochs=None,
+    steps=2,
+    batch_size=16,
+    lr=0.02,
+)
+
+
+def simulated(case="fedavg", poison=False, **options):
+    scheme, algorithm, engine = CASES[case]
+    torch.manual_seed(0)
+    model = models.mlp(64, hidden=16, classes=10)
+    if scheme == "pfedpara":
+        model = fp.factorize(model, fp.PFedPara(gamma=0.1))
+    train, test = data.load("digits")
+    rows = [range(12 * k, 12 * k + 5 + k) for k in range(CLIENTS)]
+    if poison:
+        train = replace(train, inputs=torch.full_like(train.inputs, float("nan"), dtype=torch.float32))
+    federation = fp.FederatedData(train, [row[:-2] for row in rows], test_clients=[row[-2:] for row in rows])
+    local = algorithms.Local(lr=0.05, batch_size=4)
+    return fp.simulate(
+        fp.Task(model, test=test.subset(range(50))),
+        federation,
+        algorithms.build(algorithm, local),
+        **{"rounds": 3, "cohort": 5, "engine": engine, "link": fp.Link(up="float16"), **options},
+    )
+
+
+def facts(result):
+    return [
+        [r.number, *r.cohort, r.train_loss, r.bytes_up, r.bytes_down, r.accuracy, r.loss, r.before, r.after]
+        for r in result.rounds
+    ]
+
+
+def simulations(folder, rank):
+    """What one rank does in the tests of `fp.simulate`; what came of it goes into the folder."""
+    found = {}
+    for case in CASES:
+        result = simulated(case)
+        found[case] = {"facts": facts(result), "engine": result.engine}
+        save_file(result.state, folder / f"{case}-{rank}.safetensors")
+        for client in range(CLIENTS):
+            try:
+                save_file(result.client_state(client), folder / f"{case}-client{client}-{rank}.safetensors")
+            except RunError as error:
+                found[case][str(client)] = str(error)
+
+    def fails(result):
+        if rank == 1:
+            raise ZeroDivisionError("on this rank alone")
+
+    mistakes = {
+        "poison": lambda: simulated(poison=True),
+        "one fails": lambda: simulated(on_round=fails),
+        "seeds": lambda: simulated(seed=rank),
+        "rounds": lambda: simulated(rounds=1 + rank),
+    }
+    for name, mistake in mistakes.items():
+        try:
+            mistake()
+        except Exception as error:
+            found[name] = [type(error).__name__, str(error)]
+    found["and on"] = facts(simulated())
+    held = sys.modules["torch.distributed.nn.functional"].broadcast.__defaults__
+    found["held"] = [type(default).__name__ for default in held]
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def commands():
+    """A run into the default folder, then one into a folder that is taken."""
+    cli.app(["run", "--config", "tiny.toml", "--json"], standalone_mode=False)
+    sys.argv = ["fedpara", "run", "--out", "runs"]
+    cli.main()
+
+
+@contextmanager
+def ranks(*words, cwd):
+    """Two processes that find each other as torchrun's would, and nobody who ends the one when the other dies."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {**ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": cwd}
+    started = [
+        subprocess.Popen([sys.executable, *words], env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, **pipes)
+        for r in range(2)
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def ended(processes):
+    """(exit code, stdout, stderr) of each."""
+    texts = [process.communicate(timeout=120) for process in processes]
+    return [(process.returncode, *text) for process, text in zip(processes, texts, strict=True)]
+
+
+def await_rounds(folder, count, processes):
+    """Until the folder has that many rounds more than now."""
+
+    def done():
+        path = folder / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    goal = done() + count
+    while done() < goal:
+        assert all(process.poll() is None for process in processes), ended(processes)
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """(the folder, what each rank found, how each ended)"""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "tiny.toml").write_text(to_toml(TINY))
+    with ranks(__file__, str(folder), cwd=folder) as processes:
+        results = ended(processes)
+    assert [code for code, *_ in results] == [2, 2], results
+    return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], results
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_give_the_bits_of_one_process(two, case):
+    folder, found, _ = two
+    alone = simulated(case)
+    for rank in range(2):
+        assert json.dumps(found[rank][case]["facts"]) == json.dumps(facts(alone))
+        assert same(load_file(folder / f"{case}-{rank}.safetensors"), alone.state)
+        assert found[rank][case]["engine"].startswith(f"{alone.engine.split(':')[0]}: 2 ranks (gloo), each: ")
+    for client in range(CLIENTS):
+        own = load_file(folder / f"{case}-client{client}-{client % 2}.safetensors")
+        assert same(own, alone.client_state(client))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_client_keeps_is_with_one_rank_which_the_other_says(two, case):
+    folder, found, _ = two
+    for client in range(CLIENTS):
+        other = 1 - client % 2
+        if case.startswith("fedavg"):
+            assert (folder / f"{case}-client{client}-{other}.safetensors").exists()
+        else:
+            assert f"with rank {client % 2}, and this is rank {other}" in found[other][case][str(client)]
+
+
+def test_an_error_on_one_rank_is_raised_on_all(two):
+    with pytest.raises(FedParaError) as alone:
+        simulated(poison=True)
+    first, second = two[1]
+    assert first["poison"] == second["poison"] == [type(alone.value).__name__, str(alone.value)]
+    assert second["one fails"] == ["ZeroDivisionError", "on this rank alone"]
+    assert first["one fails"] == ["RunError", "rank 1 failed: ZeroDivisionError: on this rank alone"]
+
+
+def test_ranks_with_other_settings_are_told_apart(two):
+    for found in two[1]:
+        assert found["seeds"][0] == found["rounds"][0] == "RunError"
+        assert "rank 1 has another model, cohort or seed than rank 0 in round 1" in found["seeds"][1]
+        assert "not at the same place: the scores of all clients, round 2" in found["rounds"][1]
+
+
+def test_nothing_keeps_the_group_alive_when_the_ranks_part(two):
+    """Its threads would live as long, and now and then abort the process as Python ends."""
+    _, found, _ = two
+    assert [rank["held"] for rank in found] == [["NoneType"]] * 2
+
+
+def test_after_an_error_the_ranks_go_on_together(two):
+    assert two[1][0]["and on"] == two[1][1]["and on"] == facts(simulated())
+
+
+def ends_like(path, reference, prolonged=False):
+    """Bit for bit. A prolonged run also has everyone's score in the round at which it ended first."""
+    a, b = (read_tensors(p / "checkpoint.safetensors") for p in (path, reference))
+    if prolonged:
+        ours, theirs = (read_run(p).metrics for p in (path, reference))
+        last = [line.pop("everyone", None) for line in ours][-1]
+        assert last == [line.pop("everyone", None) for line in theirs][-1]
+        assert ours == theirs
+        assert a[1].pop("metrics") != b[1].pop("metrics")
+    else:
+        assert (path / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+    assert a[1] == b[1]
+    assert same(a[0], b[0])
+
+
+def test_one_folder_is_chosen_and_rank_0_speaks(two):
+    folder, _, (first, second) = two
+    (path,) = (folder / "runs").iterdir()
+    row = json.loads(first[1])
+    assert row["run"] == str(path.relative_to(folder))
+    assert row["rounds"] == TINY.rounds
+    assert "2 ranks (gloo), each: " in row["engine"]
+    assert "round 5/5" in first[2].splitlines()[-2]
+    assert first[2].splitlines()[-1].startswith("fedpara: runs is not empty and holds no run")
+    assert second[1] == second[2] == ""
+    run(TINY, folder / "alone")
+    ends_like(path, folder / "alone")
+
+
+def test_a_rank_that_dies_ends_the_run_and_any_number_of_ranks_goes_on(tmp_path):
+    folder = tmp_path / "run"
+    run(replace(TINY, rounds=2), folder)
+    with ranks("-m", "fedpara", "resume", "run", "--rounds", "100000", cwd=tmp_path) as processes:
+        await_rounds(folder, 8, processes)
+        processes[1].kill()
+        (code, _, said), _ = ended(processes)
+    assert code == 1, said
+    assert "fedpara: rank 1 no longer answers at " in said
+    assert "`fedpara resume run` goes on" in said
+    assert "Traceback" not in said
+    assert "stopped: RunError: rank 1 no longer answers" in log(folder)
+    kept = Counter(path.name.split("-")[0] for path in (folder / "clients").glob("*/*.safetensors"))
+    assert max(kept.values()) <= 4, "what no checkpoint needs is dropped, on every rank"
+
+    words = [BIN / "torchrun", "--nproc-per-node", "2", "--no-python", BIN / "fedpara", "resume", "run"]
+    with subprocess.Popen(words, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE) as torchrun:
+        await_rounds(folder, 2, [torchrun])
+        torchrun.terminate()
+        torchrun.communicate(timeout=120)
+    assert torchrun.returncode
+    assert "stopped: Terminated: SIGTERM" in log(folder)
+
+    rounds = read_run(folder).rounds + 2
+    resume(folder, rounds=rounds)
+    assert log(folder).count("resumed after round") == 3
+    run(replace(TINY, rounds=rounds), tmp_path / "alone")
+    ends_like(folder, tmp_path / "alone", prolonged=True)
+
+
+def log(folder):
+    return (folder / "log.txt").read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_bytes_go_by_nccl_between_gpus(tmp_path):
+    """One rank is all that one GPU allows."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    try:
+        content = bytes(range(256)) * 5
+        assert all_gather(content, 1, torch.device("cuda", 0)) == [content]
+    finally:
+        dist.destroy_process_group()
+
+
+ONE_GPU = """
+import sys, torch
+import torch.distributed as dist
+torch.cuda.is_available, torch.cuda.device_count, torch.cuda.set_device = (lambda: True), (lambda: 1), (lambda n: None)
+start = dist.init_process_group
+dist.init_process_group = lambda backend, **options: start("gloo", **options)
+from fedpara.apps import cli
+sys.argv = ["fedpara", "run", "--out", "run"]
+cli.main()
+"""
+
+
+def test_more_ranks_than_gpus_are_refused_by_all(tmp_path):
+    """Also by the one that has a GPU: it must not wait for the other there."""
+    with ranks("-c", ONE_GPU, cwd=tmp_path) as processes:
+        first, second = ended(processes)
+    assert first[0] == second[0] == 2, (first, second)
+    assert first[2].startswith("fedpara: rank 1 has no GPU of its own: its machine has 1.")
+    assert not (tmp_path / "run").exists()
+
+
+if __name__ == "__main__":
+    simulations(Path(sys.argv[1]), int(os.environ["RANK"]))
+    commands()
+
+
+@pytest.mark.parametrize("set", [{"WORLD_SIZE": "abc"}, {"WORLD_SIZE": "2", "RANK": "abc"}])
+def test_an_environment_that_is_not_torchruns_is_refused(monkeypatch, set):
+    for name, value in set.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="is 'abc' in the environment: expected a whole number"):
+        place()
