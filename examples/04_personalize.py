@@ -36,7 +36,7 @@ for name, (scheme, share) in methods.items():
         share=share,
         personal=True,
         evaluate_every=5,
-        rounds=15,
+        rounds=12,
         cohort=10,
     )
 # --8<-- [end:run]
