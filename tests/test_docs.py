@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PRINTED = {
     "factorize": ["times fewer", "merged: a plain"],
-    "compare_schemes": ["FedPara", "times fewer bytes"],
+    "compare_schemes": ["original", "FedPara, float16 uplink"],
     "personalize": ["pFedPara", "client 3's merged model"],
     "own_algorithm": ["fedavgm", "after 30 rounds"],
 }
