@@ -11,7 +11,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.11 python3.12 python3.13,\
 	$(if $(shell $(name) -c '$(NEW_ENOUGH)' 2>/dev/null && echo yes),$(name))))
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test test-deploy check install dist
+.PHONY: demo test test-deploy check install dist docs
 
 demo: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/fedpara run quickstart
@@ -35,6 +35,11 @@ install: $(READY)
 # The wheel and the sdist, without network; tests/test_dist.py checks what they contain.
 dist: $(READY)
 	$(BIN)/hatchling build -d dist
+
+# The site, in site/. The first line runs the tutorials and draws their pictures again.
+docs: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python docs/hooks/pictures.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # torch first and by its exact version: a looser request may fetch gigabytes of CUDA packages.
 $(READY): pyproject.toml constraints.txt

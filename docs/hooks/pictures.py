@@ -1,0 +1,178 @@
+"""Run the examples and draw what the documentation shows of them.
+
+python docs/hooks/pictures.py                    every picture and printed output, in docs/
+python docs/hooks/pictures.py factorize /tmp/x   one tutorial's picture and output, in another folder
+
+The pictures are transparent SVGs in colours that are readable on a light and on a dark page.
+"""
+
+import runpy
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from fedpara.experiments import Summary, read_run
+
+DOCS = Path(__file__).parents[1]
+ROOT = DOCS.parent
+BLUE, AMBER, GREEN, PURPLE, GREY = "#3d86d6", "#d18a2c", "#3fa066", "#9a6cc4", "#85888f"
+COLOURS = (GREY, AMBER, BLUE, GREEN, PURPLE)
+STYLE: Any = {
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), GREY
+    ),
+    "svg.hashsalt": "fedpara",  # the same figure gives the same file
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "lines.linewidth": 2,
+}
+
+
+def factorize(found: dict[str, Any], axes: Any) -> None:
+    for name, colour in (("original", GREY), ("FedPara", BLUE)):
+        scores = [100 * score for score in found["curves"][name]]
+        label = f"{name}, {found['sizes'][name]:,} parameters"
+        axes.plot(range(1, len(scores) + 1), scores, color=colour, marker="o", label=label)
+    axes.set_xticks(range(1, len(scores) + 1))
+    axes.set(xlabel="epoch", ylabel="test accuracy [%]")
+    axes.legend(loc="lower right")
+
+
+def compare_schemes(found: dict[str, Any], axes: Any) -> None:
+    for (name, run), colour in zip(found["runs"].items(), COLOURS, strict=False):
+        sent = [(r.progress.bytes_up + r.progress.bytes_down) / 1e6 for r in run.rounds]
+        axes.plot(sent, [100 * r.accuracy for r in run.rounds], color=colour, label=name)
+    axes.set(xlabel="bytes sent in both directions [MB]", ylabel="test accuracy [%]")
+    axes.legend(loc="lower right")
+
+
+def personalize(found: dict[str, Any], axes: Any) -> None:
+    runs = found["runs"]
+    scores = [100 * run.rounds[-1].everyone.accuracy for run in runs.values()]
+    sent = [run.bytes / 1e6 for run in runs.values()]
+    bars = axes.bar(list(runs), scores, width=0.6, color=[GREY, AMBER, GREEN, BLUE])
+    axes.bar_label(bars, [f"{s:.1f}%\n{b:.1f} MB" for s, b in zip(scores, sent, strict=True)], padding=3)
+    axes.set(ylabel="mean accuracy on own digits [%]", ylim=(0, 115), yticks=range(0, 101, 20))
+    axes.grid(axis="x", visible=False)
+
+
+def own_algorithm(found: dict[str, Any], axes: Any) -> None:
+    for (name, run), colour in zip(found["runs"].items(), (GREY, BLUE, AMBER), strict=True):
+        axes.plot(
+            [r.number for r in run.rounds], [100 * r.accuracy for r in run.rounds], color=colour, label=name
+        )
+    axes.set(xlabel="round", ylabel="test accuracy [%]")
+    axes.legend(loc="lower right")
+
+
+TUTORIALS: dict[str, tuple[str, Callable[[dict[str, Any], Any], None]]] = {
+    "factorize": ("01_factorize.py", factorize),
+    "compare_schemes": ("03_compare_schemes.py", compare_schemes),
+    "personalize": ("04_personalize.py", personalize),
+    "own_algorithm": ("02_own_algorithm.py", own_algorithm),
+}
+
+
+def tutorial(name: str, folder: Path) -> None:
+    """Run one example. Write what it prints to NAME.txt and its picture to NAME.svg."""
+    script, draw = TUTORIALS[name]
+    printed = StringIO()
+    with redirect_stdout(printed):
+        found = runpy.run_path(str(ROOT / "examples" / script))
+    (folder / f"{name}.txt").write_text(printed.getvalue(), encoding="utf-8")
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(6.8, 3.8), layout="constrained")
+        draw(found, axes)
+        save(figure, folder / f"{name}.svg")
+
+
+def accuracy_against_bytes(path: Path) -> None:
+    """The README's picture: CIFAR-10 IID, VGG16, original weights and FedPara at gamma 0.1."""
+    folders = sorted((ROOT / "results" / "paper").glob("cifar10-iid-vgg16-nobias-*-fedavg-seed*"))
+    runs = [read_run(folder) for folder in folders]
+    kinds = {
+        "original weights": [run for run in runs if run.experiment.scheme == "original" and plain(run)],
+        "FedPara, γ 0.1": [run for run in runs if run.experiment.gamma == 0.1 and is_fedpara(run)],
+    }
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(6.8, 3.7), layout="constrained")
+        reached = []
+        for (name, found), colour in zip(kinds.items(), (GREY, BLUE), strict=True):
+            seeds = f"{len(found)} seed{'s' * (len(found) > 1)}"
+            for number, run in enumerate(found):
+                label = f"{name} ({seeds})" if number == 0 else None
+                axes.plot(
+                    *curve(run), color=colour, label=label, linewidth=2 if len(found) == 1 else 1, alpha=0.9
+                )
+            lines = [line for run in found if (line := run.reached(0.8))]
+            reached.append(sum(gigabytes(line) for line in lines) / len(lines))
+        most, least = reached
+        axes.annotate("", (least, 80), (most, 80), arrowprops={"arrowstyle": "->", "color": AMBER, "lw": 2})
+        axes.text(
+            (least * most) ** 0.5,
+            86.5,
+            f"80%: {least:.1f} instead of {most:.1f} GB, {most / least:.1f} times fewer",
+            color=AMBER,
+            ha="center",
+            va="bottom",
+        )
+        axes.set_xscale("log")
+        axes.set(xlabel="bytes sent by all clients in both directions [GB, log scale]")
+        axes.set(ylabel="test accuracy [%]", xlim=(0.9, 400), ylim=(15, 95))
+        axes.xaxis.set_major_locator(FixedLocator([1, 3, 10, 30, 100, 300]))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.legend(loc="lower right")
+        save(figure, path)
+
+
+def plain(run: Summary) -> bool:
+    return run.experiment.link_up == "float32"
+
+
+def is_fedpara(run: Summary) -> bool:
+    e = run.experiment
+    return e.scheme == "fedpara" and plain(run) and not e.nonlinearity and not e.jacobian
+
+
+def curve(run: Summary) -> tuple[list[float], list[float]]:
+    scored = [line for line in run.metrics if line["accuracy"] is not None]
+    return [gigabytes(line) for line in scored], [100 * line["accuracy"] for line in scored]
+
+
+def gigabytes(line: dict[str, Any]) -> float:
+    """GB of 2^30 bytes, as in the paper's Figure 3."""
+    return float(line["total_up"] + line["total_down"]) / 2**30
+
+
+def save(figure: Any, path: Path) -> None:
+    figure.savefig(path, transparent=True, metadata={"Date": None})
+    plt.close(figure)
+    # matplotlib ends lines with spaces, which formatters of a repository complain about.
+    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+
+
+def main(arguments: list[str]) -> None:
+    if arguments:
+        tutorial(arguments[0], Path(arguments[1]))
+        return
+    for name in TUTORIALS:
+        tutorial(name, DOCS / "tutorials")
+    accuracy_against_bytes(DOCS / "assets" / "accuracy-against-bytes.svg")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

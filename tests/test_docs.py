@@ -1,0 +1,102 @@
+"""The documentation: its tutorials run, its code runs, and the site builds without network access."""
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PRINTED = {
+    "factorize": ["times fewer", "merged: a plain"],
+    "compare_schemes": ["original", "FedPara, float16 uplink"],
+    "personalize": ["pFedPara", "client 3's merged model"],
+    "own_algorithm": ["fedavgm", "after 30 rounds"],
+}
+PAGES = ["index.md", "guides/algorithms.md", "guides/data.md", "guides/run-folders.md", "deployment.md"]
+LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
+"""The tags that make a browser load something, each with the attribute that says what."""
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_a_tutorial_runs(name, tmp_path):
+    command = [sys.executable, DOCS / "hooks" / "pictures.py", name, tmp_path]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.txt", f"{name}.svg"}
+    assert all(words in (tmp_path / f"{name}.txt").read_text() for words in PRINTED[name])
+
+
+def test_every_example_is_a_tutorial():
+    pictures = (DOCS / "hooks" / "pictures.py").read_text()
+    assert all(f'"{path.name}"' in pictures for path in (ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_a_page_shows_all_of_its_printed_output(name):
+    """A page includes the output by line numbers: each line once, in order."""
+    lines = (DOCS / "tutorials" / f"{name}.txt").read_text().splitlines()
+    page = (DOCS / "tutorials" / f"{name}.md").read_text()
+    shown: list[int] = []
+    for first, last in re.findall(rf'"docs/tutorials/{name}[.]txt(?::(\d+):(\d+))?"', page):
+        shown += range(int(first or 1), int(last or len(lines)) + 1)
+    assert shown == [*range(1, len(lines) + 1)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs(page):
+    blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    names: dict[str, object] = {"__name__": "page"}
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+
+
+class Loaded(HTMLParser):
+    """A page's text, and the addresses it loads by itself. Links that a reader may follow are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.text = ""
+
+    def handle_data(self, data):
+        self.text += data
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        if tag in LOADS and given.get("rel") not in ("canonical", "prev", "next"):
+            self.found.append(given.get(LOADS[tag]) or "")
+
+
+def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
+    if find_spec("mkdocs") is None or find_spec("mkdocstrings") is None:
+        pytest.skip("mkdocs is not installed: make install")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = sorted(tmp_path.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        parser = Loaded()
+        parser.feed(page.read_text())
+        assert not re.search(r"-8 ?<", parser.text), f"{page} shows the name of a snippet"
+        assert not [address for address in parser.found if re.match(r"(https?:)?//", address)], page
+    for sheet in tmp_path.rglob("*.css"):
+        assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", sheet.read_text()), sheet
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
+def test_its_links_lead_to_files(name):
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / name).read_text())
+    assert not [link for link in links if "://" not in link and not (ROOT / link).exists()]
