@@ -144,6 +144,6 @@ def _private_state(path: Path, client: int | None, newest: Checkpoint) -> State:
 
 
 def _node_memory(path: Path, client: int, round: int) -> Variables:
-    """What the client keeps on its Flower node. A simulated node's folder is in the run folder; others are copied there."""
+    """What the client keeps on its Flower node, from the node's folder inside the run folder."""
     run = (path / NODES).read_text().strip()
     return NodeMemory(path, run, client).get(round) or {}

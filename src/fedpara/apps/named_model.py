@@ -27,5 +27,6 @@ def refuse_users(given: Mapping[str, Any]) -> None:
     if ":" in str(given.get("model")):
         raise UsageError(
             f"{given['model']!r} is a custom model, and an experiment takes library models only: "
-            f"{', '.join(models.names())}. Use it with `fedpara inspect`, `fedpara export` or, in Python, fedpara.simulate."
+            f"{', '.join(models.names())}. "
+            "Use it with `fedpara inspect`, `fedpara export` or, in Python, fedpara.simulate."
         )
