@@ -1,4 +1,4 @@
-"""What the README shows can be done as it stands there."""
+"""The README's examples work exactly as printed."""
 
 import ast
 import os
@@ -17,11 +17,11 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 DATA = os.environ.get("FEDPARA_DATA")
 
 CANNOT_RUN: dict[str, str] = {}
-"""The first line of a block that needs what is not everywhere, and what that is. None does."""
+"""Blocks that cannot run everywhere: first line and what they need. Currently none."""
 
 
 class Network(nn.Module):
-    """Somebody's model, for the lines that begin with one."""
+    """A user's model, for the lines that start from one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,14 +40,14 @@ def assigned(statement):
     return {name.id for name in names if isinstance(name.ctx, ast.Store)}
 
 
-def test_its_blocks_are_found():
+def test_every_python_block_is_found():
     assert len(BLOCKS) == README.count("```python") == 2
     assert set(CANNOT_RUN) <= set(map(first_line, BLOCKS))
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if first_line(b) not in CANNOT_RUN], ids=first_line)
-def test_its_python_runs(block):
-    """Line by line; a block that makes no model of its own is given a fresh one for every line."""
+def test_python_blocks_run(block):
+    """Line by line. If the block does not build a model, each line gets a fresh one."""
     statements = ast.parse(block).body
     own = any("model" in assigned(statement) for statement in statements)
     names = {"fp": fp, "models": models}
@@ -58,22 +58,22 @@ def test_its_python_runs(block):
 
 
 def commands(pattern):
-    """The README's shell lines that match, without their comments."""
+    """The README's matching shell commands, without comments."""
     lines = re.findall(rf"^    (fedpara {pattern}.*)$", README, re.MULTILINE)
     return [line.partition("#")[0].split()[1:] for line in lines]
 
 
 @pytest.mark.data
-def test_what_it_runs_on_mnist_does_not_diverge(cli):
+def test_the_mnist_run_does_not_diverge(cli):
     if not DATA or not status("mnist", DATA).present:
-        pytest.skip("mnist is not there: set FEDPARA_DATA to a folder that has it")
+        pytest.skip("mnist is missing: set FEDPARA_DATA to a folder that contains it")
     (started,) = commands("run .*--out runs/one")
     code, _, err = cli(*started, "--rounds", "2", "--data-dir", DATA)
     assert code == 0, err
 
 
-def test_what_it_runs_it_can_export(cli, tmp_path):
-    """On digits: MNIST is not everywhere. The clients and who takes part are the same."""
+def test_the_export_command_fits_the_run(cli, tmp_path):
+    """On digits, because MNIST may be missing. Clients and cohorts are the same."""
     (started,) = commands("run .*--out runs/one")
     (exported,) = commands("export runs/one")
     assert started[1:3] == ["--dataset", "mnist"]
