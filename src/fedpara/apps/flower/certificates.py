@@ -105,6 +105,7 @@ def _contents(hosts: Sequence[str], nodes: int) -> dict[str, bytes]:
         .add_extension(identifier, critical=False)
         .sign(ca_key, hashes.SHA384())
     )
+    alternatives = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
     # Clients verify the alternative names, which may be longer than a common name.
     common = hosts[0] if len(hosts[0]) <= LONGEST_COMMON_NAME else "fedpara server"
     server = (
@@ -112,7 +113,7 @@ def _contents(hosts: Sequence[str], nodes: int) -> dict[str, bytes]:
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(usage(signs=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in hosts]), critical=False)
+        .add_extension(alternatives, critical=False)
         .add_extension(
             x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False
         )
