@@ -47,7 +47,7 @@ def report(runs: list[Path], out: Path | None, format_: str | None, scale: str) 
     if not library.runs:
         library.refuse_damaged("reported")
         raise UsageError(f"no run in {', '.join(map(str, runs))}: expected folders that `fedpara run` made.")
-    _refuse(out, kind)
+    _check_out(out, kind)
     make_folder(out if kind in ("png", "svg") else out.parent)
     tables = [table_of(study, library, library.seeds, scale=scale) for study in STUDIES.values()]
     rest = other_runs(library, tables) if kind != "html" else None  # the page shows every run
@@ -73,7 +73,7 @@ def _file(library: Library, tables: list[Table], out: Path, kind: str, of: str) 
     typer.echo(f"{out}: {len(content) / 1e3:.0f} kB, {count} run{'s' * (count != 1)}")
 
 
-def _refuse(out: Path, kind: str) -> None:
+def _check_out(out: Path, kind: str) -> None:
     """UsageError if writing to `out` could destroy a run's file or an unrelated one."""
     place = Path(os.path.realpath(out))
     inside = [str(folder) for folder in (place, *place.parents) if is_run(folder)]

@@ -62,8 +62,10 @@ class Settings:
 def difference(there: Experiment, asked: Experiment, free: Container[str] = ("rounds", "engine")) -> str:
     """The fields, other than `free` ones, in which the folder's experiment differs from the one requested."""
     pairs = ((f.name, getattr(there, f.name), getattr(asked, f.name)) for f in fields(Experiment))
-    told = [f"{name} is {a!r} there and {b!r} here" for name, a, b in pairs if a != b and name not in free]
-    return ", ".join(told)
+    differences = [
+        f"{name} is {a!r} there and {b!r} here" for name, a, b in pairs if a != b and name not in free
+    ]
+    return ", ".join(differences)
 
 
 def defaults() -> dict[str, str]:
@@ -72,29 +74,32 @@ def defaults() -> dict[str, str]:
 
 
 def read(run_config: Mapping[str, Any]) -> Settings:
-    said = {name: value for name, value in run_config.items() if value != ""}
-    unknown = sorted(said.keys() - {*OWN, *FIELDS})
+    """The settings from Flower's run config. ConfigError for an unknown key."""
+    values = {name: value for name, value in run_config.items() if value != ""}
+    unknown = sorted(values.keys() - {*OWN, *FIELDS})
     if unknown:
         raise ConfigError(f"unknown run-config {', '.join(unknown)}: `fedpara flower init` lists every key.")
-    given = {FIELDS[name]: value for name, value in said.items() if name in FIELDS}
+    given = {FIELDS[name]: value for name, value in values.items() if name in FIELDS}
     if "options" in given:
         given["options"] = read_options(str(given["options"]).split())
-    data_dir, keys = said.get("data-dir"), said.get("keys")
+    data_dir, keys = values.get("data-dir"), values.get("keys")
     return Settings(
-        tuple(Path(line).expanduser().absolute() for line in str(said.get("out", DEFAULT_OUT)).splitlines()),
+        tuple(
+            Path(line).expanduser().absolute() for line in str(values.get("out", DEFAULT_OUT)).splitlines()
+        ),
         Path(str(data_dir)).expanduser() if data_dir else None,
         Path(str(keys)).expanduser() if keys else None,
-        policy_of({name: value for name, value in said.items() if name in POLICY}),
-        str(said.get("preset", "")),
-        str(said.get("config", "")),
+        policy_of({name: value for name, value in values.items() if name in POLICY}),
+        str(values.get("preset", "")),
+        str(values.get("config", "")),
         given,
     )
 
 
-def policy_of(said: Mapping[str, Any]) -> Policy:
+def policy_of(values: Mapping[str, Any]) -> Policy:
     """The policy from its run-config keys."""
-    for name, value in said.items():
+    for name, value in values.items():
         kinds, expected = ([int], "a whole number") if name in COUNTS else ([int, float], "a number")
         if type(value) not in kinds:
             raise ConfigError(f"{name} is {value!r}: expected {expected}.")
-    return Policy(**{POLICY[name]: value for name, value in said.items()})
+    return Policy(**{POLICY[name]: value for name, value in values.items()})
