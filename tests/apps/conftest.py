@@ -1,4 +1,4 @@
-"""The program, called in an empty folder."""
+"""The `cli` fixture: call fedpara in an empty folder."""
 
 import sys
 
@@ -9,11 +9,11 @@ from fedpara.apps.cli import main
 
 @pytest.fixture
 def cli(monkeypatch, capsys, tmp_path):
-    """Calls the program in an empty folder: (exit code, stdout, stderr)."""
+    """A function that calls fedpara in an empty folder and returns (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FEDPARA_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "80")  # however wide the terminal is that the suite was started in
+    monkeypatch.setenv("COLUMNS", "80")  # independent of the terminal that runs the suite
     monkeypatch.setattr(sys, "path", list(sys.path))
 
     def call(*arguments):

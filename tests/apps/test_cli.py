@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what it prints, what it leaves, how it ends."""
+"""The command line: what it prints, which files it writes, how it exits."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def test_help_shows_an_example(cli, command):
 
 
 def commands(command, words=()):
-    """The words of every command, and of every group of them."""
+    """The words of every command and group."""
     yield words
     for name, below in getattr(command, "commands", {}).items():
         yield from commands(below, (*words, name))
@@ -45,89 +45,24 @@ def test_help_is_plain_text(cli, words):
     assert code == 0
     assert "\\" not in out
     if words == ("report",):
-        assert "page.html unless told" in " ".join(out.split())
+        assert "page.html by default" in " ".join(out.split())
 
 
 def test_help_names_every_choice(cli):
-    said = " ".join(cli("run", "--help")[1].split())
+    text = " ".join(cli("run", "--help")[1].split())
     for option, known in {"dataset": data.names(), "model": models.names(), "split": SPLITS}.items():
-        assert f"--{option} TEXT {', '.join(known)}" in said
-    assert "--init TEXT fan_out, calibrated, he, fit;" in said
+        assert f"--{option} TEXT {', '.join(known)}" in text
+    assert "--init TEXT fan_out, calibrated, he, fit;" in text
 
 
-def test_the_version_and_the_bare_call(cli):
+def test_the_version_and_a_call_without_arguments(cli):
     assert cli("--version")[:2] == (0, f"fedpara {fp.__version__}\n")
     code, out, err = cli()
     assert code == 2
     assert all(command in out + err for command in ("inspect", "run", "resume", "export", "data"))
 
 
-def test_inspect_prints_a_table(cli):
-    code, out, _ = cli("inspect", "vgg16", "--scheme", "fedpara", "--gamma", "0.1", "--classes", "10")
-    assert code == 0
-    assert "1,545,442" in out
-    assert "original 15,253,578 parameters, 9.87 times as many" in out
-    row = next(line for line in out.splitlines() if "512 x 512 x 3 x 3" in line)
-    assert "fedpara" in row
-    assert "dense (" in out
-
-
-def test_inspect_for_programs(cli):
-    code, out, _ = cli("inspect", "vgg16", "--gamma", "0.1", "--json")
-    assert code == 0
-    report = json.loads(out)
-    assert list(report) == ["parameters", "original_parameters", "ratio", "layers"]
-    assert (report["parameters"], report["original_parameters"]) == (1_545_442, 15_253_578)
-    assert report["ratio"] == pytest.approx(1_545_442 / 15_253_578)
-    for layer in report["layers"]:
-        assert list(layer) == ["name", "shape", "scheme", "rank", "max_rank", "parameters"]
-    assert sum(layer["parameters"] for layer in report["layers"]) == report["parameters"]
-    written = [layer for layer in report["layers"] if layer["scheme"] == "fedpara"]
-    assert len(written) == 13
-    assert all(layer["rank"] ** 2 >= layer["max_rank"] for layer in written)
-    dense = [layer for layer in report["layers"] if layer["scheme"] == "dense"]
-    assert all(layer["rank"] is None for layer in dense)
-
-
-def test_inspect_gives_the_model_its_scheme_by_default(cli):
-    plain, rank, low = (
-        json.loads(cli("inspect", "mlp", *options, "--json")[1])
-        for options in ([], ["--rank", "3"], ["--scheme", "lowrank", "--ratio", "0.2"])
-    )
-    assert plain == json.loads(cli("inspect", "mlp", "--gamma", "0.1", "--json")[1])
-    assert {layer["rank"] for layer in rank["layers"] if layer["scheme"] == "fedpara"} == {3}
-    assert low["ratio"] == pytest.approx(0.2, abs=0.03)
-
-
-def test_inspect_reads_a_module_of_the_users_own(cli, tmp_path):
-    (tmp_path / "theirs.py").write_text(
-        "from torch import nn\n"
-        "def build():\n    return nn.Sequential(nn.Linear(100, 80), nn.ReLU(), nn.Linear(80, 3))\n"
-        "def broken():\n    raise KeyError('weights')\n"
-        "number = 3\n"
-    )
-    code, out, _ = cli("inspect", "theirs:build", "--gamma", "0", "--json")
-    assert code == 0
-    layers = {layer["name"]: layer for layer in json.loads(out)["layers"]}
-    assert layers["0.weight"]["shape"] == [80, 100]
-    assert layers["0.weight"]["rank"] == 9
-    assert layers["2.weight"]["scheme"] == "dense"
-    code, out, _ = cli("inspect", "theirs:build")
-    assert code == 0
-    assert "dense (" in out
-    for target, says in (
-        ("theirs:biuld", "Did you mean 'build'"),
-        ("theirs:broken", "KeyError"),
-        ("theirs:number", "no function 'number'"),
-        ("nowhere:build", "could not be imported"),
-        ("theirs:", "does not name a function"),
-    ):
-        code, out, err = cli("inspect", target)
-        assert (code, out) == (2, "")
-        assert says in err
-
-
-def test_run_for_programs(cli, tmp_path):
+def test_run_prints_json_for_programs(cli, tmp_path):
     code, out, err = cli("run", *TINY, "--rounds", "2", "--out", "first", "--json")
     assert code == 0
     last = json.loads(out.splitlines()[-1])
@@ -151,16 +86,16 @@ def test_run_for_programs(cli, tmp_path):
     )
 
 
-def test_run_for_people(cli, tmp_path):
+def test_run_prints_a_table_for_people(cli, tmp_path):
     code, out, _ = cli("run", *TINY, "--rounds", "1")
     assert code == 0
     (folder,) = (tmp_path / "runs").iterdir()
     assert f"look deeper: fedpara export runs/{folder.name}" in out
     assert "accuracy" in out
-    assert "fewer bytes" not in out, "than what?"
+    assert "fewer bytes" not in out, "a single run has nothing to compare with"
 
 
-def test_runs_of_the_same_second_have_folders_of_their_own(cli, tmp_path, monkeypatch):
+def test_runs_started_in_the_same_second_get_different_folders(cli, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda *_: "20300101-000000")
     for _ in range(2):
         code, _, err = cli("run", *TINY, "--rounds", "1")
@@ -169,13 +104,7 @@ def test_runs_of_the_same_second_have_folders_of_their_own(cli, tmp_path, monkey
     assert names == ["run-20300101-000000", "run-20300101-000000-2"]
 
 
-def test_inspect_needs_no_memory_for_the_weights(cli):
-    code, out, _ = cli("inspect", "mlp", "--classes", 999_999_999_999, "--json")
-    assert code == 0
-    assert json.loads(out)["original_parameters"] == 785 * 256 + 257 * 999_999_999_999
-
-
-def test_every_field_can_be_said_on_the_command_line_or_in_a_file(cli, tmp_path):
+def test_fields_come_from_the_command_line_and_from_a_file(cli, tmp_path):
     (tmp_path / "my.toml").write_text(
         "model = 'mlp'\nscheme = 'lowrank'\ngamma = 0.3\nclients = 9\ncohort = 2\nrounds = 1\nlr = 0.01\n"
         "algorithm = 'fedprox'\n[options]\nmu = 0.5\n"
@@ -214,7 +143,7 @@ def test_every_field_can_be_said_on_the_command_line_or_in_a_file(cli, tmp_path)
     assert read_run(tmp_path / "b").experiment.options == {"server_lr": 0.02, "beta1": 0.5}
 
 
-def test_another_engine_than_the_one_asked_for_is_said(cli):
+def test_a_fallback_to_another_engine_is_reported(cli):
     model = ["--model", "resnet18-tiny", "--scheme", "original"]
     words = [*model, "--clients", "8", "--cohort", "2", "--steps", "1"]
     code, _, err = cli("run", *words, "--rounds", "1", "--engine", "batched", "--out", "run")
@@ -272,7 +201,7 @@ def test_personal_scores_are_the_accuracy_of_private_models(cli):
     assert "no accuracy" not in err
 
 
-def test_the_preset_compares_and_draws(cli, tmp_path):
+def test_a_preset_compares_its_runs_and_draws_a_figure(cli, tmp_path):
     small = [
         "--model",
         "mlp",
@@ -298,16 +227,16 @@ def test_the_preset_compares_and_draws(cli, tmp_path):
     assert (tmp_path / "demo" / "accuracy-against-bytes.png").read_bytes().startswith(b"\x89PNG")
     code, out, _ = cli("resume", "demo", "--json")
     last = json.loads(out.splitlines()[-1])
-    assert list(last) == ["run", "runs"], "no number there, it would be one run's"
+    assert list(last) == ["run", "runs"], "a number would be that of a single run"
     assert last["run"] == "demo"
     assert list(last["runs"]) == ["fedpara", "lowrank", "original", "pfedpara"]
     everyone = last["runs"]["pfedpara"].pop("everyone")
     assert (everyone["clients"], everyone["of"]) == (5, 5)
     assert all(list(row) == KEYS for row in last["runs"].values())
-    assert "(all 5 clients)" in table, "a personal accuracy says whose it is"
+    assert "(all 5 clients)" in table, "a personal accuracy says how many clients it averages"
 
 
-def test_resume_goes_on_and_says_where_it_was(cli, tmp_path):
+def test_resume_continues_and_says_from_where(cli, tmp_path):
     assert cli("run", *TINY, "--rounds", "2", "--out", "a")[0] == 0
     code, out, err = cli("resume", "a", "--rounds", "4", "--json")
     assert code == 0
@@ -317,7 +246,7 @@ def test_resume_goes_on_and_says_where_it_was(cli, tmp_path):
     assert (tmp_path / "a/metrics.jsonl").read_bytes() == (tmp_path / "b/metrics.jsonl").read_bytes()
 
 
-# A shell that starts the suite in the background has SIGINT ignored, and children inherit that.
+# A shell that starts the suite in the background ignores SIGINT, and children inherit that.
 PROGRAM = (
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
     "from fedpara.apps.cli import main; main()"
@@ -331,8 +260,6 @@ def test_ctrl_c_leaves_a_resumable_run(cli, tmp_path):
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # A shell that puts a job in the background has it ignore SIGINT, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         metrics = tmp_path / "long" / "metrics.jsonl"
         while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2):
@@ -364,7 +291,7 @@ def test_data_list(cli):
     assert "digits" in cli("data", "prepare", "digits")[1]
 
 
-def test_a_tracked_run_has_its_tracks_beside_it(cli, tmp_path):
+def test_tracking_files_are_written_to_the_run_folder(cli, tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install '.[track]'")
     assert cli("run", *TINY, "--rounds", "1", "--track", "tensorboard", "--out", "a")[0] == 0
     assert list((tmp_path / "a" / "tensorboard").glob("events.out.tfevents.*"))

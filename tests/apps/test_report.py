@@ -1,4 +1,4 @@
-"""fedpara report, as a user calls it."""
+"""`fedpara report`: output files, formats, and files that are never replaced."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ def runs(tmp_path_factory):
         ("page.tex", "% rank-histogram"),
     ],
 )
-def test_a_file_by_its_ending(cli, tmp_path, runs, name, starts):
+def test_the_ending_of_out_chooses_the_format(cli, tmp_path, runs, name, starts):
     code, out, err = cli("report", runs, "--out", name, "--scale", "tiny")
     assert code == 0, err
     assert (tmp_path / name).read_text().startswith(starts)
@@ -33,15 +33,15 @@ def test_a_file_by_its_ending(cli, tmp_path, runs, name, starts):
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])
-def test_figures_into_a_folder(cli, tmp_path, runs, kind):
+def test_figures_are_written_to_a_folder(cli, tmp_path, runs, kind):
     code, _, err = cli("report", runs, "--format", kind, "--out", "figures", "--scale", "tiny")
     assert code == 0, err
     found = {path.name for path in (tmp_path / "figures").iterdir()}
     assert found == {f"rank-histogram.{kind}", f"personalization.{kind}"}
 
 
-def test_any_run_has_its_curve_on_the_page(cli, tmp_path):
-    """Also one that belongs to no table."""
+def test_the_page_shows_the_curve_of_every_run(cli, tmp_path):
+    """Even of a run that belongs to no table of the paper."""
     code, _, err = cli(
         *("run", "--model", "mlp", "--scheme", "original", "--clients", 8, "--cohort", 2, "--steps", 1),
         *("--rounds", 3, "--out", "runs/mine"),
@@ -52,7 +52,7 @@ def test_any_run_has_its_curve_on_the_page(cli, tmp_path):
     assert '"runs/mine"' in (tmp_path / "page.html").read_text()
 
 
-def test_another_format_is_another_file(cli, tmp_path, runs):
+def test_each_format_has_its_default_file(cli, tmp_path, runs):
     assert cli("report", runs)[0] == 0
     page = (tmp_path / "page.html").read_bytes()
     for kind, name in {"csv": "page.csv", "latex": "page.tex", "markdown": "page.md"}.items():
@@ -61,13 +61,13 @@ def test_another_format_is_another_file(cli, tmp_path, runs):
     assert (tmp_path / "page.html").read_bytes() == page
 
 
-def test_one_run_is_no_runs(cli, runs):
+def test_a_single_run_is_counted_in_the_singular(cli, runs):
     one = next(path.parent for path in runs.rglob("config.toml"))
     assert cli("report", one, "--out", "page.csv")[1].endswith(" kB, 1 run\n")
 
 
 @pytest.mark.parametrize("kind", ["html", "csv"])
-def test_a_folder_whose_name_is_no_text_is_reported(cli, tmp_path, runs, kind):
+def test_a_folder_name_may_be_invalid_utf8(cli, tmp_path, runs, kind):
     odd = tmp_path / os.fsdecode(b"od\xff")
     shutil.copytree(next(path.parent for path in runs.rglob("config.toml")), odd / "run")
     code, _, err = cli("report", odd, "--out", "page", "--format", kind)
@@ -75,7 +75,7 @@ def test_a_folder_whose_name_is_no_text_is_reported(cli, tmp_path, runs, kind):
     assert "od?/run" in (tmp_path / "page").read_text()
 
 
-def test_a_file_that_cannot_be_written_is_called_by_its_own_name(cli, runs):
+def test_a_write_error_names_the_file_and_not_its_temporary_name(cli, runs):
     name = f"{'x' * 300}.csv"
     code, _, err = cli("report", runs, "--out", name)
     assert code == 1
@@ -90,31 +90,31 @@ def test_no_file_of_a_run_is_replaced(cli, tmp_path, runs):
     for name in ("metrics.jsonl", "config.toml", "page.csv", "figures/page.csv"):
         code, out, err = cli("report", one, "--format", "csv", "--out", one / name)
         assert (code, out) == (2, "")
-        assert f"lies in the run folder {one}" in err
+        assert f"is inside the run folder {one}" in err
     code, _, err = cli("report", one, "--format", "png", "--out", one)
-    assert (code, "lies in the run folder" in err) == (2, True)
+    assert (code, "is inside the run folder" in err) == (2, True)
     assert before == {path: path.read_bytes() for path in one.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("left", ["model.json", "data.json", "environment.json", "metrics.jsonl"])
-def test_nor_is_anything_written_into_a_run_that_has_only_begun(cli, tmp_path, runs, left):
+def test_nothing_is_written_into_a_run_that_has_just_started(cli, tmp_path, runs, left):
     one = tmp_path / "begun"
     one.mkdir()
     (one / "config.toml").write_text("")
     (one / left).write_text("")
     code, _, err = cli("report", runs, "--out", one / "page.csv")
-    assert (code, "lies in the run folder" in err) == (2, True)
+    assert (code, "is inside the run folder" in err) == (2, True)
     assert {path.name for path in one.iterdir()} == {"config.toml", left}
 
 
-def test_only_a_file_of_the_same_kind_is_replaced(cli, tmp_path, runs):
+def test_only_a_file_of_the_same_format_is_replaced(cli, tmp_path, runs):
     (tmp_path / "thesis.txt").write_text("mine")
     (tmp_path / "link").symlink_to("thesis.txt")
     for name, kind in {"thesis.txt": "csv", "page.csv": "latex", "link": "markdown"}.items():
-        assert cli("report", runs, "--out", "page.csv")[0] == 0, "as often as one likes"
+        assert cli("report", runs, "--out", "page.csv")[0] == 0
         code, out, err = cli("report", runs, "--out", name, "--format", kind)
         assert (code, out) == (2, "")
-        assert f"{name} exists: expected a name that ends in ." in err
+        assert f"{name} exists and does not end in ." in err
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
@@ -122,11 +122,12 @@ def test_only_a_file_of_the_same_kind_is_replaced(cli, tmp_path, runs):
 def test_mistakes(cli, tmp_path, runs):
     (tmp_path / "file").write_text("mine")
     for arguments, says in (
-        (["report", runs, "--out", "page.doc"], "expected one of html"),
+        (["report", runs, "--out", "page.doc"], "unknown format 'doc'"),
         (["report", runs, "--out", "file/page.html"], "the folder file cannot be made"),
         (["report", runs, "--out", "file/figures/page.html"], "the folder file/figures cannot be made"),
         (["report", runs, "--format", "png", "--out", "file"], "the folder file cannot be made"),
-        (["report", tmp_path / "absent"], "is not a folder"),
+        (["report", tmp_path / "absent"], "does not exist"),
+        (["report", runs, tmp_path / "absent"], "does not exist"),
         (["report", tmp_path], "no run in"),
     ):
         code, _, err = cli(*arguments)
@@ -151,7 +152,7 @@ def test_a_damaged_run_is_named(cli, tmp_path, runs, name):
     assert not (tmp_path / "alone.html").exists()
 
 
-def test_a_config_that_cannot_be_read_is_named_and_one_by_itself_is_no_run(cli, tmp_path, runs):
+def test_a_damaged_config_is_named_and_a_lone_config_ignored(cli, tmp_path, runs):
     shutil.copytree(runs, tmp_path / "runs")
     (tmp_path / "runs" / "mine").mkdir()
     (tmp_path / "runs" / "mine" / "config.toml").write_text("of another program = [")

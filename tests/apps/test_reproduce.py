@@ -1,4 +1,4 @@
-"""fedpara reproduce, as a user calls it."""
+"""`fedpara reproduce`: miniatures of every study, the list, mistakes."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ BARE = [name for name in paper.STUDIES if name not in TRAINED]
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """One folder for every study here: they share their runs."""
+    """One folder for all studies, because they share runs."""
     return tmp_path_factory.mktemp("paper")
 
 
@@ -31,8 +31,8 @@ def rounds_run(err):
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_a_miniature_of_every_trained_study(cli, out, name):
-    """Two rounds on generated data; of the sixty runs of gamma-sweep those of CIFAR-10 IID."""
+def test_a_miniature_of_every_study_with_training(cli, out, name):
+    """Two rounds on generated data; of gamma-sweep's sixty runs, only those on CIFAR-10 IID."""
     only = ("--only", "cifar10-iid") if name == "gamma-sweep" else ()
     text, _ = tiny(cli, name, out, *only)
     study = paper.study(name)
@@ -40,7 +40,7 @@ def test_a_miniature_of_every_trained_study(cli, out, name):
     assert text.splitlines()[1] == MINIATURE
     assert (NOT_RUN in text) == (name == "gamma-sweep")
     again, err = tiny(cli, name, out, "--json", *only)
-    assert rounds_run(err) == 0, "it is all there"
+    assert rounds_run(err) == 0, "every run is finished"
     cells = json.loads(again.splitlines()[-1])[name]["cells"]
     assert json.loads(again.splitlines()[-1])[name]["caveat"] == MINIATURE
     assert [(cell["row"], cell["column"]) for cell in cells] == [(c.row, c.column) for c in study.cells]
@@ -57,7 +57,7 @@ def test_a_miniature_of_every_trained_study(cli, out, name):
 
 
 @pytest.mark.parametrize("name", BARE)
-def test_studies_without_training_need_nothing(cli, name):
+def test_studies_without_training_start_no_run(cli, name):
     code, text, err = cli("reproduce", name)
     assert code == 0, err
     assert NOT_RUN not in text
@@ -65,7 +65,7 @@ def test_studies_without_training_need_nothing(cli, name):
     assert list(Path.cwd().rglob("config.toml")) == []
 
 
-def test_the_list_has_every_name_and_its_cost(cli):
+def test_the_list_shows_every_name_and_its_cost(cli):
     code, text, _ = cli("reproduce", "--list", "--json")
     assert code == 0
     listed = json.loads(text)
@@ -106,7 +106,7 @@ def test_mistakes(cli, tmp_path, arguments, says):
     assert list(tmp_path.rglob("config.toml")) == []
 
 
-def test_data_that_is_not_here_is_named(cli, tmp_path):
+def test_missing_data_is_named(cli, tmp_path):
     code, _, err = cli("reproduce", "optimizers", "--data-dir", tmp_path / "nothing")
     assert code == 1
     assert "cifar10 is not in" in err

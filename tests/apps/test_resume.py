@@ -1,4 +1,4 @@
-"""fedpara resume: a run or a folder of them, whatever state they are in."""
+"""`fedpara resume`: one run or a folder of runs, intact or damaged."""
 
 import fcntl
 import json
@@ -26,7 +26,7 @@ def runs(tmp_path):
     return tmp_path / "runs"
 
 
-def test_a_damaged_run_keeps_no_other_from_going_on(cli, runs):
+def test_a_damaged_run_does_not_stop_the_others(cli, runs):
     for name, (file, content) in DAMAGE.items():
         (runs / name / file).write_text(content)
     code, out, err = cli("resume", "runs", "--rounds", 2)
@@ -38,7 +38,7 @@ def test_a_damaged_run_keeps_no_other_from_going_on(cli, runs):
     assert "metrics.jsonl is damaged in line 1" in said
 
 
-def test_one_that_fails_on_its_way_keeps_no_other_from_going_on(cli, runs):
+def test_a_failing_run_does_not_stop_the_others(cli, runs):
     for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
         (runs / "a" / name).write_bytes(b"torn")
     code, _, err = cli("resume", "runs", "--rounds", 2)
@@ -46,7 +46,7 @@ def test_one_that_fails_on_its_way_keeps_no_other_from_going_on(cli, runs):
     assert [read_run(runs / name).rounds for name in "bc"] == [2, 2]
 
 
-def test_a_name_is_shown_as_it_is_and_quoted_in_a_command(cli, tmp_path):
+def test_a_name_is_printed_unchanged_and_quoted_in_commands(cli, tmp_path):
     name = "x[red]y's ü"
     run(TINY, tmp_path / name)
     code, out, _ = cli("resume", name)
@@ -69,14 +69,14 @@ def test_a_name_is_shown_as_it_is_and_quoted_in_a_command(cli, tmp_path):
     assert f"`fedpara report {shlex.quote(name)} --out 'my page.md'`" in written
 
 
-def test_a_mistake_in_the_call_is_said_once(cli, runs):
+def test_a_usage_error_is_printed_once(cli, runs):
     code, _, err = cli("resume", "runs", "--rounds", 2, "--engine", "sequentail")
     assert code == 2
     assert err.count("did you mean 'sequential'") == 1
     assert "failed" not in err
 
 
-def test_a_target_that_was_reached_is_said(cli, tmp_path):
+def test_a_reached_target_is_reported(cli, tmp_path):
     words = ["--model", "mlp", "--clients", 5, "--cohort", 2, "--steps", 1, "--target", 0.01, "--out", "a"]
     assert cli("run", *words, "--rounds", 2)[0] == 0
     code, out, err = cli("resume", "a", "--rounds", 5, "--json")
@@ -95,13 +95,13 @@ def no_simulation(monkeypatch):
     monkeypatch.setattr(command, "_simulation", started)
 
 
-def test_flower_has_no_other_precision(cli, runs, no_simulation):
+def test_flower_computes_in_float32_only(cli, runs, no_simulation):
     code, _, err = cli("resume", "runs/a", "--rounds", 2, "--engine", "flower", "--precision", "bfloat16")
     assert code == 2
     assert "precision 'bfloat16' is the batched engine's: flower computes in float32." in err
 
 
-def test_a_folder_in_use_is_said_before_flower_is_started(cli, runs, no_simulation):
+def test_a_folder_in_use_is_reported_before_flower_starts(cli, runs, no_simulation):
     lock = os.open(runs / "a" / ".lock", os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
     said = []
@@ -126,7 +126,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("how", REFUSED)
-def test_what_is_refused_is_refused_before_flower_is_started(cli, runs, no_simulation, how):
+def test_mistakes_are_reported_before_flower_starts(cli, runs, no_simulation, how):
     damage, words, says = REFUSED[how]
     damage(runs / "a")
     before = (runs / "a" / "config.toml").read_bytes()
@@ -136,7 +136,7 @@ def test_what_is_refused_is_refused_before_flower_is_started(cli, runs, no_simul
     assert (runs / "a" / "config.toml").read_bytes() == before
 
 
-def test_what_clients_keep_here_no_node_goes_on_with(cli, tmp_path, no_simulation):
+def test_flower_does_not_resume_a_run_with_local_client_memory(cli, tmp_path, no_simulation):
     run(replace(TINY, scheme="pfedpara", gamma=0.5), tmp_path / "a")
     before = (tmp_path / "a" / "config.toml").read_bytes()
     code, _, err = cli("resume", "a", "--rounds", 2, "--engine", "flower")
@@ -145,14 +145,14 @@ def test_what_clients_keep_here_no_node_goes_on_with(cli, tmp_path, no_simulatio
     assert cli("resume", "a", "--rounds", 2)[0] == 0
 
 
-def test_a_finished_run_has_nothing_for_a_node_to_go_on_with(tmp_path):
+def test_a_finished_run_needs_no_client_memory(tmp_path):
     run(replace(TINY, scheme="pfedpara", gamma=0.5), tmp_path / "a")
     assert look_over(tmp_path / "a", None, "flower", None, None) == (1, True)
     with pytest.raises(RunError, match="no node has it"):
         look_over(tmp_path / "a", 2, "flower", None, None)
 
 
-def test_flowers_server_does_not_go_on_with_it_either(tmp_path):
+def test_the_flower_server_does_not_resume_it_either(tmp_path):
     pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
     from fedpara.apps.flower.server_app import go_through
 

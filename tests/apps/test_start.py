@@ -1,4 +1,4 @@
-"""Start-up: help, the version and a mistyped option answer without importing torch."""
+"""Startup: help, the version and mistyped options do not import torch."""
 
 import json
 import subprocess
@@ -41,7 +41,7 @@ def start(*words):
         ("run --rounds many", 2),
     ],
 )
-def test_answers_without_torch(words, code):
+def test_torch_is_not_imported(words, code):
     assert start(*words.split()) == (code, set())
 
 
@@ -51,13 +51,13 @@ def test_a_command_imports_torch_once_its_options_are_valid():
     assert "torch" in heavy
 
 
-def test_the_choices_are_those_of_the_registries():
+def test_choices_equal_the_registries():
     assert [*choices.DATASETS] == data.names()
     assert [*choices.MODELS] == models.names()
 
 
-def test_ctrl_c_while_a_command_imports_torch(tmp_path):
-    """A torch whose import is interrupted stands in for the real one, which takes seconds."""
+def test_ctrl_c_during_the_import_of_torch(tmp_path):
+    """A fake torch raises KeyboardInterrupt on import; the real one takes seconds."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from fedpara_command import main; main()"
     got = subprocess.run(

@@ -1,4 +1,4 @@
-"""A full disk, a closed stream, a key pressed too early: one line and an exit code, or nothing and the run goes on."""
+"""Full disks, closed streams, early Ctrl-C: a one-line error and exit code, or the run continues."""
 
 import errno
 import io
@@ -21,7 +21,7 @@ RUN = sys.modules["fedpara.experiments.run"]  # the package's own `run` is the f
 TINY = ["--model", "mlp", "--scheme", "original", "--clients", "8", "--cohort", "2", "--steps", "1"]
 
 
-def test_a_disk_that_is_full_at_a_rounds_line_is_said_in_a_line(cli, monkeypatch, tmp_path):
+def test_a_full_disk_is_a_one_line_error(cli, monkeypatch, tmp_path):
     written = store.append_line
 
     def append(path, line, durable=True):
@@ -44,7 +44,7 @@ def test_a_disk_that_is_full_at_a_rounds_line_is_said_in_a_line(cli, monkeypatch
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 3.78 TiB"),
     ],
 )
-def test_memory_that_runs_out_is_said_in_a_line_and_stops_no_other_run(cli, monkeypatch, tmp_path, error):
+def test_out_of_memory_stops_only_its_own_run(cli, monkeypatch, tmp_path, error):
     for name in "ab":
         assert cli("run", *TINY, "--rounds", "1", "--out", f"runs/{name}")[0] == 0
     original, played = RUN.run_rounds, []
@@ -65,13 +65,13 @@ def test_memory_that_runs_out_is_said_in_a_line_and_stops_no_other_run(cli, monk
     assert "3.78 TiB" in said
 
 
-def test_memory_that_runs_out_elsewhere_is_said_too(cli, monkeypatch):
+def test_out_of_memory_outside_a_run_is_a_one_line_error(cli, monkeypatch):
     def short(*_, **__):
         raise MemoryError
 
     monkeypatch.setattr(RUN, "build", short)
     code, _, err = cli("run", *TINY, "--out", "a")
-    assert (code, err) == (1, "fedpara: the memory ran out (MemoryError): something smaller was expected.\n")
+    assert (code, err) == (1, "fedpara: out of memory (MemoryError): try a smaller model or batch.\n")
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ def test_memory_that_runs_out_elsewhere_is_said_too(cli, monkeypatch):
     ],
     ids=["run", "resume", "a folder for a file"],
 )
-def test_a_name_that_no_file_can_have_is_said_in_a_line(cli, tmp_path, words, says):
+def test_an_impossible_file_name_is_a_one_line_error(cli, tmp_path, words, says):
     (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
     (tmp_path / "folder" / "config.toml").touch()
     assert cli(*words) == (1, "", f"fedpara: {says}\n")
 
 
-def test_a_folder_that_may_not_be_read_is_named(cli, monkeypatch):
+def test_an_unreadable_folder_is_named(cli, monkeypatch):
     def denied(*_, **__):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "secret/config.toml")
 
@@ -97,7 +97,7 @@ def test_a_folder_that_may_not_be_read_is_named(cli, monkeypatch):
     assert cli("resume", "secret") == (1, "", "fedpara: secret/config.toml: Permission denied\n")
 
 
-def test_an_error_that_is_a_defect_keeps_its_traceback(monkeypatch):
+def test_a_bug_keeps_its_traceback(monkeypatch):
     def broken(*_, **__):
         raise OverflowError("a defect")
 
@@ -117,8 +117,8 @@ def test_a_full_stdout_is_a_failure(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().err == "fedpara: stdout: No space left on device\n"
 
 
-def test_ctrl_c_while_the_package_is_imported(tmp_path):
-    """A package whose import is interrupted stands in for ours, which takes seconds."""
+def test_ctrl_c_during_the_import_of_the_package(tmp_path):
+    """A fake package raises KeyboardInterrupt on import; the real one takes seconds."""
     (tmp_path / "fedpara").mkdir()
     (tmp_path / "fedpara" / "__init__.py").write_text("raise KeyboardInterrupt")
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -129,8 +129,8 @@ def test_ctrl_c_while_the_package_is_imported(tmp_path):
     assert got.stderr == "interrupted: nothing was begun.\n"
 
 
-class Gone(io.StringIO):
-    """A stream whose reader is gone, or whose disk is full."""
+class Failing(io.StringIO):
+    """A stream that raises an error on every write."""
 
     def __init__(self, error, terminal=False):
         super().__init__()
@@ -152,15 +152,17 @@ def closed():
 STREAMS = {
     "closed at the start": lambda: None,
     "closed since": closed,
-    "no reader": lambda: Gone(BrokenPipeError(errno.EPIPE, "Broken pipe")),
-    "full": lambda: Gone(OSError(errno.ENOSPC, "No space left on device")),
-    "a terminal that is gone": lambda: Gone(OSError(errno.EIO, "Input/output error"), terminal=True),
-    "a terminal without a reader": lambda: Gone(BrokenPipeError(errno.EPIPE, "Broken pipe"), terminal=True),
+    "no reader": lambda: Failing(BrokenPipeError(errno.EPIPE, "Broken pipe")),
+    "full": lambda: Failing(OSError(errno.ENOSPC, "No space left on device")),
+    "a terminal that is gone": lambda: Failing(OSError(errno.EIO, "Input/output error"), terminal=True),
+    "a terminal without a reader": lambda: Failing(
+        BrokenPipeError(errno.EPIPE, "Broken pipe"), terminal=True
+    ),
 }
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-def test_progress_that_nobody_sees_ends_no_run(monkeypatch, stream):
+def test_a_failing_stderr_does_not_end_the_run(monkeypatch, stream):
     monkeypatch.setattr(sys, "stderr", STREAMS[stream]())
     result = Round(Progress(2, {}, {}, {}, 10, 10), (0, 1), 0.5, 10, 10, (), 0.5, 0.5, None, None, ())
     with progress.Show("a", 2) as show:
@@ -172,10 +174,10 @@ def test_progress_that_nobody_sees_ends_no_run(monkeypatch, stream):
     ("words", "says"),
     [
         (["report", "."], "interrupted.\n"),
-        (["run", *TINY], "interrupted: what was finished is saved, `fedpara resume` goes on with it.\n"),
+        (["run", *TINY], "interrupted: finished rounds are saved, `fedpara resume` continues the run.\n"),
     ],
 )
-def test_only_what_keeps_a_run_says_how_to_go_on(cli, monkeypatch, words, says):
+def test_only_resumable_commands_mention_resume(cli, monkeypatch, words, says):
     def key(*_, **__):
         raise KeyboardInterrupt
 
@@ -184,7 +186,7 @@ def test_only_what_keeps_a_run_says_how_to_go_on(cli, monkeypatch, words, says):
     assert cli(*words) == (130, "", says)
 
 
-def test_a_name_on_the_bar_is_shown_as_it_is(monkeypatch):
+def test_the_progress_bar_shows_a_name_without_markup(monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)

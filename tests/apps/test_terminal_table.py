@@ -1,4 +1,4 @@
-"""Tables on terminals of any width: every character of every cell is there."""
+"""Tables on terminals of any width show every character of every cell."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ from fedpara.apps.terminal.table import empty_table, print_table
 
 
 @pytest.mark.parametrize("width", [24, 40, 60, 200])
-def test_nothing_is_cut_on_a_terminal(capsys, monkeypatch, width):
+def test_long_cells_wrap_on_a_terminal(capsys, monkeypatch, width):
     table = empty_table(["run", "what"], ["sent [MB]"])
     table.add_row("pfedpara-[red]", "a", "68.12345")
     monkeypatch.setenv("COLUMNS", str(width))
@@ -24,7 +24,7 @@ def test_nothing_is_cut_on_a_terminal(capsys, monkeypatch, width):
     assert (name, what, sent) == ("pfedpara-[red]", "a", "68.12345")
 
 
-def test_a_file_gets_whole_lines(capsys, monkeypatch):
+def test_a_pipe_gets_unwrapped_lines(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "24")
     table = empty_table(["run"], ["accuracy", "sent [MB]"])
     table.add_row("pfedpara", "96.2%", "10.03")

@@ -1,4 +1,4 @@
-"""`fedpara run --validation`: the score is called what it is, wherever it is shown."""
+"""`fedpara run --validation`: every output labels the score as validation."""
 
 import json
 
@@ -24,30 +24,30 @@ TINY = (
 
 
 @pytest.fixture
-def told(cli, tmp_path):
-    def tell(*options):
+def run(cli, tmp_path):
+    def call(*options):
         code, out, err = cli(*TINY, *options)
         assert code == 0, err
         return out
 
-    return tell
+    return call
 
 
-def test_the_table_and_json_say_validation(told, cli):
-    assert "% (validation)" in told("--validation", 0.1, "--out", "runs/held")
+def test_the_table_and_the_json_say_validation(run, cli):
+    assert "% (validation)" in run("--validation", 0.1, "--out", "runs/held")
     assert (
-        json.loads(told("--validation", 0.1, "--json", "--out", "other/held").splitlines()[-1])["scored"]
+        json.loads(run("--validation", 0.1, "--json", "--out", "other/held").splitlines()[-1])["scored"]
         == "validation"
     )
-    assert "validation" not in told("--out", "runs/plain")
-    assert "scored" not in json.loads(told("--json", "--out", "other/plain").splitlines()[-1])
+    assert "validation" not in run("--out", "runs/plain")
+    assert "scored" not in json.loads(run("--json", "--out", "other/plain").splitlines()[-1])
     both = cli("resume", "runs")[1]
     assert both.count("% (validation)") == 1, "one of the two runs"
 
 
-def test_a_report_keeps_the_two_apart(told, cli, tmp_path):
-    told("--validation", 0.1, "--out", "runs/held")
-    told("--out", "runs/plain")
+def test_a_report_separates_validation_from_test_scores(run, cli, tmp_path):
+    run("--validation", 0.1, "--out", "runs/held")
+    run("--out", "runs/plain")
     assert cli("report", "runs", "--out", "page.md")[0] == 0
     rows = [line for line in (tmp_path / "page.md").read_text().splitlines() if line.startswith("| digits")]
     assert len(rows) == 2
@@ -55,8 +55,8 @@ def test_a_report_keeps_the_two_apart(told, cli, tmp_path):
     assert held.startswith("| digits non-IID (Dirichlet), validation, original (validation) |")
 
 
-def test_weights_and_their_cap_are_written_to_the_config(told, cli, tmp_path):
-    told("--weights", "uniform", "--max-share", 0.4, "--split", "iid", "--out", "runs/one")
+def test_weights_and_their_cap_are_written_to_the_config(run, cli, tmp_path):
+    run("--weights", "uniform", "--max-share", 0.4, "--split", "iid", "--out", "runs/one")
     experiment = read_run(tmp_path / "runs" / "one").experiment
     assert (experiment.weights, experiment.max_share) == ("uniform", 0.4)
     for option, value, says in (

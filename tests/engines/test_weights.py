@@ -82,7 +82,7 @@ def test_a_capped_client_moves_the_model_by_no_more_than_its_share(world):
     assert free.notes == uniform.notes == ()
     (note,) = capped_.notes
     assert "client 0 with 1099511627776 examples counts as 200" in note
-    assert "more than 50% of a round's weight" in note
+    assert "max_share limits each client to 50% of a round's weight" in note
 
 
 @pytest.mark.parametrize("name", algorithms.names())

@@ -1,13 +1,13 @@
-"""Flower's nodes in this process, and runs on them and beside them."""
+"""Flower nodes inside this process, and the same experiments on the sequential engine."""
 
 import torch
+from fedpara.engines.sequential import Sequential
 
 import fedpara
 from fedpara.apps.flower.host import host_on
-from fedpara.apps.flower.node import answer
+from fedpara.apps.flower.node import respond
 from fedpara.engines.flower.policy import Policy
 from fedpara.engines.flower.rpc import Request, from_packet
-from fedpara.engines.local.engine import Sequential
 from fedpara.experiments import Experiment
 from fedpara.experiments.run import lay_out, resume
 from fedpara.experiments.storage.checkpoint import final_checkpoint
@@ -25,7 +25,7 @@ CASES = {
 
 
 class Nodes:
-    """A transport whose nodes answer at once, in this process, by a clock that only sleeping moves."""
+    """A transport whose nodes respond at once in this process. Only sleeping advances its clock."""
 
     def __init__(self, folder, count=3, first=100):
         self.configs = {
@@ -34,8 +34,8 @@ class Nodes:
         }
         self.keys = {}
         self.now, self.waiting, self.asked = 0.0, {}, []
-        self.change = lambda order, packet: packet  # what the network or the node makes of an answer
-        self.delay = lambda order: 0.0
+        self.change = lambda request, packet: packet  # alters a response on its way
+        self.delay = lambda request: 0.0
 
     def nodes(self):
         return {node: self.keys.get(node, b"") for node in self.configs}
@@ -43,11 +43,11 @@ class Nodes:
     def send(self, packets, seconds):
         names = []
         for node, packet in packets:
-            order = from_packet(packet, Request, 1 << 30)
-            self.asked.append((order.kind, order.round, order.client, node))
+            request = from_packet(packet, Request, 1 << 30)
+            self.asked.append((request.kind, request.round, request.client, node))
             name = f"message-{len(self.asked)}"
-            got = self.change(order, answer(packet, self.configs[node]))
-            self.waiting[name] = (self.now + self.delay(order), got)
+            got = self.change(request, respond(packet, self.configs[node]))
+            self.waiting[name] = (self.now + self.delay(request), got)
             names.append(name)
         return names
 
@@ -71,7 +71,8 @@ def host(transport, policy=None, keys=None, version=fedpara.__version__):
     )
 
 
-def by_flower(experiment, folder, transport=None, **words):
+def run_on_nodes(experiment, folder, transport=None, **words):
+    """Run or resume on Flower nodes in this process; returns the transport."""
     transport = transport or Nodes(folder.parent / f"{folder.name}-nodes")
     if not (folder / "config.toml").exists():
         lay_out(experiment, folder)
@@ -79,10 +80,10 @@ def by_flower(experiment, folder, transport=None, **words):
     return transport
 
 
-def sequentially(experiment, folder, change=None):
-    """`change` is what becomes of a reply on its way: the same for both engines."""
+def run_sequentially(experiment, folder, change=None):
+    """Run on the sequential engine; `change(round, reply)` alters a reply on its way."""
 
-    class Disturbed(Sequential):
+    class Altered(Sequential):
         def train(self, round, clients, message, personal):
             for reply in super().train(round, clients, message, personal):
                 yield change(round, reply) if change else reply
@@ -91,14 +92,15 @@ def sequentially(experiment, folder, change=None):
     resume(
         folder,
         engine="sequential",
-        host=lambda session, parts, opened, schedule: (
-            Disturbed(session, parts.task, parts.data, opened.memory),
+        host=lambda session, parts, opened, schedule, *_: (
+            Altered(session, parts.task, parts.data, opened.memory),
             schedule,
         ),
     )
 
 
-def same(a, b):
+def same_results(a, b):
+    """Whether two run folders hold the same model and the same metrics, bit for bit."""
     state = final_checkpoint(a).state
     other = final_checkpoint(b).state
     equal = state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)

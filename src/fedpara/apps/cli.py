@@ -1,6 +1,6 @@
-"""fedpara: inspect, run, resume, reproduce, report, export, data, flower.
+"""The `fedpara` command.
 
-Exit code 0 done, 1 failed, 2 wrong use, 130 interrupted.
+Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted.
 """
 
 import io
@@ -19,7 +19,7 @@ from fedpara import __version__
 from fedpara.apps import commands
 from fedpara.apps.data import app as data_app
 from fedpara.apps.flower.cli import app as flower_app
-from fedpara.apps.terminal.interrupt import NotBegun, starting
+from fedpara.apps.terminal.interrupt import NotStarted, starting
 from fedpara.apps.terminal.plain_help import PlainGroup
 from fedpara.apps.terminal.progress import TerminalHandler, say
 from fedpara.errors import FedParaError, UsageError, in_a_line
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from fedpara.engines.distributed.process_group import ProcessGroup
 
 INTERRUPTED = 130
-KEEPS = {"run", "resume", "reproduce"}
-"""The commands that leave a run folder to go on with."""
+RESUMABLE = {"run", "resume", "reproduce"}
+"""Commands that leave a resumable run folder when interrupted."""
 
 app = typer.Typer(
     name="fedpara",
@@ -66,7 +66,7 @@ def _root(
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which torchrun sends to the ranks that are left when one has died."""
+    """SIGTERM: torchrun sends it to the remaining ranks when one has died."""
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
@@ -74,7 +74,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _command(group: "ProcessGroup | None") -> int:
-    """Under torchrun all ranks run the command, in step, and rank 0 speaks for them."""
+    """The command's exit code. Under torchrun every rank runs the command, and only rank 0 prints."""
     if group is None or group.size == 1:
         return _call()
     signal.signal(signal.SIGTERM, _terminate)
@@ -82,7 +82,7 @@ def _command(group: "ProcessGroup | None") -> int:
         with group.in_step("the end of the command"):
             return _call()
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends by itself now, and says why
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rank is about to exit and print the cause
 
 
 def _call() -> int:
@@ -93,36 +93,36 @@ def _call() -> int:
         code = app(standalone_mode=False) or 0
     finally:
         logger.removeHandler(handler)
-    if code == INTERRUPTED:  # which typer makes of Ctrl-C
+    if code == INTERRUPTED:  # typer turns Ctrl-C into this code
         raise KeyboardInterrupt
     return int(code)
 
 
-def _told(error: OSError) -> str:
-    """What the system says of a file: a full disk, a folder that may not be read, a name that is too long."""
+def _describe(error: OSError) -> str:
+    """The system's message after the file it concerns, such as `runs/a: Permission denied`."""
     what = error.strerror or str(error) or type(error).__name__
     return f"{os.fsdecode(error.filename)}: {what}" if isinstance(error.filename, str | bytes) else what
 
 
 def _flush() -> None:
-    """All that was said is out, or OSError: Python itself would find out too late for an exit code."""
+    """Write out stdout now: at exit, Python would report a full disk too late for an exit code."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python tries again as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at exit
         raise OSError(error.errno, error.strerror, "stdout") from None
 
 
 def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")  # a file's name that is no text is said as it is
-    first, group, begun = True, None, True
+        sys.stdout.reconfigure(errors="surrogateescape")  # file names need not be valid UTF-8
+    first_rank, group, started = True, None, True
     try:
-        if "WORLD_SIZE" in os.environ:  # set by torchrun; without it there is one process, and torch can wait
+        if "WORLD_SIZE" in os.environ:  # torchrun sets it; a single process imports torch later
             with starting():
                 from fedpara.engines.distributed.process_group import join, place
-            first = place()[0] == 0
+            first_rank = place()[0] == 0
             group = join()
         try:
             code = _command(group)
@@ -131,32 +131,31 @@ def main() -> None:
     except click.exceptions.Exit as stop:
         code = stop.exit_code
     except click.ClickException as error:
-        if first:
+        if first_rank:
             with suppress(OSError, ValueError):
                 error.show()
         code = 2
     except (KeyboardInterrupt, click.exceptions.Abort):
         code = INTERRUPTED
-    except NotBegun:
-        code, begun = INTERRUPTED, False
+    except NotStarted:
+        code, started = INTERRUPTED, False
     except FedParaError as error:
-        if first or (group and group.over):  # rank 0 may be the one that is gone
+        if first_rank or (group and group.over):  # rank 0 may have died
             say(f"fedpara: {error}")
         code = 2 if isinstance(error, UsageError) else 1
-    except BrokenPipeError:  # who read what was said has enough
+    except BrokenPipeError:  # the reader of stdout, such as `head`, has closed it
         code = 1
     except OSError as error:
-        if first or (group and group.over):
-            say(f"fedpara: {_told(error)}")
+        if first_rank or (group and group.over):
+            say(f"fedpara: {_describe(error)}")
         code = 1
     except MemoryError as error:
-        say(f"fedpara: the memory ran out ({in_a_line(error)}): something smaller was expected.")
+        say(f"fedpara: out of memory ({in_a_line(error)}): try a smaller model or batch.")
         code = 1
-    if code == INTERRUPTED and first:
-        kept = ": what was finished is saved, `fedpara resume` goes on with it" * bool(
-            KEEPS & {*sys.argv[1:2]}
-        )
-        say(f"interrupted{kept if begun else ': nothing was begun'}.")
+    if code == INTERRUPTED and first_rank:
+        saved = ": finished rounds are saved, `fedpara resume` continues the run"
+        saved = saved if RESUMABLE & {*sys.argv[1:2]} else ""
+        say(f"interrupted{saved if started else ': nothing was begun'}.")
     if group:
         group.leave()
     sys.exit(code)

@@ -1,6 +1,6 @@
 """The commands and their options, declared without the modules that do the work.
 
-Parsing and help need no torch. A command imports its work, and torch with it, once its options are valid.
+Help and parsing work without torch. A command imports its work, and torch, once its options are valid.
 """
 
 from pathlib import Path
@@ -20,31 +20,38 @@ from fedpara.choices import (
     SPLITS,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="The last line of stdout is one JSON object.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 DataDir = Annotated[
-    Path | None, typer.Option("--data-dir", help="Where data sets lie; else FEDPARA_DATA, else the cache.")
+    Path | None,
+    typer.Option("--data-dir", help="Folder of the data sets; default: FEDPARA_DATA, then the cache."),
 ]
 Track = Annotated[str, typer.Option(help="Also log to tensorboard, mlflow or wandb.")]
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="A model of the library, or package.module:function.")],
+    model: Annotated[str, typer.Argument(help="A library model, or package.module:function.")],
     scheme: Annotated[str, typer.Option(help="fedpara, pfedpara or lowrank.")] = "fedpara",
     gamma: Annotated[
-        float | None, typer.Option(help="Between the smallest full rank (0) and dense size (1).")
+        float | None, typer.Option(help="Size: from the smallest full rank (0) to dense (1).")
     ] = None,
-    rank: Annotated[int | None, typer.Option(help="The inner rank, in place of gamma.")] = None,
-    ratio: Annotated[float | None, typer.Option(help="Share of the dense parameters (lowrank).")] = None,
-    nonlinearity: Annotated[str | None, typer.Option(help="tanh")] = None,
-    conv: Annotated[str, typer.Option(help="tensor (Prop. 3) or reshape (Prop. 1).")] = "tensor",
-    classes: Annotated[int, typer.Option(help="Classes of a library model.")] = 10,
+    rank: Annotated[int | None, typer.Option(help="Inner rank, instead of gamma.")] = None,
+    ratio: Annotated[
+        float | None, typer.Option(help="Share of the dense parameters to keep (lowrank).")
+    ] = None,
+    nonlinearity: Annotated[str | None, typer.Option(help="Applied to each factor product: tanh.")] = None,
+    conv: Annotated[
+        str, typer.Option(help="Convolutions: tensor (Prop. 3) or reshape (Prop. 1).")
+    ] = "tensor",
+    classes: Annotated[int, typer.Option(help="Number of classes of a library model.")] = 10,
     every: Annotated[
-        bool, typer.Option("--every", help="Every weight, not only those of the model's rule.")
+        bool, typer.Option("--every", help="Factorize every weight, not only those the model's rule selects.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Also weights that do not become smaller.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also factorize weights that do not get smaller.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """A table of layers: shape, scheme, rank, maximal rank, parameters, and totals.
+    """Show each layer's shape, scheme, rank, maximal rank and parameters, and the totals.
 
     Example: fedpara inspect vgg16 --scheme fedpara --gamma 0.1 --classes 10
     """
@@ -56,72 +63,81 @@ def inspect(
 def run(
     preset: Annotated[str | None, typer.Argument(help="A preset, such as quickstart.")] = None,
     config: Annotated[
-        Path | None, typer.Option(help="A TOML file of fields; options given here win.")
+        Path | None, typer.Option(help="A TOML file of fields; command-line options override it.")
     ] = None,
     dataset: Annotated[
         str | None,
-        typer.Option(help=f"{', '.join(DATASETS)}; generated:NAME (a drawn one), hub:OWNER/NAME@REVISION"),
+        typer.Option(help=f"{', '.join(DATASETS)}; generated:NAME (synthetic), hub:OWNER/NAME@REVISION"),
     ] = None,
     model: Annotated[str | None, typer.Option(help=", ".join(MODELS))] = None,
     scheme: Annotated[str | None, typer.Option(help="original, lowrank, fedpara, pfedpara")] = None,
     gamma: Annotated[
-        float | None, typer.Option(help="Between the smallest full rank (0) and dense size (1).")
+        float | None, typer.Option(help="Size: from the smallest full rank (0) to dense (1).")
     ] = None,
-    rank: Annotated[int | None, typer.Option(help="The inner rank, in place of gamma.")] = None,
-    nonlinearity: Annotated[str | None, typer.Option(help="tanh")] = None,
+    rank: Annotated[int | None, typer.Option(help="Inner rank, instead of gamma.")] = None,
+    nonlinearity: Annotated[str | None, typer.Option(help="Applied to each factor product: tanh.")] = None,
     init: Annotated[
-        str | None, typer.Option(help="fan_out, calibrated, he, fit; he:1.4 is 1.4 times larger")
+        str | None, typer.Option(help="fan_out, calibrated, he, fit; he:1.4 scales by 1.4")
     ] = None,
     algorithm: Annotated[
         str | None, typer.Option(help="fedavg, fedprox, scaffold, feddyn, fedadam, ...")
     ] = None,
-    option: Annotated[list[str] | None, typer.Option(help="The algorithm's own: mu=0.1, alpha=0.1.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="An option of the algorithm, such as mu=0.1; repeatable.")
+    ] = None,
     share: Annotated[
         str | None, typer.Option(help="all, fedper (all but the last layer), none (Local)")
     ] = None,
     split: Annotated[str | None, typer.Option(help=", ".join(SPLITS))] = None,
-    alpha: Annotated[float | None, typer.Option(help="Of the Dirichlet splits.")] = None,
-    clients: Annotated[int | None, typer.Option(help="Among which the examples are split.")] = None,
-    cohort: Annotated[int | None, typer.Option(help="Clients a round.")] = None,
-    rounds: int | None = None,
-    epochs: Annotated[int | None, typer.Option(help="Local epochs a round.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Local steps a round, in place of epochs.")] = None,
-    batch_size: int | None = None,
-    lr: float | None = None,
-    lr_decay: Annotated[float | None, typer.Option(help="A round.")] = None,
-    momentum: float | None = None,
-    weight_decay: float | None = None,
-    clip: Annotated[float | None, typer.Option(help="Gradient norm.")] = None,
-    jacobian: Annotated[float | None, typer.Option(help="lambda of the Jacobian correction.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="Concentration of the Dirichlet splits.")] = None,
+    clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
+    cohort: Annotated[int | None, typer.Option(help="Clients per round.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Local epochs per round.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Local steps per round, instead of epochs.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples per local step.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Local learning rate.")] = None,
+    lr_decay: Annotated[float | None, typer.Option(help="Factor on the learning rate per round.")] = None,
+    momentum: Annotated[float | None, typer.Option(help="Momentum of local SGD.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Weight decay of local SGD.")] = None,
+    clip: Annotated[float | None, typer.Option(help="Largest gradient norm.")] = None,
+    jacobian: Annotated[
+        float | None, typer.Option(help="Weight (lambda) of the Jacobian correction.")
+    ] = None,
     augment: Annotated[str | None, typer.Option(help="none, crop-flip")] = None,
     validation: Annotated[
         float | None,
         typer.Option(
-            help="Hold out this share of each client's examples, such as 0.1, and score them in place of the test set."
+            help="Hold out this share of each client's examples, such as 0.1, and score those instead of the test set."
         ),
     ] = None,
     personal: Annotated[bool | None, typer.Option(help="Score each client's own model.")] = None,
-    link_up: Annotated[str | None, typer.Option(help="float32, float16, bfloat16, int8")] = None,
-    link_down: Annotated[str | None, typer.Option(help="The same.")] = None,
+    link_up: Annotated[
+        str | None, typer.Option(help="Encoding of uploads: float32, float16, bfloat16, int8.")
+    ] = None,
+    link_down: Annotated[str | None, typer.Option(help="Encoding of downloads: the same choices.")] = None,
     target: Annotated[float | None, typer.Option(help="Stop at this accuracy, such as 0.8.")] = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Rounds between evaluations.")] = None,
     weights: Annotated[
         str | None,
-        typer.Option(help="Of the updates in their mean: examples (each client's number), uniform"),
+        typer.Option(help="How updates are weighted: examples (by each client's number), uniform."),
     ] = None,
     max_share: Annotated[
-        float | None, typer.Option(help="The most of a round's weight that one client may have, such as 0.2.")
+        float | None,
+        typer.Option(help="The largest share of a round's weight one client may have, such as 0.2."),
     ] = None,
-    max_norm: Annotated[float | None, typer.Option(help="Refuse updates further away than this.")] = None,
-    seed: int | None = None,
+    max_norm: Annotated[
+        float | None, typer.Option(help="Reject updates further than this from the model.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of every random draw.")] = None,
     engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
     precision: Annotated[str | None, typer.Option(help="float32, tf32, bfloat16 (default on a GPU)")] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; by default under runs/.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; default: a new one under runs/.")] = None,
     data_dir: DataDir = None,
     track: Track = "none",
     as_json: Json = False,
 ) -> None:
-    """Run an experiment into a folder.
+    """Run an experiment and save it in a run folder.
 
     Example: fedpara run --dataset digits --scheme fedpara --gamma 0.1 --rounds 20 --out runs/first
     """
@@ -135,15 +151,16 @@ def run(
 
 def resume(
     folder: Annotated[Path, typer.Argument(help="A run folder, or a folder of run folders.")],
-    rounds: Annotated[int | None, typer.Option(help="Go on to this round instead.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Run up to this round instead.")] = None,
     engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
     precision: Annotated[str | None, typer.Option(help="float32, tf32, bfloat16")] = None,
     data_dir: DataDir = None,
     track: Track = "none",
     as_json: Json = False,
 ) -> None:
-    """Go on with a run where it stopped; with the same engine and precision and the same number of threads, to the same
-    bits as if it had not.
+    """Resume a run, or every run in a folder.
+
+    With the same engine, precision and thread count, the result equals that of an uninterrupted run, bit for bit.
 
     Example: fedpara resume runs/first
     """
@@ -154,29 +171,27 @@ def resume(
 
 def reproduce(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Tables and figures by name; --list shows them.")
+        list[str] | None, typer.Argument(help="Names of tables and figures; --list shows them.")
     ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="All names, with what they cost.")] = False,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Repeats; else as many as the paper made.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds, in place of the paper's.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List all names and what they cost.")] = False,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds; default: the paper's.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds; default: the paper's.")] = None,
     only: Annotated[
-        str | None, typer.Option(help="Run only those whose name has this piece or fits this pattern.")
+        str | None, typer.Option(help="Run only runs whose name contains this text or matches this pattern.")
     ] = None,
-    scale: Annotated[str, typer.Option(help="paper, or tiny: a miniature on generated data.")] = "paper",
-    out: Annotated[Path, typer.Option(help="Where new run folders and the figure go.")] = PAPER_RUNS,
+    scale: Annotated[str, typer.Option(help="paper, or tiny (a miniature on generated data).")] = "paper",
+    out: Annotated[Path, typer.Option(help="Folder for new run folders and the figure.")] = PAPER_RUNS,
     results: Annotated[
-        Path, typer.Option(help="Where finished runs are kept; they are not run again.")
+        Path, typer.Option(help="Folder of finished runs, which are not repeated.")
     ] = PAPER_RESULTS,
     data_dir: DataDir = None,
     engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
     precision: Annotated[str | None, typer.Option(help="float32, tf32, bfloat16 (default on a GPU)")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The last line of stdout is one JSON object.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
-    """Run what a table or figure of the paper needs, then print paper | ours and draw the figure.
+    """Run what a table or figure of the paper needs, print paper | ours, and draw the figure.
 
-    Runs that are there are skipped, those that were cut go on.
+    Finished runs are skipped; interrupted runs are resumed.
 
     Example: fedpara reproduce capacity-cnn --only cifar10-iid
     """
@@ -186,22 +201,25 @@ def reproduce(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold some.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(exists=True, file_okay=False, help="Run folders, or folders that contain them."),
+    ],
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The file, page.html unless told; for png and svg a folder, figures. An existing file is replaced "
-            "if its ending is the format's. Nothing is written into a run folder."
+            help="Output file, page.html by default; for png and svg a folder, figures by default. An existing file is "
+            "replaced only if its ending matches the format. Nothing is written into a run folder."
         ),
     ] = None,
     format_: Annotated[
-        str | None, typer.Option("--format", help=", ".join(FORMATS) + "; else by the file's ending.")
+        str | None, typer.Option("--format", help=", ".join(FORMATS) + "; default: from the file's ending.")
     ] = None,
     scale: Annotated[
-        str, typer.Option(help="paper, or tiny: hold miniatures against the paper's tables.")
+        str, typer.Option(help="paper, or tiny (compare miniatures with the paper's tables).")
     ] = "paper",
 ) -> None:
-    """Everything the runs say: tables as paper | ours, and curves.
+    """Write tables (paper | ours) and curves of these runs.
 
     Example: fedpara report results --out page.html
     """
@@ -211,37 +229,35 @@ def report(
 
 
 def export(
-    source: Annotated[
-        Path, typer.Argument(help="A run folder, or a .safetensors state saved by the library.")
-    ],
+    source: Annotated[Path, typer.Argument(exists=True, help="A run folder, or a .safetensors state.")],
     client: Annotated[
         int | None,
         typer.Option(
-            help="Whose own model, of a run with private parts (pFedPara, FedPer, Local): what it keeps, in the "
-            "shared part as averaged last. The next round begins with it, and `before` in metrics.jsonl scores such."
+            help="Export this client's own model, from a run with private parts (pFedPara, FedPer, Local): its private "
+            "tensors and the newest shared ones. `before` in metrics.jsonl scores such models."
         ),
     ] = None,
     format: Annotated[str, typer.Option("--format", help="safetensors, onnx or pt2.")] = "safetensors",
-    out: Annotated[Path | None, typer.Option(help="The file to write; by default beside the source.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output file; default: next to the source.")] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="The model of a bare state: a name or package.module:function, which is imported and called. A "
-            "function that only the file names never is."
+            help="The model of a .safetensors state: a library model, or package.module:function. Your function is "
+            "imported and called; a function that only the file names is not."
         ),
     ] = None,
     classes: Annotated[
         int | None,
-        typer.Option(help=f"Its classes, of a model of the library: {CLASSES} unless given."),
+        typer.Option(help=f"Number of classes of a library model; default: {CLASSES}."),
     ] = None,
     shape: Annotated[
         str | None,
-        typer.Option(help="The shape of one example, such as 3,32,32: ONNX and pt2 trace with it."),
+        typer.Option(help="Shape of one example, such as 3,32,32; ONNX and pt2 need it."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Write the merged model: plain layers, no factors.
+    """Write the merged model: plain layers without factors.
 
     Example: fedpara export runs/first --format onnx
     """

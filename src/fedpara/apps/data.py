@@ -1,4 +1,4 @@
-"""fedpara data: which sets are here, are they whole, make them quick to load."""
+"""`fedpara data`: list, verify and prepare data sets."""
 
 import json
 from dataclasses import asdict
@@ -18,14 +18,15 @@ app = typer.Typer(
     cls=PlainGroup, help="Data sets: list, verify, prepare.", no_args_is_help=True, rich_markup_mode=None
 )
 Folder = Annotated[
-    Path | None, typer.Option("--data-dir", help="Where the sets lie; else FEDPARA_DATA, else the cache.")
+    Path | None,
+    typer.Option("--data-dir", help="Folder of the data sets; default: FEDPARA_DATA, then the cache."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 
 
 @app.command("list")
 def list_(data_dir: Folder = None, as_json: Json = False) -> None:
-    """Every set by name: present or missing, and where.
+    """List every data set: present or missing, and where.
 
     Example: fedpara data list
     """
@@ -45,11 +46,11 @@ def list_(data_dir: Folder = None, as_json: Json = False) -> None:
 
 @app.command()
 def verify(
-    name: Annotated[str, typer.Argument(help="A set's name, or all.")] = "all",
+    name: Annotated[str, typer.Argument(help="A data set's name, or all.")] = "all",
     data_dir: Folder = None,
     as_json: Json = False,
 ) -> None:
-    """Read a set whole, against the publisher's sizes and checksums.
+    """Read every file of a data set and compare it with the publisher's sizes and checksums.
 
     Example: fedpara data verify cifar10
     """
@@ -72,10 +73,10 @@ def verify(
     texts = []
     if missing:
         texts.append(
-            f"missing: {', '.join(missing)}. Get the files from their publisher, or name their folder with --data-dir."
+            f"missing: {', '.join(missing)}. Get the files from their publisher, or give their folder with --data-dir."
         )
     if bad:
-        texts.append(f"not as published: {', '.join(bad)}. Fetch the files anew from their publisher.")
+        texts.append(f"not as published: {', '.join(bad)}. Get the files from their publisher again.")
     if texts:
         raise DataError(" ".join(texts))
 
@@ -88,17 +89,17 @@ def _found(report: "data.Report") -> str:
         f"{report.checked} of {report.files} file{'s' * (report.files != 1)} compared with known checksums"
     )
     if not report.checked:
-        compared = "no checksum of it is known"
+        compared = "no known checksums"
     return f"{'ok' if report.ok else 'damaged':8} {counts}{compared}"
 
 
 @app.command()
 def prepare(
-    names: Annotated[list[str], typer.Argument(help="Names of sets.")],
+    names: Annotated[list[str], typer.Argument(help="Names of data sets.")],
     data_dir: Folder = None,
     as_json: Json = False,
 ) -> None:
-    """Write the compact cache, so that later starts take under a second.
+    """Write the compact cache: later starts load it in under a second.
 
     Example: fedpara data prepare cifar10 mnist
     """

@@ -1,4 +1,4 @@
-"""The work of `fedpara export`: the merged model of a run or a saved state, for others to use."""
+"""The work of `fedpara export`: write the merged model of a run or a saved state."""
 
 import json
 from pathlib import Path
@@ -44,6 +44,6 @@ def export(
     else:
         typer.echo(f"{report.path}: {report.parameters:,} parameters, {report.bytes / 1e6:.2f} MB")
         if report.max_difference is None:
-            typer.echo("read again: every tensor is as it was written")
+            typer.echo("verified: the file holds exactly the tensors that were written")
         else:
-            typer.echo(f"checked against torch: largest difference of outputs {report.max_difference:.2e}")
+            typer.echo(f"checked against torch: largest output difference {report.max_difference:.2e}")

@@ -1,4 +1,4 @@
-"""The work of `fedpara inspect`: what a model's weights become, before anything is trained."""
+"""The work of `fedpara inspect`: how a scheme factorizes a model, without training it."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ import typer
 from torch import nn
 
 from fedpara import models
-from fedpara.apps.named_model import is_users
+from fedpara.apps.named_model import is_custom
 from fedpara.apps.terminal.table import empty_table, print_table
 from fedpara.errors import UsageError
 from fedpara.experiments.build import build_scheme
@@ -32,13 +32,10 @@ def inspect(
     force: bool,
     as_json: bool,
 ) -> None:
-    if scheme == "original":
-        raise UsageError(
-            "scheme 'original' leaves every weight as it is: choose fedpara, pfedpara or lowrank."
-        )
     fields = {"scheme": scheme, "gamma": gamma, "rank": rank, "ratio": ratio}
     wanted = build_scheme(replace(Experiment(), nonlinearity=nonlinearity, conv=conv, **fields))  # type: ignore[arg-type]
-    assert wanted is not None
+    if wanted is None:
+        raise UsageError("scheme 'original' factorizes nothing: choose fedpara, pfedpara or lowrank.")
     network, rule = load_model(model, classes)
     choices = plan(network, wanted, None if every else rule, force=force)
     if as_json:
@@ -47,20 +44,12 @@ def inspect(
         _print(model, wanted, choices)
 
 
-def load_model(
-    target: str, classes: int, shape: tuple[int, ...] | None = None
-) -> tuple[nn.Module, Where | None]:
-    """A library model by name with its rule, without memory for its weights; or the user's own by
-    `package.module:function`.
-    """
-    if is_users(target):
-        return build_target(target), None
-    try:
-        with torch.device("meta"):
-            built = models.build(target, classes=classes, shape=shape or models.usual_shape(target))
-    except (RuntimeError, TypeError):  # an integer overflowed in torch
-        raise UsageError(f"--classes {classes}: expected fewer, no tensor has so many numbers.") from None
-    return built, models.rule(target)
+def load_model(name: str, classes: int) -> tuple[nn.Module, Where | None]:
+    """The model and its rule. A library model is built without allocating its weights; a custom model has no rule."""
+    if is_custom(name):
+        return build_target(name), None
+    with torch.device("meta"):
+        return models.build(name, classes=classes, shape=models.usual_shape(name)), models.rule(name)
 
 
 def summary(choices: list[Choice]) -> dict[str, Any]:
@@ -76,17 +65,15 @@ def summary(choices: list[Choice]) -> dict[str, Any]:
 
 def _row(choice: Choice) -> dict[str, Any]:
     shape, form = list(choice.weight.shape), choice.form
-    if form is None:
-        full = min(shape[0], choice.weight.numel() // shape[0]) if len(shape) > 1 else 1
-        made = {"scheme": "dense", "rank": None, "max_rank": full, "parameters": choice.weight.numel()}
-        return {"name": choice.name, "shape": shape, **made}
-    made = {
-        "scheme": form.scheme.name,
-        "rank": form.rank,
-        "max_rank": form.max_rank,
-        "parameters": form.parameters,
+    full = min(shape[0], choice.weight.numel() // shape[0]) if len(shape) > 1 else 1
+    return {
+        "name": choice.name,
+        "shape": shape,
+        "scheme": form.scheme.name if form else "dense",
+        "rank": form.rank if form else None,
+        "max_rank": form.max_rank if form else full,
+        "parameters": choice.parameters,
     }
-    return {"name": choice.name, "shape": shape, **made}
 
 
 def _print(model: str, scheme: Scheme, choices: list[Choice]) -> None:

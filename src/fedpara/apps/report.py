@@ -1,4 +1,4 @@
-"""The work of `fedpara report`: run folders as one page, figures or tables."""
+"""The work of `fedpara report`: turn run folders into a page, tables or figures."""
 
 import os
 import shlex
@@ -24,30 +24,33 @@ ENDINGS = {
     "csv": (".csv",),
     "latex": (".tex",),
 }
-"""Of an existing file that may be replaced."""
+"""An existing file is replaced only if it has one of its format's endings."""
 
-USUAL = {"markdown": "page.md", "csv": "page.csv", "latex": "page.tex", "png": "figures", "svg": "figures"}
+DEFAULT_OUT = {
+    "markdown": "page.md",
+    "csv": "page.csv",
+    "latex": "page.tex",
+    "png": "figures",
+    "svg": "figures",
+}
 
 
 def report(runs: list[Path], out: Path | None, format_: str | None, scale: str) -> None:
     if out is None:
-        out = Path(USUAL.get(format_ or "html", "page.html"))
+        out = Path(DEFAULT_OUT.get(format_ or "html", "page.html"))
     kind = format_ or {".md": "markdown", ".tex": "latex"}.get(out.suffix, out.suffix.removeprefix("."))
     if kind not in FORMATS:
         raise UsageError(
-            f"--format {kind!r}: expected one of {', '.join(FORMATS)}, or an --out that ends so."
+            f"unknown format {kind!r}: expected --format or an --out ending of {', '.join(FORMATS)}."
         )
-    for path in runs:
-        if not path.is_dir():
-            raise UsageError(f"{path} is not a folder: expected run folders, or folders that hold some.")
     library = Library.of(*runs)
     if not library.runs:
         library.refuse_damaged("reported")
         raise UsageError(f"no run in {', '.join(map(str, runs))}: expected folders that `fedpara run` made.")
-    _refuse(out, kind)
+    _check_out(out, kind)
     make_folder(out if kind in ("png", "svg") else out.parent)
     tables = [table_of(study, library, library.seeds, scale=scale) for study in STUDIES.values()]
-    rest = other_runs(library, tables) if kind != "html" else None  # the page shows every run anyway
+    rest = other_runs(library, tables) if kind != "html" else None  # the page shows every run
     if rest is not None:
         tables.append(rest)
     if kind in ("png", "svg"):
@@ -64,26 +67,21 @@ def _file(library: Library, tables: list[Table], out: Path, kind: str, of: str) 
         "csv": lambda: csv_text(tables),
         "latex": lambda: "\n\n".join(f"% {t.study.name}: {t.study.title}\n{latex(t)}" for t in tables) + "\n",
     }[kind]()
-    content = text.encode(errors="replace")  # a folder's name may be no text
+    content = text.encode(errors="replace")  # a folder's name may not be valid UTF-8
     write_bytes(out, content)
     count = sum(1 for _ in library)
     typer.echo(f"{out}: {len(content) / 1e3:.0f} kB, {count} run{'s' * (count != 1)}")
 
 
-def _refuse(out: Path, kind: str) -> None:
-    """UsageError for a place where a run's own file or someone else's would be lost."""
+def _check_out(out: Path, kind: str) -> None:
+    """UsageError if writing to `out` could destroy a run's file or an unrelated one."""
     place = Path(os.path.realpath(out))
-    for folder in (place, *place.parents):
-        if is_run(folder):
-            raise UsageError(
-                f"{out} lies in the run folder {folder}, which is the run's own: choose another --out."
-            )
+    inside = [str(folder) for folder in (place, *place.parents) if is_run(folder)]
+    if inside:
+        raise UsageError(f"{out} is inside the run folder {inside[0]}: choose another --out.")
     endings = ENDINGS.get(kind)
     if endings and os.path.lexists(out) and not os.path.isdir(out) and out.suffix.lower() not in endings:
-        raise UsageError(
-            f"{out} exists: expected a name that ends in {' or '.join(endings)} to replace it with {kind}. "
-            "Choose another --out."
-        )
+        raise UsageError(f"{out} exists and does not end in {' or '.join(endings)}: choose another --out.")
 
 
 def _figures(library: Library, tables: list[Table], out: Path, kind: str) -> None:

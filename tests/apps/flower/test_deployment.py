@@ -1,6 +1,6 @@
-"""A SuperLink and three SuperNodes on loopback, with TLS and node keys, behind nginx where it is installed.
+"""A SuperLink and three SuperNodes on loopback, with TLS and node keys, behind nginx if it is installed.
 
-Minutes, not seconds: `make test-deploy` runs it.
+It takes minutes: `make test-deploy` runs it.
 """
 
 import os
@@ -46,7 +46,7 @@ CONFIG = Path(__file__).parents[3] / "docs" / "nginx.conf"
 
 
 def start_nginx(federation, folder, sites="allow 127.0.0.1;\ndeny all;\n"):
-    """docs/nginx.conf as it is, but for where files and ports are. `sites` is the list of addresses."""
+    """Start nginx with docs/nginx.conf; only paths and ports differ. `sites` is the list of addresses."""
     port = free_port()
     text = CONFIG.read_text()
     (folder / "sites.conf").write_text(sites)
@@ -72,7 +72,7 @@ def start_nginx(federation, folder, sites="allow 127.0.0.1;\ndeny all;\n"):
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory):
-    """The federation with its run submitted, the run's folder, and the port that nodes come in by."""
+    """The federation, the run folder, the port that nodes connect to, and the submitted run."""
     folder = tmp_path_factory.mktemp("deployed")
     lay_out(EXPERIMENT, folder / "run")
     with Processes() as processes:
@@ -88,7 +88,7 @@ def deployed(tmp_path_factory):
 
 
 def greedy(federation, folder, port):
-    """A fourth node, with a key that is registered with the SuperLink: it claims every client."""
+    """Start a fourth node that claims every client. Its key is registered with the SuperLink."""
     make_certificates(folder, ["127.0.0.1"], 1)
     register(federation, folder / "node-0.pub")
     federation.start_node(7, port=port, key=folder / "node-0", more="client=0 clients=1")
@@ -104,7 +104,7 @@ def flwr(home, *words):
     return subprocess.run(command, env=environment(home), capture_output=True, text=True)
 
 
-def test_the_model_is_the_sequential_engines(deployed, tmp_path):
+def test_the_deployment_equals_the_sequential_engine(deployed, tmp_path):
     federation, folder, _, submitted = deployed
     follow(folder, submitted, federation.folder / "run.log", None, None, None)
     lay_out(EXPERIMENT, tmp_path / "run")
@@ -127,15 +127,15 @@ def test_the_model_is_the_sequential_engines(deployed, tmp_path):
         ]
 
 
-def test_a_node_that_claims_every_client_is_refused_by_name(deployed):
-    """Its key is registered, so Flower lets it in; the run above ended with the same bits as without it."""
+def test_a_node_that_claims_every_client_is_rejected(deployed):
+    """Flower admits its registered key; the run above gave the same bits as without it."""
     federation, folder, *_ = deployed
-    (wanted,) = [
+    (attacker,) = [
         node for node in federation.ask("supernode", "list")["nodes"] if _is_greedy(federation, node)
     ]
-    said = (folder / "log.txt").read_text()
-    assert f"node {wanted['node-id']} refused: its key is not in the server's keys file" in said
-    assert "is number 0 of 1" not in said
+    text = (folder / "log.txt").read_text()
+    assert f"node {attacker['node-id']} refused: its key is not in the server's keys file" in text
+    assert "is number 0 of 1" not in text
     assert not (federation.folder / "node-7" / "memory").exists()
 
 
@@ -143,8 +143,8 @@ def _is_greedy(federation, node):
     return f"SuperNode ID: {node['node-id']}" in (federation.folder / "node-7" / "log.txt").read_text()
 
 
-def test_strangers_are_refused(deployed, tmp_path):
-    """A key that was not registered, and a node to which the server's certificate says nothing."""
+def test_strangers_are_rejected(deployed, tmp_path):
+    """A node with an unregistered key, and one that does not trust the server's certificate."""
     federation, *_ = deployed
     make_certificates(tmp_path / "other", ["127.0.0.1"], 1)
     key = tmp_path / "other" / "node-0"
@@ -170,8 +170,8 @@ def test_strangers_are_refused(deployed, tmp_path):
 
 
 @pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx-light")
-def test_the_door_lets_nodes_in_and_nothing_else(deployed, tmp_path):
-    """The nodes above came in through it."""
+def test_the_proxy_admits_only_node_requests(deployed, tmp_path):
+    """The nodes above connect through it."""
     federation, _, port, _ = deployed
     make_certificates(tmp_path / "other", ["127.0.0.1"], 1)
     key = str(tmp_path / "other" / "node-0.pub")
@@ -191,7 +191,7 @@ def test_the_door_lets_nodes_in_and_nothing_else(deployed, tmp_path):
 
 
 def knock(federation, port, path="/v1/fleet/push-object", length=0, body=b"", rest="\r\n\r\n"):
-    """A stranger's request over TLS, whose answer has not been read; without `rest` its header does not end."""
+    """Send a stranger's request over TLS, without reading the response; an empty `rest` leaves the header open."""
     trusting = ssl.create_default_context(cafile=federation.certificates / "ca.crt")
     plain = socket.create_connection(("127.0.0.1", port), timeout=30)
     door = trusting.wrap_socket(plain, server_hostname="127.0.0.1")
@@ -201,18 +201,18 @@ def knock(federation, port, path="/v1/fleet/push-object", length=0, body=b"", re
 
 
 def status(door):
-    """0 where the door was shut without a word."""
+    """The HTTP status, or 0 if the connection was closed without one."""
     with door:
         try:
-            answer = door.recv(64)
+            response = door.recv(64)
         except ConnectionResetError:
             return 0
-    return int(answer.split()[1]) if answer else 0
+    return int(response.split()[1]) if response else 0
 
 
 @pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx-light")
-def test_the_door_bounds_what_strangers_cost(deployed, tmp_path):
-    """Size, number and slowness of requests: without the door the SuperLink reads 200 MB of a stranger's body."""
+def test_the_proxy_bounds_what_strangers_cost(deployed, tmp_path):
+    """It limits size, number and duration of requests; the SuperLink alone would read 200 MB from a stranger."""
     federation, *_ = deployed
     port = start_nginx(federation, tmp_path)
     slow = knock(federation, port, rest="")
@@ -220,30 +220,30 @@ def test_the_door_bounds_what_strangers_cost(deployed, tmp_path):
     assert status(knock(federation, port, length=9 << 20)) == 413
     assert status(knock(federation, port, length=3, body=b"abc")) != 413
     held = [knock(federation, port, length=1000, body=b"x") for _ in range(32)]
-    time.sleep(1)  # nginx counts a request once it has read the header
+    time.sleep(1)  # nginx counts a request after reading its header
     assert status(knock(federation, port, length=1000, body=b"x")) == 503
     for door in held:
         door.close()
     assert status(slow) == 0
-    assert 5 < time.monotonic() - began < 25, "a header has ten seconds to come"
+    assert 5 < time.monotonic() - began < 25, "a header has ten seconds to arrive"
 
 
 @pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx-light")
-def test_the_door_can_be_shut_to_all_but_the_sites(deployed, tmp_path):
+def test_the_proxy_can_admit_known_addresses_only(deployed, tmp_path):
     federation, *_ = deployed
     port = start_nginx(federation, tmp_path, sites="allow 192.0.2.1;\ndeny all;\n")
     assert status(knock(federation, port)) == 403
 
 
 def a_node(family):
-    """One of the SuperNodes among these processes. (`ww`: whole lines, however wide the terminal is.)"""
+    """The pid of a SuperNode among these processes. (`ww` prevents truncated lines.)"""
     listed = subprocess.run(["ps", "axww", "-o", "pid=,args="], capture_output=True, text=True, check=True)
     rows = [line.split(None, 1) for line in listed.stdout.splitlines()]
     return next(int(pid) for pid, words in rows if int(pid) in family and "flower-supernode" in words)
 
 
-def test_ctrl_c_takes_a_federation_down(tmp_path):
-    """With what a node that was killed has left, and with the folder that holds the keys."""
+def test_ctrl_c_stops_a_federation(tmp_path):
+    """Including the descendants of a killed node, and the folder that holds the keys."""
     (tmp_path / "tmp").mkdir()
     words = [
         "flower",
@@ -265,18 +265,18 @@ def test_ctrl_c_takes_a_federation_down(tmp_path):
         env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
         stderr=subprocess.PIPE,
         text=True,
-        # A shell that starts the suite in the background has SIGINT ignored, and children inherit that.
+        # A shell that starts the suite in the background ignores SIGINT, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         end = time.monotonic() + 120
         log = tmp_path / "run" / "log.txt"
         while process.poll() is None and time.monotonic() < end:
-            if log.exists() and "is number 2 of 3" in log.read_text():  # the run has begun, with every node
+            if log.exists() and "is number 2 of 3" in log.read_text():  # the run has started, with every node
                 break
             time.sleep(0.2)
         family = family_of(process.pid)
-        assert len(alive(family)) >= 4  # the SuperLink and three nodes at the least
+        assert len(alive(family)) >= 4  # at least the SuperLink and three nodes
         assert list((tmp_path / "tmp").glob("fedpara-*/certificates/ca.key"))
         os.kill(a_node(family), signal.SIGKILL)
         process.send_signal(signal.SIGINT)
@@ -286,5 +286,5 @@ def test_ctrl_c_takes_a_federation_down(tmp_path):
         assert not alive(family)
         assert not list((tmp_path / "tmp").glob("fedpara-*"))
     finally:
-        process.kill()  # where the test failed before: the watchdog ends the rest
+        process.kill()  # only if the test failed: the watchdog ends the rest
         process.wait()

@@ -1,4 +1,4 @@
-"""Contract: the Flower engine against the sequential one, with nodes in this process and no Flower in between."""
+"""Contract: the Flower engine equals the sequential engine, with nodes in this process and without Flower."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flower_nodes import BASE, CASES, Nodes, by_flower, host, log, same, sequentially
+from flower_nodes import BASE, CASES, Nodes, host, log, run_on_nodes, run_sequentially, same_results
 
 from fedpara.apps.flower.simulation import follow
 from fedpara.errors import RunError
@@ -17,20 +17,20 @@ from fedpara.experiments.storage.node_memory import NodeMemory
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_rounds_are_those_of_the_sequential_engine(tmp_path, case):
+def test_flower_equals_the_sequential_engine(tmp_path, case):
     experiment = replace(BASE, **CASES[case])
-    sequentially(experiment, tmp_path / "a")
-    transport = by_flower(experiment, tmp_path / "b")
-    assert same(tmp_path / "a", tmp_path / "b")
+    run_sequentially(experiment, tmp_path / "a")
+    transport = run_on_nodes(experiment, tmp_path / "b")
+    assert same_results(tmp_path / "a", tmp_path / "b")
     asked = {"hello": 3, "train": 9} | ({"score": experiment.clients} if experiment.personal else {})
     assert Counter(kind for kind, *_ in transport.asked) == asked
 
 
 @pytest.mark.parametrize("case", ["scaffold", "pfedpara", "local"])
-def test_only_a_taken_update_moves_a_clients_memory(tmp_path, case):
-    """A reply is lost in round 2 of 4; whoever sent it must go on from what it had before."""
+def test_only_an_accepted_update_changes_a_clients_memory(tmp_path, case):
+    """A reply is lost in round 2 of 4; its client continues from its earlier memory."""
     experiment = replace(BASE, rounds=4, cohort=5, **CASES[case])
-    sequentially(
+    run_sequentially(
         experiment,
         tmp_path / "a",
         lambda round, reply: (
@@ -38,9 +38,9 @@ def test_only_a_taken_update_moves_a_clients_memory(tmp_path, case):
         ),
     )
     transport = Nodes(tmp_path / "nodes")
-    transport.change = lambda order, packet: "lost" if (order.round, order.client) == (2, 1) else packet
-    by_flower(experiment, tmp_path / "b", transport)
-    assert same(tmp_path / "a", tmp_path / "b")
+    transport.change = lambda request, packet: "lost" if (request.round, request.client) == (2, 1) else packet
+    run_on_nodes(experiment, tmp_path / "b", transport)
+    assert same_results(tmp_path / "a", tmp_path / "b")
     assert read_run(tmp_path / "b").metrics[1]["refused"] == [{"client": 1, "reason": "lost"}]
 
 
@@ -50,40 +50,40 @@ class Crash(Exception):
 
 @pytest.mark.parametrize("case", ["fedavg", "pfedpara-scaffold"])
 @pytest.mark.parametrize("sent", [False, True])
-def test_a_killed_server_goes_on_to_the_same_bits(tmp_path, case, sent):
-    """Killed in round 3, before or after its clients did their work; the nodes come back under other numbers."""
+def test_a_killed_server_resumes_to_the_same_bits(tmp_path, case, sent):
+    """Killed in round 3, before or after its clients trained. The nodes return with other ids."""
     experiment = replace(BASE, rounds=4, cohort=4, **CASES[case])
-    sequentially(experiment, tmp_path / "a")
+    run_sequentially(experiment, tmp_path / "a")
     transport = Nodes(tmp_path / "nodes")
 
-    def crash(order, packet):
-        if order.round == 3 and (not sent or order.client == 4):
+    def crash(request, packet):
+        if request.round == 3 and (not sent or request.client == 4):
             raise Crash
         return packet
 
     transport.change = crash
     with pytest.raises(Crash):
-        by_flower(experiment, tmp_path / "b", transport)
+        run_on_nodes(experiment, tmp_path / "b", transport)
     again = Nodes(tmp_path / "nodes", first=200)
-    by_flower(experiment, tmp_path / "b", again)
-    assert same(tmp_path / "a", tmp_path / "b")
+    run_on_nodes(experiment, tmp_path / "b", again)
+    assert same_results(tmp_path / "a", tmp_path / "b")
     assert "resumed after round 2" in log(tmp_path / "b")
 
 
-def test_a_checkpoint_back_is_still_on_the_nodes(tmp_path):
-    """The newest checkpoint is damaged: the server goes back one, and so do the clients."""
+def test_nodes_keep_the_memory_of_the_previous_checkpoint(tmp_path):
+    """The newest checkpoint is damaged, so server and clients go back by one."""
     experiment = replace(BASE, cohort=5, **CASES["pfedpara-scaffold"])
-    sequentially(replace(experiment, rounds=4), tmp_path / "a")
-    transport = by_flower(experiment, tmp_path / "b")
+    run_sequentially(replace(experiment, rounds=4), tmp_path / "a")
+    transport = run_on_nodes(experiment, tmp_path / "b")
     (tmp_path / "b" / "checkpoint.safetensors").write_bytes(b"cut")
     resume(tmp_path / "b", rounds=4, engine="flower", host=host(transport))
-    assert same(tmp_path / "a", tmp_path / "b")
+    assert same_results(tmp_path / "a", tmp_path / "b")
     kept = sorted(path.name for path in (tmp_path / "b-nodes" / "node-0").rglob("*.safetensors"))
     assert kept == [f"{round}.safetensors" for round in (2, 2, 3, 3, 4, 4)]
 
 
-def test_a_late_round_leaves_a_newer_one_on_the_node(tmp_path):
-    """A client hung in round 5; round 6 was done meanwhile, and may be taken."""
+def test_a_late_round_does_not_remove_a_newer_one(tmp_path):
+    """A client hung in round 5 while it finished round 6, which may still be accepted."""
     memory = NodeMemory(tmp_path, "a", 0)
     held = {round: {"private": {"w": torch.full((2,), float(round))}} for round in (1, 3, 5, 6, 8)}
     for round, accepted in ((1, 0), (3, 1), (6, 3), (5, 3)):
@@ -94,7 +94,7 @@ def test_a_late_round_leaves_a_newer_one_on_the_node(tmp_path):
     assert sorted(path.stem for path in memory.folder.iterdir()) == ["5", "6", "8"]
 
 
-def test_a_memory_under_anothers_name_is_refused(tmp_path):
+def test_a_memory_file_under_another_name_is_rejected(tmp_path):
     one, other = (NodeMemory(tmp_path, "a", client) for client in (0, 1))
     for memory in (one, other):
         memory.put(1, {"private": {"w": torch.full((2,), float(memory.client))}}, 0)
@@ -106,8 +106,8 @@ def test_a_memory_under_anothers_name_is_refused(tmp_path):
         one.get(2)
 
 
-def test_a_memory_that_is_gone_is_named(tmp_path):
-    transport = by_flower(replace(BASE, cohort=5, **CASES["scaffold"]), tmp_path / "a")
+def test_a_missing_memory_is_logged(tmp_path):
+    transport = run_on_nodes(replace(BASE, cohort=5, **CASES["scaffold"]), tmp_path / "a")
     for path in (tmp_path / "a-nodes" / "node-1").rglob("*.safetensors"):
         path.unlink()
     resume(tmp_path / "a", rounds=4, engine="flower", host=host(transport))
@@ -118,12 +118,12 @@ def test_a_memory_that_is_gone_is_named(tmp_path):
         )
 
 
-def test_a_run_that_fails_keeps_no_other_from_its_rounds(tmp_path):
+def test_a_failing_run_does_not_stop_the_others(tmp_path):
     pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
     from fedpara.apps.flower.server_app import go_through
 
     for name in ("a", "b"):
-        by_flower(BASE, tmp_path / name)
+        run_on_nodes(BASE, tmp_path / name)
     for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
         (tmp_path / "a" / name).write_bytes(b"torn")
     with pytest.raises(RunError, match="1 of 2 runs failed, the others are done"):
@@ -131,9 +131,9 @@ def test_a_run_that_fails_keeps_no_other_from_its_rounds(tmp_path):
     assert read_run(tmp_path / "b").rounds == 4
 
 
-def test_a_run_that_was_stopped_is_not_waited_for(tmp_path):
-    """Flower still runs, and goes on with other folders."""
-    by_flower(BASE, tmp_path / "a")
+def test_a_stopped_run_is_not_waited_for(tmp_path):
+    """Flower is still running, with other folders."""
+    run_on_nodes(BASE, tmp_path / "a")
     with (tmp_path / "a" / "log.txt").open("a") as file:
         file.write("2030-01-01T00:00:00Z stopped: RunError: of an earlier start\n")
 
@@ -146,24 +146,24 @@ def test_a_run_that_was_stopped_is_not_waited_for(tmp_path):
         follow(tmp_path / "a", Flower(), tmp_path / "run.log", 5, None, None)
 
 
-def test_engines_do_not_mix_where_clients_keep_something(tmp_path):
-    by_flower(replace(BASE, **CASES["scaffold"]), tmp_path / "a")
+def test_a_run_with_client_memory_stays_on_its_engine(tmp_path):
+    run_on_nodes(replace(BASE, **CASES["scaffold"]), tmp_path / "a")
     with pytest.raises(RunError, match="go on with --engine flower"):
         resume(tmp_path / "a", rounds=4, engine="sequential")
-    sequentially(replace(BASE, rounds=5), tmp_path / "b")
-    by_flower(BASE, tmp_path / "c")
+    run_sequentially(replace(BASE, rounds=5), tmp_path / "b")
+    run_on_nodes(BASE, tmp_path / "c")
     resume(tmp_path / "c", rounds=4, engine="sequential")
     resume(tmp_path / "c", rounds=5, engine="flower", host=host(Nodes(tmp_path / "nodes")))
-    assert same(tmp_path / "b", tmp_path / "c")
+    assert same_results(tmp_path / "b", tmp_path / "c")
 
 
 @pytest.mark.parametrize("run", ["", "a/../../b", "a\n", "A", "0" * 65])
-def test_a_run_is_called_by_digits_and_leads_nowhere_else(tmp_path, run):
+def test_a_run_name_cannot_lead_out_of_the_folder(tmp_path, run):
     with pytest.raises(RunError, match="expected hexadecimal digits"):
         NodeMemory(tmp_path, run, 0)
 
 
-def test_what_lies_among_a_clients_files_is_left_but_for_what_a_kill_left(tmp_path):
+def test_only_stale_temporary_files_are_removed(tmp_path):
     memory = NodeMemory(tmp_path, "a", 0)
     memory.folder.mkdir(parents=True)
     names = ("1 (copy).safetensors", ".now.part", ".old.part")

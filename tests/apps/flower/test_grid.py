@@ -1,4 +1,4 @@
-"""The edge to Flower: what becomes of a packet on its way, and of records that are none of ours."""
+"""Packets over Flower's Grid, and records that are not packets."""
 
 import pytest
 
@@ -9,12 +9,12 @@ from fedpara.engines.flower.rpc import Packet  # noqa: E402
 
 
 @pytest.mark.parametrize("body", [b"", b"x", bytes(range(256)) * 50_000])
-def test_a_parcel_comes_back_as_it_went(body):
+def test_a_packet_round_trip(body):
     packet = Packet({"kind": "train", "round": 3, "seconds": 1.5, "personal": True}, body)
     assert from_records(to_records(packet)) == packet
 
 
-def test_the_bytes_travel_as_they_are():
+def test_the_bytes_are_sent_unchanged():
     array = to_records(Packet({}, b"message"))["body"]["body"]
     assert (array.data, array.stype, array.shape) == (b"message", "fedpara", (7,))
 
@@ -44,11 +44,11 @@ OURS = flwr.Array("uint8", (1,), "fedpara", b"x")
         ),
     ],
 )
-def test_other_records_are_refused_unread(records, says):
+def test_other_records_are_rejected_unread(records, says):
     assert says in from_records(flwr.RecordDict(records))
 
 
-def test_facts_of_other_types_are_left_behind():
+def test_facts_of_other_types_are_dropped():
     records = flwr.RecordDict({"facts": flwr.ConfigRecord({"a": [1, 2], "b": b"x", "c": 3})})
     assert from_records(records) == Packet({"c": 3})
 
@@ -65,7 +65,7 @@ def test_nodes_come_with_their_keys():
 
 
 class Broken:
-    """A grid that cannot put one reply together: it raises whenever that one is among those asked for."""
+    """A grid that raises whenever the reply `bad` is requested."""
 
     def pull_messages(self, pending):
         if "bad" in pending:
@@ -73,6 +73,6 @@ class Broken:
         return []
 
 
-def test_one_reply_that_cannot_be_read_does_not_cost_the_others():
+def test_an_unreadable_reply_does_not_lose_the_others():
     got = GridTransport(Broken()).collect(["one", "bad", "two"])
     assert got == {"bad": "Flower cannot read it: ValueError: a broken object"}

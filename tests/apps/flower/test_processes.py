@@ -1,4 +1,4 @@
-"""What is started together is stopped together: the server first, for it counts what its nodes do."""
+"""Processes are stopped together, the server first, and nothing is left running."""
 
 import fcntl
 import os
@@ -27,7 +27,7 @@ signal.pause()
 """
 
 
-def test_the_server_goes_first_and_nothing_stays(tmp_path, monkeypatch):
+def test_the_server_stops_first_and_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Processes() as processes:
         started = []
@@ -54,8 +54,8 @@ time.sleep(60)
 """
 
 
-def test_what_a_killed_process_leaves_behind_ends_too(tmp_path, monkeypatch):
-    """In its session and in one of its own; and what it held is free once the block is left."""
+def test_descendants_of_a_killed_process_end_too(tmp_path, monkeypatch):
+    """In its session or in a new one. Their locks are free after the block."""
     monkeypatch.chdir(tmp_path)
     with Processes() as processes:
         started = processes.start(["python", "-c", LEAVES], os.environ, tmp_path / "log")
@@ -93,7 +93,7 @@ with Processes() as processes:
 
 
 def begun(parent, folder):
-    """What it has started; the server's own word for it is its file."""
+    """The parent's descendants, once the server has written its file."""
     while not (folder / "server").exists() or not (folder / "server").read_text():
         assert parent.poll() is None
         time.sleep(0.01)
@@ -103,7 +103,7 @@ def begun(parent, folder):
 
 
 def gone(family, folder):
-    """Whether it is, or will be in a moment."""
+    """Whether the processes and the folder disappear soon."""
     end = time.monotonic() + 30
     while (alive(family) or folder.exists()) and time.monotonic() < end:
         time.sleep(0.01)
@@ -111,8 +111,8 @@ def gone(family, folder):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda n: n.name)
-def test_whatever_ends_the_program_ends_what_it_started(tmp_path, number):
-    """And removes its folder, which holds keys."""
+def test_any_signal_that_ends_the_program_ends_its_processes(tmp_path, number):
+    """And removes the folder, which holds keys."""
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, TOLD], cwd=tmp_path, stderr=subprocess.DEVNULL
     ) as parent:
@@ -126,13 +126,13 @@ def test_whatever_ends_the_program_ends_what_it_started(tmp_path, number):
 STUBBORN = TOLD.replace("sys.exit()", "return")
 
 
-def test_a_second_ctrl_c_waits_for_nobody(tmp_path):
-    """The server has ten seconds after the first; at the second everything is killed, and the folder goes."""
+def test_a_second_ctrl_c_kills_at_once(tmp_path):
+    """After the first Ctrl-C the server has ten seconds to stop."""
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, STUBBORN],
         cwd=tmp_path,
         stderr=subprocess.DEVNULL,
-        # A shell that starts the suite in the background has SIGINT ignored, and children inherit that.
+        # A shell that starts the suite in the background ignores SIGINT, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as parent:
         family = begun(parent, tmp_path)
@@ -147,7 +147,7 @@ def test_a_second_ctrl_c_waits_for_nobody(tmp_path):
         assert not folder.exists()
 
 
-def test_a_signal_that_nohup_has_ignored_stays_ignored():
+def test_a_signal_ignored_by_nohup_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Processes():

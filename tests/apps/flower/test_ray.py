@@ -1,6 +1,6 @@
-"""The attack on `--engine flower`: a process that knows only Ray's port tries to run code inside the run.
+"""Attack on `--engine flower`: a process that knows Ray's port tries to run code inside the run.
 
-Minutes, not seconds, on a slow machine: `make test-deploy` runs it.
+It may take minutes: `make test-deploy` runs it.
 """
 
 import http.client
@@ -42,7 +42,7 @@ def inside(path):
 
 ray.get(inside.remote(sys.argv[2]))
 """
-# One method of each Ray service that could run code or hand out data.
+# One method of each Ray service that could run code or reveal data.
 METHODS = (
     "ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
     "ray.rpc.JobInfoGcsService/AddJob",
@@ -53,7 +53,7 @@ METHODS = (
 
 
 def listening(pids):
-    """(program, address, port) of every TCP socket on which these processes listen."""
+    """(program, address, port) of every TCP socket these processes listen on."""
     sockets = {}
     for table in ("tcp", "tcp6"):
         for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -80,7 +80,7 @@ LOOPBACK = {
 
 
 def verdicts(port):
-    """What each Ray service on this port says to a caller without a token; UNIMPLEMENTED ones are not there."""
+    """How the Ray services on this port respond without a token. UNIMPLEMENTED means no such service."""
     said = set()
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         for method in METHODS:
@@ -95,7 +95,7 @@ def verdicts(port):
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    """The command, and what listens once its clients are up."""
+    """The process, its listening sockets once its clients are up, and its folder."""
     folder = tmp_path_factory.mktemp("ray")
     words = ["run", "--engine", "flower", "--out", "a", "--model", "mlp", "--clients", "5", "--cohort", "3"]
     words += ["--rounds", str(EXPERIMENT.rounds), "--lr", "0.05", "--batch-size", "16"]
@@ -120,12 +120,12 @@ def running(tmp_path_factory):
         assert process.poll() is None, (folder / "out.txt").read_text()
         yield process, ports, folder
     finally:
-        process.kill()  # where a test failed: the watchdog ends the rest
+        process.kill()  # only if a test failed: the watchdog ends the rest
         process.wait()
 
 
-def test_a_process_that_knows_the_port_runs_nothing(running):
-    """It gives up, or it is still refused once it has been told why."""
+def test_a_process_that_knows_the_port_cannot_run_code(running):
+    """It gives up, or Ray keeps rejecting it."""
     _, ports, folder = running
     (port,) = (port for name, _, port in ports if name == "gcs_server")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -150,7 +150,7 @@ def test_a_process_that_knows_the_port_runs_nothing(running):
         attack.wait()
 
 
-def test_every_port_is_on_loopback_and_every_ray_service_asks_for_the_token(running):
+def test_every_port_is_on_loopback_and_needs_the_token(running):
     process, ports, _ = running
     assert {address for _, address, _ in ports} <= LOOPBACK.keys(), ports
     ray = [(name, port) for name, _, port in ports if not name.startswith("flower")]
@@ -181,7 +181,7 @@ def _environment(pid):
     return []
 
 
-def test_training_went_on_to_the_same_result(running):
+def test_training_gives_the_same_result(running):
     process, _, folder = running
     assert process.wait(100) == 0, (folder / "out.txt").read_text()
     lay_out(replace(EXPERIMENT, engine="sequential"), folder / "b")

@@ -1,4 +1,4 @@
-"""Contract: `score_clients` scores each client's own model, as plain torch does, and leaves everything as it was."""
+"""Contract: `score_clients` scores each client's own model as plain torch does, and changes no file."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from fedpara.wire import make_message, pack
 
 
 class Finished:
-    """A run on nodes in this process, and its engine."""
+    """A finished run on nodes in this process, and its engine."""
 
     def __init__(self, experiment, folder, policy=None):
         self.folder, self.transport, self.experiment = folder, Nodes(folder.parent / "nodes"), experiment
@@ -50,7 +50,7 @@ class Finished:
 
 
 def expected(finished, client):
-    """By hand: the shared state, with what the client kept where its update was taken, on its own test data."""
+    """(correct, examples) by hand: the shared state and the client's private tensors, on its test data."""
     parts = build(finished.experiment)
     state = {**parts.task.model.state_dict(), **finished.session.program.initial}
     progress = final_checkpoint(finished.folder).progress
@@ -68,8 +68,8 @@ def expected(finished, client):
 
 
 @pytest.mark.parametrize("case", ["fedavg", "pfedpara", "pfedpara-scaffold", "local"])
-def test_the_scores_are_those_of_each_clients_own_model(tmp_path, case):
-    """Some clients took part in other rounds than the last, and some in none."""
+def test_each_clients_own_model_is_scored(tmp_path, case):
+    """Some clients took part before the last round, some never."""
     experiment = replace(BASE, rounds=2, cohort=2, **{**CASES[case], "personal": True, "link_up": "float32"})
     finished = Finished(experiment, tmp_path / "run")
     before = finished.files()
@@ -86,7 +86,7 @@ def test_the_scores_are_those_of_each_clients_own_model(tmp_path, case):
 
 
 def spoilt(change):
-    return lambda order, packet: change(packet) if order.client == 1 else packet
+    return lambda request, packet: change(packet) if request.client == 1 else packet
 
 
 PERSONAL = replace(BASE, rounds=1, personal=True)
@@ -95,7 +95,7 @@ PERSONAL = replace(BASE, rounds=1, personal=True)
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (spoilt(lambda p: to_packet(Response(1, 1))), "its answer is empty: expected a score or a reason"),
+        (spoilt(lambda p: to_packet(Response(1, 1))), "is empty: expected a score or a reason"),
         (spoilt(lambda p: Packet(p.facts, bytes(9))), "a message of 9 bytes: expected at most 0"),
         (
             spoilt(lambda p: to_packet(replace(from_packet(p, Response, 0), client=2))),
@@ -105,7 +105,7 @@ PERSONAL = replace(BASE, rounds=1, personal=True)
         (spoilt(lambda p: "node gone"), "node gone"),
     ],
 )
-def test_a_bad_score_is_a_reason_and_the_others_count(tmp_path, change, says):
+def test_a_bad_score_becomes_a_reason_and_the_others_count(tmp_path, change, says):
     finished = Finished(PERSONAL, tmp_path / "run")
     finished.transport.change = change
     replies = finished.scores()
@@ -114,39 +114,39 @@ def test_a_bad_score_is_a_reason_and_the_others_count(tmp_path, change, says):
     assert all(reply.before is not None for reply in replies if reply.client != 1)
 
 
-def test_a_client_whose_node_is_gone_has_a_reason(tmp_path):
+def test_a_client_without_a_node_gets_a_reason(tmp_path):
     finished = Finished(PERSONAL, tmp_path / "run")
     finished.transport.configs.clear()
     began = finished.transport.now
     for reply in finished.scores():
         assert (reply.reason, reply.before, reply.reached) == ("no node serves it", None, False)
-    assert 5 <= finished.transport.now - began < 10, "nodes have `wait` seconds to appear, once"
+    assert 5 <= finished.transport.now - began < 10, "nodes have `wait` seconds to appear, in total"
 
 
-def test_a_node_that_hangs_costs_one_deadline(tmp_path):
-    """Clients are asked in portions of the cohort's size; the rest of that node's clients are not waited for."""
+def test_a_hanging_node_costs_a_single_deadline(tmp_path):
+    """Clients are asked in groups of the cohort's size; the hanging node's other clients are skipped."""
     finished = Finished(replace(PERSONAL, cohort=1), tmp_path / "run")
-    finished.transport.change = lambda order, packet: None if order.client % 3 == 1 else packet
+    finished.transport.change = lambda request, packet: None if request.client % 3 == 1 else packet
     began = finished.transport.now
     reasons = [reply.reason for reply in finished.scores()]
     assert reasons == ["", "no reply within 100 s", "", "", "its node 101 did not answer"]
     assert finished.transport.now - began < 110
 
 
-def test_over_sampling_asks_every_client_for_its_score(tmp_path):
+def test_oversampling_asks_every_client_for_its_score(tmp_path):
     finished = Finished(
         replace(PERSONAL, cohort=2), tmp_path / "run", Policy(deadline=100, wait=5, oversample=1)
     )
-    finished.transport.delay = lambda order: 3.0 * order.client
+    finished.transport.delay = lambda request: 3.0 * request.client
     assert all(reply.before is not None for reply in finished.scores())
 
 
-def test_a_late_score_is_no_late_update(tmp_path):
+def test_a_late_score_is_not_a_late_update(tmp_path):
     finished = Finished(PERSONAL, tmp_path / "run")
-    finished.transport.delay = lambda order: 101.0 if order.client == 1 else 0.0
+    finished.transport.delay = lambda request: 101.0 if request.client == 1 else 0.0
     assert finished.scores()[1].reason == "no reply within 100 s"
     finished.transport.now += 10
-    finished.transport.delay = lambda order: 0.0
+    finished.transport.delay = lambda request: 0.0
     resume(tmp_path / "run", rounds=2, engine="flower", host=lambda *_: (finished.engine, _[3]))
     assert read_run(tmp_path / "run").rounds == 2
     assert "too late" not in log(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Contract: Flower's own simulator against the sequential engine, through the command line, in one simulation."""
+"""Contract: Flower's simulator gives the sequential engine's results, through the command line."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def fedpara(*words, cwd, **options):
     )
 
 
-def sequentially(experiment, folder):
+def run_sequentially(experiment, folder):
     lay_out(experiment, folder)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -52,8 +52,8 @@ def sequentially(experiment, folder):
     return final_checkpoint(folder).state
 
 
-def test_the_rounds_are_those_of_the_sequential_engine(tmp_path):
-    """All cases in one simulation and one test: starting Flower and Ray takes longer than the rounds."""
+def test_flower_equals_the_sequential_engine(tmp_path):
+    """All cases in a single simulation, because starting Flower and Ray takes longer than the rounds."""
     for name, experiment in CASES.items():
         lay_out(experiment, tmp_path / "all" / name)
     process = fedpara("resume", "all", "--engine", "flower", cwd=tmp_path)
@@ -63,7 +63,7 @@ def test_the_rounds_are_those_of_the_sequential_engine(tmp_path):
     assert "look deeper: fedpara export" in out
     for name, experiment in CASES.items():
         folder, expected = tmp_path / "all" / name, tmp_path / "sequential" / name
-        ours = sequentially(experiment, expected)
+        ours = run_sequentially(experiment, expected)
         newest = final_checkpoint(folder)
         theirs = newest.state
         assert newest.round == 3
@@ -76,8 +76,8 @@ def test_the_rounds_are_those_of_the_sequential_engine(tmp_path):
         assert bool(list(folder.glob("nodes-*/*/*.safetensors"))) == (name != "fedavg")
 
 
-def test_ctrl_c_stops_what_was_started(tmp_path):
-    """While Flower starts: the run folder is there to be gone on with, and no process is left."""
+def test_ctrl_c_stops_every_process(tmp_path):
+    """While Flower starts. The run folder stays resumable."""
     words = [
         "run",
         "--model",
@@ -96,7 +96,7 @@ def test_ctrl_c_stops_what_was_started(tmp_path):
         "--out",
         "a",
         cwd=tmp_path,
-        # A shell that starts the suite in the background has SIGINT ignored, and children inherit that.
+        # A shell that starts the suite in the background ignores SIGINT, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     end = time.monotonic() + 120

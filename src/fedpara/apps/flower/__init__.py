@@ -1,1 +1,1 @@
-"""The Flower apps, and `fedpara flower`."""
+"""The Flower apps and the `fedpara flower` commands."""

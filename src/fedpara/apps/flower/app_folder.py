@@ -1,6 +1,6 @@
-"""The folder that `flwr run` takes: a pyproject.toml that names the installed package's two apps.
+"""The folder that `flwr run` takes: a pyproject.toml that names the two apps of the installed package.
 
-torch is not listed there: Flower would fetch it anew, in its largest build, on every node.
+It lists no dependencies: Flower would download torch again, in its largest build, on every node.
 """
 
 import json
@@ -28,30 +28,29 @@ publisher = "fedpara"
 serverapp = "{server}:app"
 clientapp = "{client}:app"
 
-# Any of them: flwr run . --run-config 'preset="quickstart" rounds=20'. Empty means not given.
+# Override any of these: flwr run . --run-config 'preset="quickstart" rounds=20'. Empty means unset.
 [tool.flwr.app.config]
 {config}
 """
 
 
 def write_app(folder: Path, given: Mapping[str, str | int | float] | None = None) -> None:
+    """Write the app into an empty or new folder, with `given` as its run config."""
     make_folder(folder, cure="another place")
     if any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty, and nothing is overwritten: choose a new folder.")
+        raise ConfigError(f"{folder} is not empty: choose a new folder.")
     config = "\n".join(
         f"{name} = {json.dumps(value)}" for name, value in {**defaults(), **(given or {})}.items()
     )
     project = TEMPLATE.format(version=__version__, server=SERVER, client=CLIENT, config=config)
     write_bytes(folder / "pyproject.toml", project.encode())
     for name, module in ((SERVER, "server_app"), (CLIENT, "client_app")):
-        code = (
-            f'"""Names the app in the installed package."""\n\nfrom fedpara.apps.flower.{module} import app\n'
-        )
+        code = f'"""The app of the installed package."""\n\nfrom fedpara.apps.flower.{module} import app\n'
         write_bytes(folder / f"{name}.py", f'{code}\n__all__ = ["app"]\n'.encode())
 
 
 def write_home(home: Path, port: int, certificate: Path | None = None) -> None:
-    """Flower's own settings: one connection, called `federation`."""
+    """Write Flower's own config: one connection, called `federation`."""
     trust = f'root-certificates = "{certificate}"' if certificate else "insecure = true"
     text = f'[superlink]\ndefault = "federation"\n\n[superlink.federation]\naddress = "127.0.0.1:{port}"\n{trust}\n'
     home.mkdir(parents=True, exist_ok=True)

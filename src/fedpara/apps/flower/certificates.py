@@ -1,13 +1,13 @@
-"""The files a federation's TLS and node keys need.
+"""Certificates and node keys of a federation.
 
-ca.crt  ca.key           an authority of its own; the key signs nothing else and can be put away afterwards
-server.pem  server.key   the SuperLink's certificate for the names its nodes call it by
-node-0  node-0.pub       a key pair a node; the public one is registered with the SuperLink
-nodes.toml               which clients each node key may serve; the server reads it, nodes never see it:
+ca.crt  ca.key           the federation's certificate authority; store its key offline afterwards
+server.pem  server.key   the SuperLink's certificate, for the names by which nodes reach it
+node-0  node-0.pub       a key pair per node; register the public key with the SuperLink
+nodes.toml               which clients each node key may serve; only the server reads it:
 
     [[node]]
     key = "ecdsa-sha2-nistp384 AAAA..."   # the content of node-0.pub
-    client = 0                            # as in that node's --node-config: the clients 0, 3, 6, ...
+    client = 0                            # this node serves the clients 0, 3, 6, ...
     clients = 3
 """
 
@@ -15,14 +15,14 @@ import os
 import re
 import tomllib
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from fedpara.engines.flower.roster import Keys
-from fedpara.errors import ConfigError, MissingExtraError, RunError, install
+from fedpara.errors import ConfigError, MissingExtraError, install
 
 FILE = "nodes.toml"
 ABOUT = """# Which clients the holder of each node key may serve: client = k, clients = n means k, k + n, k + 2n, ...
@@ -36,50 +36,28 @@ _NAME = re.compile(rf"(?=.{{1,253}}$)(\*\.)?{_LABEL}(\.{_LABEL})*")
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], nodes: int) -> list[Path]:
-    """Private files are readable by their owner only. Nothing is overwritten."""
-    if not hosts:
-        raise ConfigError(
-            "no host is named: give --host with each name or address that nodes reach the server by."
-        )
-    for host in hosts:
-        _check_host(host)
-    if nodes < 1:
-        raise ConfigError(f"nodes is {nodes}: expected at least 1.")
+    """Write all files, or none, into `folder`. Only their owner can read the private ones."""
     names = ["ca.crt", "ca.key", "server.pem", "server.key"]
     names += [*(f"node-{i}{end}" for i in range(nodes) for end in ("", ".pub")), FILE]
-    there = [name for name in names if (folder / name).exists()]
-    if there:
-        raise ConfigError(f"{folder / there[0]} exists, and nothing is overwritten: choose another folder.")
+    existing = [name for name in names if (folder / name).exists()]
+    if existing:
+        raise ConfigError(f"{folder / existing[0]} exists and is not overwritten: choose another folder.")
     contents = _contents(hosts, nodes)
-    with ExitStack() as undo:  # half of them would be in the way of the next call
-        try:
-            if not folder.exists():
-                folder.mkdir(parents=True, mode=0o700)
-                undo.callback(folder.rmdir)
-            for name in names:
-                handle = _new_file(folder / name, private=not name.endswith(PUBLIC))
-                undo.callback((folder / name).unlink)
-                with os.fdopen(handle, "wb") as file:
-                    file.write(contents[name])
-        except OSError as error:
-            raise RunError(f"{folder} cannot be written to: {error.strerror}.") from None
+    with ExitStack() as undo:  # leftover files would block the next call
+        if not folder.exists():
+            folder.mkdir(parents=True, mode=0o700)
+            undo.callback(folder.rmdir)
+        for name in names:
+            handle = _new_file(folder / name, private=not name.endswith(PUBLIC))
+            undo.callback((folder / name).unlink)
+            with os.fdopen(handle, "wb") as file:
+                file.write(contents[name])
         undo.pop_all()
     return [folder / name for name in names]
 
 
-def _check_host(host: str) -> None:
-    try:
-        ip_address(host)
-    except ValueError:
-        if not _NAME.fullmatch(host):
-            raise ConfigError(
-                f"--host {host!r}: expected an IP address, or a name of ASCII pending, digits, '-' and '.', such as "
-                "fl.example.org."
-            ) from None
-
-
 def _new_file(path: Path, private: bool) -> int:
-    """O_EXCL: made by this call, with its rights from the first moment on."""
+    """A file descriptor. O_EXCL creates the file with its final permissions, never reusing an existing file."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
 
 
@@ -127,14 +105,15 @@ def _contents(hosts: Sequence[str], nodes: int) -> dict[str, bytes]:
         .add_extension(identifier, critical=False)
         .sign(ca_key, hashes.SHA384())
     )
-    # Who connects looks at the alternative names, which may be longer.
+    alternatives = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
+    # Clients verify the alternative names, which may be longer than a common name.
     common = hosts[0] if len(hosts[0]) <= LONGEST_COMMON_NAME else "fedpara server"
     server = (
         certificate(common, server_key.public_key())
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(usage(signs=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in hosts]), critical=False)
+        .add_extension(alternatives, critical=False)
         .add_extension(
             x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False
         )
@@ -160,14 +139,17 @@ def _contents(hosts: Sequence[str], nodes: int) -> dict[str, bytes]:
 def _general_name(host: str):  # type: ignore[no-untyped-def]
     from cryptography import x509
 
-    try:
+    with suppress(ValueError):
         return x509.IPAddress(ip_address(host))
-    except ValueError:
-        return x509.DNSName(host)
+    if not _NAME.fullmatch(host):
+        raise ConfigError(
+            f"--host {host!r}: expected an IP address or an ASCII name, such as fl.example.org."
+        )
+    return x509.DNSName(host)
 
 
 def keys_text(public: Sequence[str]) -> str:
-    """The file for these keys, in OpenSSH's format: the first is number 0 of as many as there are."""
+    """The text of nodes.toml for these OpenSSH keys: key i serves client i of every `len(public)`."""
     nodes = [
         f'\n[[node]]\nkey = "{key.strip()}"\nclient = {i}\nclients = {len(public)}\n'
         for i, key in enumerate(public)
@@ -176,6 +158,7 @@ def keys_text(public: Sequence[str]) -> str:
 
 
 def read_keys(path: Path) -> Keys:
+    """The clients that each public key may serve, from nodes.toml. ConfigError unless every entry is valid."""
     try:
         nodes = tomllib.loads(path.read_text(encoding="utf-8"))["node"]
         read = [_entry(path, entry) for entry in nodes]
@@ -196,19 +179,17 @@ def _entry(path: Path, entry: dict[str, Any]) -> tuple[bytes, tuple[int, int]]:
     key, k, n = entry["key"], entry["client"], entry["clients"]
     if type(k) is not int or type(n) is not int or not 0 <= k < n:
         raise ConfigError(
-            f"the keys file {path} says client = {k!r}, clients = {n!r}: expected whole numbers, such as client = 0 "
-            "and clients = 3."
+            f"the keys file {path} has client = {k!r}, clients = {n!r}: expected whole numbers with "
+            "0 <= client < clients."
         )
-    return _as_flower_has_it(key), (k, n)
+    return _to_pem(key), (k, n)
 
 
-def _as_flower_has_it(key: str) -> bytes:
-    """The public key in PEM, which is how a SuperLink stores it."""
-    try:
-        from cryptography.exceptions import UnsupportedAlgorithm
-        from cryptography.hazmat.primitives import serialization
-    except ImportError:
-        raise MissingExtraError(f"node keys need the package cryptography: {install('flower')}") from None
+def _to_pem(key: str) -> bytes:
+    """The OpenSSH public key as PEM, the format in which a SuperLink stores it."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import serialization
+
     try:
         loaded = serialization.load_ssh_public_key(key.encode())
     except UnsupportedAlgorithm as error:

@@ -1,4 +1,4 @@
-"""fedpara flower: the app for `flwr run`, certificates, a federation on this machine."""
+"""`fedpara flower`: an app for `flwr run`, certificates, a federation on this machine."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,7 @@ from fedpara.choices import DEADLINE, MIN_REPLIES, OVERSAMPLE
 
 app = typer.Typer(
     cls=PlainGroup,
-    help="Flower: real federations, over TLS, with node keys.",
+    help="Flower: real federations over TLS, with node keys.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -19,7 +19,7 @@ app = typer.Typer(
 
 @app.command()
 def init(folder: Annotated[Path, typer.Argument(help="A new folder.")]) -> None:
-    """Write the folder that `flwr run` takes: the installed package is the app.
+    """Write the app folder that `flwr run` takes.
 
     Example: fedpara flower init my-federation
     """
@@ -32,41 +32,43 @@ def init(folder: Annotated[Path, typer.Argument(help="A new folder.")]) -> None:
 
 @app.command()
 def certs(
-    folder: Annotated[Path, typer.Argument(help="Where the files go.")],
+    folder: Annotated[Path, typer.Argument(help="Folder for the files.")],
     host: Annotated[
-        list[str] | None, typer.Option(help="A name or address of the server; several are fine.")
-    ] = None,
-    nodes: Annotated[int, typer.Option(help="How many node keys.")] = 3,
+        list[str], typer.Option(help="Name or address by which nodes reach the server; repeatable.")
+    ],
+    nodes: Annotated[int, typer.Option(min=1, help="Number of node keys.")] = 3,
 ) -> None:
-    """Make a CA, a server certificate and node keys. Nothing is overwritten.
+    """Make a CA, a server certificate and node keys. Existing files are not overwritten.
 
     Example: fedpara flower certs certificates --host fl.example.org --host 10.0.0.5 --nodes 3
     """
     with starting():
         from fedpara.apps.flower.certificates import PUBLIC, make_certificates
 
-    for path in make_certificates(folder, host or [], nodes):
+    for path in make_certificates(folder, host, nodes):
         typer.echo(f"{path}{'' if path.suffix in PUBLIC else '  private'}")
 
 
 @app.command()
 def up(
-    preset: Annotated[str | None, typer.Argument(help="A preset of one run.")] = None,
+    preset: Annotated[str | None, typer.Argument(help="A preset with a single run.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of fields.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="A field: rounds=3, model=mlp.")] = None,
-    nodes: Annotated[int, typer.Option(help="SuperNodes; each serves its share of the clients.")] = 3,
-    out: Annotated[
-        Path, typer.Option(help="The run's folder; one that holds this experiment is gone on with.")
-    ] = Path("runs/flower"),
-    deadline: Annotated[float, typer.Option(help="Seconds a round.")] = DEADLINE,
-    min_replies: Annotated[int, typer.Option(help="Good replies a round needs.")] = MIN_REPLIES,
-    oversample: Annotated[int, typer.Option(help="Clients asked beyond the cohort.")] = OVERSAMPLE,
-    data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="A field, such as rounds=3; repeatable.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Number of SuperNodes, which share the clients.")] = 3,
+    out: Annotated[Path, typer.Option(help="Run folder; a run of the same experiment is resumed.")] = Path(
+        "runs/flower"
+    ),
+    deadline: Annotated[float, typer.Option(help="Seconds per round.")] = DEADLINE,
+    min_replies: Annotated[int, typer.Option(help="Valid replies a round needs.")] = MIN_REPLIES,
+    oversample: Annotated[int, typer.Option(help="Clients asked in addition to the cohort.")] = OVERSAMPLE,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data sets.")] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="The last line of stdout is one JSON object.")
+        bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")
     ] = False,
 ) -> None:
-    """Start a SuperLink and nodes on loopback with TLS and node keys, run the experiment, stop them.
+    """Run an experiment on a SuperLink and nodes on this machine, with TLS and node keys.
 
     Example: fedpara flower up --nodes 3 --set dataset=digits --set model=mlp --set clients=3 --set cohort=3
     """

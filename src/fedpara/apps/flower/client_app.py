@@ -1,10 +1,10 @@
-"""The ClientApp: what `flwr` runs on a node, one message a process in a deployment."""
+"""The ClientApp, which Flower runs on a node. A deployment starts a process per message."""
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedpara.apps.flower.grid import from_records, to_records
-from fedpara.apps.flower.node import answer
+from fedpara.apps.flower.node import respond
 from fedpara.engines.flower.rpc import Packet
 
 app = ClientApp()
@@ -12,20 +12,20 @@ app = ClientApp()
 
 @app.query()
 def hello(message: Message, context: Context) -> Message:
-    return _answered(message, context)
+    return _respond(message, context)
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    return _answered(message, context)
+    return _respond(message, context)
 
 
 @app.evaluate()
 def score(message: Message, context: Context) -> Message:
-    return _answered(message, context)
+    return _respond(message, context)
 
 
-def _answered(message: Message, context: Context) -> Message:
+def _respond(message: Message, context: Context) -> Message:
     packet = from_records(message.content)
-    given = packet if isinstance(packet, Packet) else Packet({})
-    return Message(to_records(answer(given, context.node_config)), reply_to=message)
+    request = packet if isinstance(packet, Packet) else Packet({})
+    return Message(to_records(respond(request, context.node_config)), reply_to=message)

@@ -1,4 +1,4 @@
-"""A whole federation on this machine: a SuperLink and nodes on loopback, with TLS and node keys."""
+"""A federation on this machine: a SuperLink and nodes on loopback, with TLS and node keys."""
 
 import json
 import subprocess
@@ -26,9 +26,9 @@ Child = subprocess.Popen[bytes]
 
 
 class Federation:
-    """Everything lies in `folder`: certificates, the SuperLink's state, each node's home and log.
+    """`folder` holds everything: certificates, the SuperLink's state, each node's home and log.
 
-    Parts are started one by one, so that any of them can be killed and started again.
+    Each part is started separately, so it can be killed and restarted.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Federation:
         env: Mapping[str, str] | None = None,
         secure: bool = True,
     ) -> None:
-        """Not `secure` is without TLS and keys: to see what travels, never to be used."""
+        """`secure=False` turns off TLS and keys, only to inspect the traffic."""
         require()
         self.folder, self.nodes, self.processes = folder, nodes, processes
         self.port = free_port()
@@ -53,7 +53,7 @@ class Federation:
         write_home(folder / "flwr", self.port, self.certificates / "ca.crt" if secure else None)
 
     def start_link(self) -> Child:
-        """Its state is on the disk: node keys stay registered when it is started again."""
+        """Start the SuperLink. Its state is on disk, so node keys stay registered after a restart."""
         at = self.certificates
         log = self.folder / "superlink.log"
         trust = ["--ssl-ca-certfile", str(at / "ca.crt"), "--ssl-certfile", str(at / "server.pem")]
@@ -69,7 +69,7 @@ class Federation:
         return link
 
     def register(self) -> None:
-        """Each node's public key, before the node starts."""
+        """Register each node's public key. Nodes start afterwards."""
         keys = [self.certificates / f"node-{i}.pub" for i in range(self.nodes)]
         log = self.folder / "register.log"
         started = [self._start("flwr", ["supernode", "register", str(key), NAME], log=log) for key in keys]
@@ -87,10 +87,7 @@ class Federation:
         ca: Path | None = None,
         more: str = "",
     ) -> Child:
-        """`port`, `key` and `ca` in place of the federation's own: for a proxy, a stranger, a wrong authority.
-
-        `more` is added to the node's config.
-        """
+        """Start node `i`. `port`, `key` and `ca` replace the federation's; `more` is appended to the node's config."""
         home = self.folder / f"node-{i}"
         home.mkdir(exist_ok=True)
         config = f'partition-id={i} num-partitions={self.nodes} memory="{home / "memory"}" {more}'
@@ -112,7 +109,7 @@ class Federation:
         )
 
     def ask(self, *words: str) -> Any:
-        """What `flwr WORDS --format json` says."""
+        """The output of `flwr WORDS --format json`."""
         env = environment(self.folder / "flwr", self._env)
         command = [program("flwr"), *words, NAME, "--format", "json"]
         got = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -126,7 +123,7 @@ class Federation:
 
 
 def ended(process: Child, seconds: float) -> bool:
-    """Whether it ends by itself in that time."""
+    """Whether the process ends by itself within this time."""
     end = time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < end:
         time.sleep(0.1)

@@ -1,7 +1,7 @@
-"""Parcels over Flower's Grid: its message types are met here and nowhere else.
+"""Packets over Flower's Grid. Only this module knows Flower's message types.
 
-A packet is a ConfigRecord of its facts and an ArrayRecord of one array: our own encoded bytes as they are, in no
-format of Flower's that would have to be parsed before it is checked.
+A packet becomes a ConfigRecord of its facts and an ArrayRecord of one array, which holds fedpara's encoded bytes. No
+format of Flower's has to be parsed before fedpara has checked the bytes.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +15,7 @@ from fedpara.engines.flower.rpc import Fact, Packet
 FACTS, BODY, STYPE = "facts", "body", "fedpara"
 KINDS = {"hello": MessageType.QUERY, "train": MessageType.TRAIN, "score": MessageType.EVALUATE}
 TRAVEL = 30.0
-"""Seconds beyond the deadline before Flower forgets a message: late answers are then refused by name."""
+"""Seconds beyond the deadline before Flower drops a message, so that late responses can be logged."""
 
 
 def to_records(packet: Packet) -> RecordDict:
@@ -27,7 +27,7 @@ def to_records(packet: Packet) -> RecordDict:
 
 
 def from_records(records: RecordDict) -> Packet | str:
-    """The packet, or what is wrong with the records."""
+    """The packet, or the reason why the records are not one."""
     facts = records.get(FACTS)
     if not set(records) <= {FACTS, BODY} or not isinstance(facts, ConfigRecord):
         return f"its records are {', '.join(sorted(map(str, records)))[:200] or 'none'}: expected {FACTS} and {BODY}"
@@ -45,7 +45,7 @@ class GridTransport:
         self._grid = grid
 
     def nodes(self) -> Mapping[int, bytes]:
-        """The SuperLink has verified that each node holds the private half of its key, with or without TLS."""
+        """The connected nodes' public keys. The SuperLink has verified that each node holds the private key."""
         return {int(node.node_id): bytes(node.public_key) for node in self._grid.get_nodes()}
 
     def send(self, packets: Sequence[tuple[int, Packet]], seconds: float) -> list[str]:
@@ -55,9 +55,9 @@ class GridTransport:
         try:
             return self._pull(names)
         except httpx.HTTPError:
-            raise  # the SuperLink itself
+            raise  # the SuperLink itself failed
         except Exception as error:
-            # One reply that Flower cannot put together must not cost the others.
+            # One reply that Flower cannot read must not lose the others.
             if len(names) == 1:
                 return {next(iter(names)): f"Flower cannot read it: {type(error).__name__}: {error}"}
         got: dict[str, Packet | str] = {}
@@ -69,10 +69,10 @@ class GridTransport:
         got: dict[str, Packet | str] = {}
         for message in self._grid.pull_messages(list(names)):
             if message.has_error():
-                answer: Packet | str = f"Flower reports error {message.error.code}: {message.error.reason}"
+                response: Packet | str = f"Flower reports error {message.error.code}: {message.error.reason}"
             else:
-                answer = from_records(message.content)
-            got[message.metadata.reply_to_message_id] = answer
+                response = from_records(message.content)
+            got[message.metadata.reply_to_message_id] = response
         return got
 
     def _send(self, node: int, packet: Packet, seconds: float) -> str:
@@ -83,6 +83,6 @@ class GridTransport:
             ttl=seconds + TRAVEL,
             group_id=str(packet.facts["round"]),
         )
-        # One at a time: Flower leaves out those it could not take, and the rest would lose their places.
+        # One per call: Flower drops messages it could not send, and the ids would no longer match the packets.
         names = [name for name in self._grid.push_messages([message]) if name]
         return names[0] if names else ""

@@ -1,8 +1,7 @@
-"""A node's side: an order in, an answer out. It sees nothing of the server but the order.
+"""A node's side: a request in, a response out. A node sees nothing of the server but the request.
 
-What can be asked of a node: `hello`, one client's part of a round, the score of one client's own model. Whatever goes
-wrong becomes the answer's reason; an answer that takes too long becomes one too, so that a client that hangs does
-not block its node.
+The requests are `hello`, `train` (one client's part of a round) and `score` (one client's own model). A failure
+becomes the response's reason. So does a timeout, so a client that hangs does not block its node.
 """
 
 import os
@@ -33,13 +32,13 @@ from fedpara.experiments.storage.node_memory import NodeMemory
 from fedpara.experiments.storage.run_folder import NODES
 from fedpara.state import State
 
-ORDER_LIMIT = 1 << 32
+REQUEST_LIMIT = 1 << 32
 MEMORY = "FEDPARA_MEMORY"
 RUNS = "FEDPARA_RUNS"
-"""Simulation: run folders on this machine, a line each. What their clients keep stays in them."""
+"""Run folders on this machine, one per line. They hold the memory of their clients, as in a simulation."""
 DATA_DIR = "data-dir"
 SPARE = 0.9
-"""Of the server's seconds: the answer must still travel."""
+"""Share of the server's seconds that the work may take; the rest is for the response's way back."""
 
 NodeConfig = Mapping[str, Any]
 T = TypeVar("T")
@@ -47,7 +46,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """An experiment as one node builds it."""
+    """An experiment as a node builds it. `own` is the node's own training and test data, if it brings any."""
 
     session: Session
     worker: Worker
@@ -55,30 +54,33 @@ class Site:
     own: tuple[Examples, Examples | None] | None
 
     def data(self, client: int, personal: bool) -> tuple[Examples, Examples | None]:
+        """The client's training data and, if `personal`, its test data."""
         if self.own is not None:
             return self.own[0], self.own[1] if personal else None
         held = self.parts.data
         return held.client(client), held.client_test(client) if personal else None
 
 
-def answer(packet: Packet, node_config: NodeConfig) -> Packet:
-    """Never raises for what an order or a node's own files hold."""
+def respond(packet: Packet, node_config: NodeConfig) -> Packet:
+    """The response to a request. An invalid request or file gives a reason, never an exception."""
     try:
-        order = from_packet(packet, Request, ORDER_LIMIT)
+        request = from_packet(packet, Request, REQUEST_LIMIT)
     except WireError as error:
-        return to_packet(Hello(fedpara.__version__, reason=f"the order cannot be read: {error}"))
-    if order.kind == "hello":
-        return to_packet(_in_time(order, lambda: hello(order, node_config), _no_hello))
-    work = score if order.kind == "score" else train
-    return to_packet(_in_time(order, lambda: work(order, node_config), lambda why: _no_answer(order, why)))
+        return to_packet(Hello(fedpara.__version__, reason=f"the request cannot be read: {error}"))
+    if request.kind == "hello":
+        return to_packet(_in_time(request, lambda: hello(request, node_config), _no_hello))
+    work = score if request.kind == "score" else train
+    return to_packet(
+        _in_time(request, lambda: work(request, node_config), lambda why: _no_response(request, why))
+    )
 
 
-def hello(order: Request, node_config: NodeConfig) -> Hello:
-    """Everything is built that training needs, so that what is missing is known before a round begins."""
-    if order.version != fedpara.__version__:
+def hello(request: Request, node_config: NodeConfig) -> Hello:
+    """Build everything that training needs, so that problems show before a round starts."""
+    if request.version != fedpara.__version__:
         return Hello(fedpara.__version__)
     first, every = place(node_config)
-    site = _site_of(order, node_config)
+    site = _site_of(request, node_config)
     examples = len(site.own[0]) if site.own is not None else 0
     if site.own is not None and not examples:
         return Hello(fedpara.__version__, reason="its data set holds no training examples")
@@ -86,71 +88,75 @@ def hello(order: Request, node_config: NodeConfig) -> Hello:
     return Hello(fedpara.__version__, first, every, scheme, digest(site.session), examples)
 
 
-def train(order: Request, node_config: NodeConfig) -> Response:
-    site, received, memory = _begin(order, node_config)
+def train(request: Request, node_config: NodeConfig) -> Response:
+    """One client's part of a round; its new memory is stored on this node."""
+    site, received, memory = _begin(request, node_config)
     session = site.session
-    examples, test = site.data(order.client, order.personal)
+    examples, test = site.data(request.client, request.personal)
     if len(examples) == 0:
-        return Response(order.client, order.round, reason="it holds no examples")
+        return Response(request.client, request.round, reason="it holds no examples")
     reply, kept = client_round(
         session,
         site.worker,
         received,
-        memory.get(order.accepted) if session.stateful else None,
+        memory.get(request.accepted) if session.stateful else None,
         examples,
-        round=order.round,
-        client=order.client,
+        round=request.round,
+        client=request.client,
         test=test,
     )
-    memory.put(order.round, kept, order.accepted)
+    memory.put(request.round, kept, request.accepted)
     sealed = bytes(reply.message or b"")
-    return Response(order.client, order.round, sealed, reply.reason, reply.loss, reply.before, reply.after)
+    return Response(
+        request.client, request.round, sealed, reply.reason, reply.loss, reply.before, reply.after
+    )
 
 
-def score(order: Request, node_config: NodeConfig) -> Response:
-    """The client's own model, that is the shared state as sent and what the client keeps, on its own test data."""
-    site, (model, _), memory = _begin(order, node_config)
-    _, test = site.data(order.client, personal=True)
+def score(request: Request, node_config: NodeConfig) -> Response:
+    """The score of the client's own model (the shared state as sent, and its private tensors) on its test data."""
+    site, (model, _), memory = _begin(request, node_config)
+    _, test = site.data(request.client, personal=True)
     if test is None:
-        return Response(order.client, order.round, reason="it has no test data of its own")
-    kept = memory.get(order.accepted) if site.session.stateful else None
+        return Response(request.client, request.round, reason="it has no test data of its own")
+    kept = memory.get(request.accepted) if site.session.stateful else None
     own = (kept or site.session.first(model))[PRIVATE]
-    return Response(order.client, order.round, before=site.worker.evaluate({**model, **own}, test))
+    return Response(request.client, request.round, before=site.worker.evaluate({**model, **own}, test))
 
 
-def _begin(order: Request, node_config: NodeConfig) -> tuple[Site, tuple[State, Variables], NodeMemory]:
-    """What a client's order needs: the site, the server's message as read, what the client kept."""
-    if order.version != fedpara.__version__:
-        raise RunError(f"the node runs fedpara {fedpara.__version__}, the server {order.version}.")
-    if order.threads:
-        torch.set_num_threads(order.threads)
-    site = _site_of(order, node_config)
+def _begin(request: Request, node_config: NodeConfig) -> tuple[Site, tuple[State, Variables], NodeMemory]:
+    """What a client's request needs: the site, the server's decoded message, the client's memory."""
+    if request.version != fedpara.__version__:
+        raise RunError(f"the node runs fedpara {fedpara.__version__}, the server {request.version}.")
+    if request.threads:
+        torch.set_num_threads(request.threads)
+    site = _site_of(request, node_config)
     limit = size_limit(site.session.down)
-    if len(order.message) > limit:
-        raise WireError(f"a broadcast of {len(order.message)} bytes: expected at most {limit}.")
-    received = site.session.read_down(order.message, order.round)
-    return site, received, NodeMemory(memory_folder(node_config, order.run), order.run, order.client)
+    if len(request.message) > limit:
+        raise WireError(f"a broadcast of {len(request.message)} bytes: expected at most {limit}.")
+    received = site.session.read_down(request.message, request.round)
+    return site, received, NodeMemory(memory_folder(node_config, request.run), request.run, request.client)
 
 
 def place(node_config: NodeConfig) -> tuple[int, int]:
-    """(k, n): the node serves the clients i with i % n == k."""
+    """(k, n) from the node's config: the node serves the clients i with i % n == k."""
     for first, every in (("client", "clients"), ("partition-id", "num-partitions")):
         if first in node_config:
             k, n = node_config[first], node_config.get(every)
             if type(k) is not int or type(n) is not int or not 0 <= k < n:
                 raise ConfigError(
-                    f"the node's config says {first}={k!r} {every}={n!r}: expected whole numbers, such as "
-                    f"{first}=0 {every}=3."
+                    f"the node's config has {first}={k!r} {every}={n!r}: expected whole numbers with "
+                    f"0 <= {first} < {every}."
                 )
             return k, n
     raise ConfigError(
-        "the node's config does not say which clients it serves: start it with --node-config "
-        "'partition-id=0 num-partitions=3', each node with its own number."
+        "the node's config does not say which clients it serves: add --node-config "
+        "'partition-id=0 num-partitions=3', with a different partition-id per node."
     )
 
 
 def memory_folder(node_config: NodeConfig, run: str) -> Path:
-    """node_config's memory, else FEDPARA_MEMORY, else the user's state folder."""
+    """The folder for client memory: the run folder if it is on this machine, else the node config's `memory`, else
+    FEDPARA_MEMORY, else the user's state folder."""
     for folder in map(Path, os.environ.get(RUNS, "").splitlines()):
         if (folder / NODES).exists() and (folder / NODES).read_text().strip() == run:
             return folder
@@ -161,17 +167,17 @@ def memory_folder(node_config: NodeConfig, run: str) -> Path:
     return (Path(base) if base else Path.home() / ".local" / "state") / "fedpara"
 
 
-def _site_of(order: Request, node_config: NodeConfig) -> Site:
-    experiment = with_values(Experiment(), tomllib.loads(order.experiment))
+def _site_of(request: Request, node_config: NodeConfig) -> Site:
+    experiment = with_values(Experiment(), tomllib.loads(request.experiment))
     own = is_own(experiment.dataset)
     return _site(
-        order.experiment, tuple(sorted((k, v) for k, v in node_config.items() if own or k == DATA_DIR))
+        request.experiment, tuple(sorted((k, v) for k, v in node_config.items() if own or k == DATA_DIR))
     )
 
 
 @lru_cache(maxsize=1)
 def _site(experiment_toml: str, node_config: tuple[tuple[str, Any], ...]) -> Site:
-    """Kept while the process lasts: for one order in a deployment, for many in a simulation."""
+    """Cached for the process: one request in a deployment, many in a simulation."""
     config = dict(node_config)
     experiment = with_values(Experiment(), tomllib.loads(experiment_toml))
     data_dir = config.get(DATA_DIR)
@@ -182,11 +188,11 @@ def _site(experiment_toml: str, node_config: tuple[tuple[str, Any], ...]) -> Sit
     return Site(session, Worker(program, parts.task.augment), parts, own)
 
 
-def _in_time(order: Request, work: Callable[[], T], failed: Callable[[str], T]) -> T:
-    """The work's result, or why there is none, within the seconds the server waits."""
-    if not 0 < order.seconds <= threading.TIMEOUT_MAX:
+def _in_time(request: Request, work: Callable[[], T], failed: Callable[[str], T]) -> T:
+    """The result of `work`, or `failed(reason)`, before the server stops waiting."""
+    if not 0 < request.seconds <= threading.TIMEOUT_MAX:
         return failed(
-            f"the order grants {order.seconds:g} s: expected above 0, at most {threading.TIMEOUT_MAX:g}"
+            f"the request grants {request.seconds:g} s: expected above 0, at most {threading.TIMEOUT_MAX:g}"
         )
     result: list[T] = []
 
@@ -200,16 +206,16 @@ def _in_time(order: Request, work: Callable[[], T], failed: Callable[[str], T]) 
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(SPARE * order.seconds)
+    thread.join(SPARE * request.seconds)
     if result:
         return result[0]
-    _site.cache_clear()  # the thread may wake up and go on with this worker
-    return failed(f"it did not finish within {SPARE * order.seconds:g} s")
+    _site.cache_clear()  # the thread may still be using this worker
+    return failed(f"it did not finish within {SPARE * request.seconds:g} s")
 
 
 def _no_hello(why: str) -> Hello:
     return Hello(fedpara.__version__, reason=why)
 
 
-def _no_answer(order: Request, why: str) -> Response:
-    return Response(order.client, order.round, reason=why)
+def _no_response(request: Request, why: str) -> Response:
+    return Response(request.client, request.round, reason=why)

@@ -1,4 +1,4 @@
-"""Flower's programs as children of this one: started with their own home and log, stopped by pid."""
+"""Flower's programs as child processes, each with its own home and log, stopped by pid."""
 
 import os
 import secrets
@@ -24,28 +24,29 @@ from fedpara.errors import MissingExtraError, RunError, install
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
-    # Without it Flower runs `uv sync` for every run, which needs a network and may fetch another torch.
+    # Otherwise Flower runs `uv sync` for every run, which needs a network and may download another torch.
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Flower asks Ray not to set this for clients without a GPU; Ray warns about its own future default.
+    # Flower relies on this for clients without a GPU, and Ray warns about its future default.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
 
 def require() -> None:
+    """MissingExtraError unless Flower and its simulator are installed."""
     for package in ("flwr", "ray"):
         if find_spec(package) is None:
             raise MissingExtraError(f"engine 'flower' needs the package {package}: {install('flower')}")
 
 
 def environment(home: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Flower finds its own programs on PATH: those beside this Python come first."""
+    """The environment of Flower's programs. They find each other on PATH, first next to this Python."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     return {**os.environ, **QUIET, "PATH": path, "FLWR_HOME": str(home), **(extra or {})}
 
 
 def program(name: str) -> str:
-    """Flower's program of this name, beside this Python."""
+    """The path of Flower's program of this name, next to this Python."""
     return str(Path(sys.executable).parent / name)
 
 
@@ -56,10 +57,10 @@ def free_port() -> int:
 
 
 class Processes:
-    """What was started here, and whatever each of them started; leaving the block stops it all.
+    """Child processes and their descendants, which all stop at the end of the block.
 
-    The server goes first, and at once: nodes that went before it would count as a round without replies. If this
-    program is itself killed, a watchdog ends the others and removes the folders.
+    The server stops first: if its nodes stopped earlier, it would record a round without replies. If this program is
+    killed, a watchdog stops the processes and removes the folders.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class Processes:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Processes":
-        """A plain kill of this program, or the end of its terminal, is taken as Ctrl-C."""
+        """Start the watchdog, and treat SIGTERM and SIGHUP like Ctrl-C."""
         self._watchdog = subprocess.Popen(
             [sys.executable, "-I", "-S", flower_watchdog.__file__],
             stdin=subprocess.PIPE,
@@ -79,7 +80,7 @@ class Processes:
         )
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does
                     self._before[number] = signal.signal(number, signal.default_int_handler)
         return self
 
@@ -90,22 +91,22 @@ class Processes:
             for process in self.running.copy():
                 kill(self._family(process))
                 self.stop(process)
-        finally:  # after a second Ctrl-C too: the watchdog asks nobody, it kills what is left
+        finally:  # also after a second Ctrl-C: the watchdog kills the remaining processes
             self._watchdog.communicate()
-            for folder in self._folders:  # had the watchdog itself been killed
+            for folder in self._folders:  # in case the watchdog was killed
                 shutil.rmtree(folder, ignore_errors=True)
             for number, before in self._before.items():
                 signal.signal(number, before)
 
     def folder(self, within: str | None = None) -> Path:
-        """A temporary one, which goes when the processes are gone, however this program ends."""
+        """A temporary folder, removed after the processes have ended, even if this program is killed."""
         path = Path(tempfile.mkdtemp(prefix="fedpara-", dir=within)).absolute()
         self._folders.append(path)
         self._tell(str(path))
         return path
 
     def start(self, arguments: list[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """In a session of its own: Ctrl-C is for this program, which then stops the others in order."""
+        """Start a program in a new session: Ctrl-C reaches only this program, which stops the others in order."""
         mark = secrets.token_hex(16)
         with log.open("ab") as output:
             process = subprocess.Popen(
@@ -122,7 +123,7 @@ class Processes:
         return process
 
     def stop(self, process: subprocess.Popen[bytes], patience: float = PATIENCE) -> None:
-        """Asked first, then killed; its own children too, which it may have left behind."""
+        """Terminate the process, then kill it and its descendants if they are still running."""
         before = self._family(process)
         if process.poll() is None:
             process.terminate()
@@ -131,11 +132,11 @@ class Processes:
         self._end(process, before)
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
-        """At once and without warning, as a crash would."""
+        """Kill the process and its descendants at once, as in a crash."""
         self._end(process, set())
 
     def forget(self, process: subprocess.Popen[bytes]) -> None:
-        """It has ended."""
+        """Remove a process that has ended."""
         if process in self.running:
             self.running.remove(process)
             self._tell(f"-{process.pid}")
@@ -156,17 +157,19 @@ class Processes:
 
 
 def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path, seconds: float = 60.0) -> None:
+    """Return once the SuperLink listens on `port`. RunError if it exits or takes longer than `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if process.poll() is not None:
-            raise RunError(
-                f"a SuperLink ended with code {process.returncode} before it listened: {tail(log)}"
-            )
+            break
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
         time.sleep(0.1)
-    raise RunError(f"a SuperLink did not listen on port {port} within {seconds:g} s: {tail(log)}")
+    code = process.poll()
+    cause = f"within {seconds:g} s" if code is None else f"and exited with code {code}"
+    raise RunError(f"the SuperLink did not listen on port {port} {cause}: {tail(log)}")
 
 
 def tail(log: Path, characters: int = 600) -> str:
+    """The end of a log."""
     return log.read_text(errors="replace")[-characters:].strip() if log.exists() else "it wrote no log"

@@ -1,8 +1,8 @@
-"""Ends what a killed program started: it runs beside it, as a program of its own, and waits for the pipe to close.
+"""A separate program that cleans up after fedpara if fedpara is killed. It waits for its stdin to close.
 
-A line `+123 MARK` says that process 123 was started with MARK in its environment, `-123` that it is gone, `/a/folder`
-that the folder is to be removed when all is over: it holds keys. It uses Python's own modules only, so it is up at
-once, and small.
+Its input lines: `+123 MARK` process 123 was started with MARK in its environment; `-123` that process has ended;
+`/a/folder` remove this folder at the end, because it holds keys. It imports only the standard library, so it starts at
+once and stays small.
 """
 
 import os
@@ -17,11 +17,11 @@ from contextlib import suppress
 
 MARKED = "FEDPARA_STARTED"
 PATIENCE = 10.0
-"""Seconds a program has to end: by itself when it is asked to, or after it was killed."""
+"""Seconds a program has to end after it was terminated, and again after it was killed."""
 
 
 def watch(lines: Iterable[str]) -> None:
-    """At the end of the lines: kills whatever was started and is not said to be gone, with all that it started."""
+    """After the last line, kill every process that was started and has not ended, with its descendants."""
     left: dict[int, str] = {}
     folders = []
     for line in map(str.rstrip, lines):
@@ -39,7 +39,7 @@ def watch(lines: Iterable[str]) -> None:
 
 
 def end(pid: int, mark: str, also: Iterable[int] = ()) -> None:
-    """Kills it, its family and `also`, and waits until none runs: what is killed may hold a lock for a moment."""
+    """Kill the process, its family and `also`; wait until all have ended, since they may hold locks until then."""
     named, limit = {pid, *also}, time.monotonic() + PATIENCE
     while time.monotonic() < limit:
         running = _running()
@@ -58,10 +58,10 @@ def kill(pids: Iterable[int]) -> None:
 
 
 def family(pid: int, mark: str = "") -> set[int]:
-    """What the process started, directly or not, and still runs; also after its own end.
+    """The running descendants of a process, even if it has ended.
 
-    By parent; by session, for a process whose parent has died has another parent; by mark, for a process with a session
-    of its own still has the environment it was born with.
+    They are found by parent; by session, because a process whose parent died gets another parent; and by mark, because
+    a process in a new session still has the environment it was started with.
     """
     return _family(_running(), pid, mark)
 
@@ -82,7 +82,7 @@ def _below(running: dict[int, tuple[int, str]], pids: set[int]) -> set[int]:
 
 
 def _running() -> dict[int, tuple[int, str]]:
-    """Of each process that has not ended: its parent, its command and, where it is ours to see, its environment."""
+    """Each running process: its parent, and its command followed, where readable, by its environment."""
     command = ["ps", "axeww", "-o", "pid=,ppid=,stat=,command="]
     listed = subprocess.run(command, capture_output=True, text=True, errors="replace", check=True)
     rows = (re.match(r" *(\d+) +(\d+) +([^Z\s]\S*) +(.*)", line) for line in listed.stdout.splitlines())

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class NotBegun(Exception):
+class NotStarted(Exception):
     """Ctrl-C arrived before the command did anything."""
 
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Wraps the imports of a command's work."""
+    """Turn Ctrl-C inside the block, where a command imports its work, into NotStarted."""
     try:
         yield
     except KeyboardInterrupt:
-        raise NotBegun from None
+        raise NotStarted from None

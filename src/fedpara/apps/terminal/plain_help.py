@@ -1,6 +1,6 @@
 """Help as plain text: `[default: page.html]`.
 
-typer writes what it adds in brackets for rich's markup, `\\[default: page.html]`, also where that markup is off.
+typer escapes brackets for rich's markup, as in `\\[default: page.html]`, even with the markup turned off.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ class PlainContext(click.Context):
 
 
 class PlainGroup(TyperGroup):
-    """A group whose help, and that of the commands in it, is plain."""
+    """A command group with plain help, also for its commands."""
 
     context_class = PlainContext
 

@@ -1,4 +1,4 @@
-"""What finished runs come to: a table for people, JSON for programs."""
+"""Results of finished runs: a table for people, JSON for programs."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from fedpara.experiments import Summary
 
 
 def json_of(folder: Path, runs: dict[str, Summary]) -> dict[str, Any]:
-    """The one run; of several each under its name, and no number that might be taken for all of them."""
+    """A single run's results; several runs' results by name."""
     rows = {name: _row(summary) for name, summary in runs.items()}
     if len(rows) == 1:
         return next(iter(rows.values()))
@@ -45,7 +45,7 @@ def print_runs(runs: dict[str, Summary]) -> None:
     for name, s in runs.items():
         sent = s.bytes_up + s.bytes_down
         held_out = " (validation)" * (s.experiment.validation > 0)
-        accuracy = "-" if s.final is None else f"{s.final:.1%}{held_out}{_whose(s)}"
+        accuracy = "-" if s.final is None else f"{s.final:.1%}{held_out}{_averaged_over(s)}"
         table.add_row(
             name,
             str(s.rounds),
@@ -57,8 +57,8 @@ def print_runs(runs: dict[str, Summary]) -> None:
     print_table(table)
 
 
-def _whose(run: Summary) -> str:
-    """Of how many clients' own models an accuracy is the mean."""
+def _averaged_over(run: Summary) -> str:
+    """How many clients' own models a personal accuracy averages, such as ` (all 5 clients)`."""
     if run.everyone is None:
         return f" ({run.metrics[-1]['clients']} of {run.experiment.clients} clients)" if run.of_cohort else ""
     clients, of = run.everyone["clients"], run.everyone["of"]

@@ -1,4 +1,4 @@
-"""A table on the terminal, as wide as that is; 120 columns in a file or a pipe. What does not fit goes on below."""
+"""Tables for the terminal: as wide as it is, 120 columns in a file or a pipe. Long cells wrap."""
 
 import sys
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def empty_table(words: Sequence[str], numbers: Sequence[str], title: str | None = None) -> "Table":
-    """With these headings: words to the left, numbers to the right."""
+    """A table with left-aligned `words` columns, then right-aligned `numbers` columns."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -23,5 +23,5 @@ def empty_table(words: Sequence[str], numbers: Sequence[str], title: str | None 
 def print_table(table: "Table") -> None:
     from rich.console import Console
 
-    # No markup: a name with [red] in it is shown as it is.
+    # Without markup, a name that contains [red] prints unchanged.
     Console(width=None if sys.stdout.isatty() else 120, markup=False).print(table)
