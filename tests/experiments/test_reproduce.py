@@ -10,7 +10,7 @@ import pytest
 from fedpara.errors import ConfigError, RunError, UsageError
 from fedpara.experiments import Experiment, paper, read_run, resume
 from fedpara.experiments.config import to_toml
-from fedpara.experiments.reproduce import carry_out, jobs, keep_finished
+from fedpara.experiments.reproduce import carry_out, jobs, save_finished
 from fedpara.experiments.storage.catalog import Library, cut, refuse_own, save_small
 from fedpara.experiments.storage.summary import Summary
 from fedpara.report.tables import NOT_RUN, table_of
@@ -81,7 +81,7 @@ def test_asked_for_another_engine_a_finished_study_says_which_one_ran(whole, cap
 
 def test_the_small_form_is_a_finished_run(whole, tmp_path):
     """No checkpoint, no clients' memory; the same table, and nothing is run again."""
-    kept = keep_finished(whole[0], tmp_path / "results")
+    kept = save_finished(whole[0], tmp_path / "results")
     assert len(kept) == 4
     for path in kept:
         assert {file.name for file in path.iterdir()} == {
@@ -134,7 +134,7 @@ def test_nor_is_one_of_a_single_round(whole, tmp_path):
 
 
 def test_more_rounds_than_a_small_form_has_are_run_anew(whole, tmp_path):
-    keep_finished(whole[0], tmp_path / "results")
+    save_finished(whole[0], tmp_path / "results")
     rounds = Rounds()
     given = {**TINY, "only": PFEDPARA, "rounds": 3, "kept": (tmp_path / "results",)}
     found = carry_out([STUDY], out=tmp_path / "out", begin=rounds, **given)
@@ -219,7 +219,7 @@ def test_a_folder_that_cannot_be_read_stops_no_other_run(whole, tmp_path):
     ):
         carry_out([STUDY], out=tmp_path / "out", **given)
     with pytest.raises(RunError, match="2 runs cannot be read; the others are kept"):
-        keep_finished(tmp_path / "out", tmp_path / "small")
+        save_finished(tmp_path / "out", tmp_path / "small")
     assert len([*(tmp_path / "small").iterdir()]) == 3
 
 

@@ -187,6 +187,10 @@ def reproduce(
     data_dir: DataDir = None,
     engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
     precision: Annotated[str | None, typer.Option(help="float32, tf32, bfloat16 (default on a GPU)")] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="Copy every finished run here, without checkpoints and client memories."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run what a table or figure of the paper needs, print paper | ours, and draw the figure.
@@ -197,7 +201,7 @@ def reproduce(
     """
     with starting():
         from fedpara.apps.reproduce import reproduce as work
-    work(names, list_, seeds, rounds, only, scale, out, results, data_dir, engine, precision, as_json)
+    work(names, list_, seeds, rounds, only, scale, out, results, data_dir, engine, precision, keep, as_json)
 
 
 def report(

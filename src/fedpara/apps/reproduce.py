@@ -1,4 +1,4 @@
-"""The work of `fedpara reproduce`: a table or figure of the paper by name."""
+"""`fedpara reproduce`: a table or figure of the paper by name."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from fedpara.errors import UsageError
 from fedpara.experiments import Experiment
 from fedpara.experiments.paper import STUDIES, Study, merged, study
 from fedpara.experiments.paper.sizes import gpu_minutes, total_bytes
-from fedpara.experiments.reproduce import carry_out, jobs
+from fedpara.experiments.reproduce import carry_out, jobs, save_finished
 from fedpara.experiments.run import OnRound
 from fedpara.experiments.storage.catalog import Library
 from fedpara.report.figures import study_figure
@@ -35,13 +35,14 @@ def reproduce(
     data_dir: Path | None,
     engine: str | None,
     precision: str | None,
+    keep: Path | None,
     as_json: bool,
 ) -> None:
     if list_:
         _list(as_json)
         return
     if not names:
-        raise UsageError(f"which table or figure? `--list` shows what each costs: {', '.join(STUDIES)}.")
+        raise UsageError(f"name a table or figure; `--list` shows what each costs: {', '.join(STUDIES)}.")
     studies = [study(name) for name in names]
     with ExitStack() as stack:
 
@@ -64,6 +65,8 @@ def reproduce(
         )
     if join().rank:
         return
+    if keep is not None:
+        save_finished(out, keep)
     library = Library.of(out, results)
     shown: list[tuple[Table, Path | None]] = []
     for one in studies:
@@ -138,7 +141,7 @@ def _list(as_json: bool) -> None:
     )
     print_table(table)
     typer.echo(
-        "GPU minutes and GB are of one seed: an estimate for one H200, and the length of a message times their number."
+        "GPU minutes (an estimate for one H200) and GB (message length times messages) are for one seed."
     )
 
 

@@ -1,4 +1,4 @@
-"""The work of `fedpara run` and `fedpara resume`; `commands.py` declares their options."""
+"""`fedpara run` and `fedpara resume`; `commands.py` declares their options."""
 
 import json
 import shlex
@@ -38,7 +38,7 @@ def run(
     track: str,
     as_json: bool,
 ) -> None:
-    """`given` are the experiment's fields that have an option on the command line."""
+    """`given` holds the experiment's fields that were given as options."""
     refuse_users(given)
     if option:
         given = {**given, "options": read_options(option)}
@@ -71,12 +71,12 @@ def resume(
     else:
         paths = {path.parent.name: path.parent for path in sorted(folder.glob("*/config.toml"))}
     if not paths:
-        raise ConfigError(f"{folder} holds no run: expected a folder that `fedpara run` made.")
+        raise ConfigError(f"{folder} holds no run: give a folder that `fedpara run` made.")
     finish(folder, _go_on(paths, data_dir, track, rounds, engine, precision), as_json)
 
 
 def _folder(out: Path | None, name: str, runs: list[str]) -> Path:
-    """Rank 0's choice. ConfigError where several runs would lie among someone else's files."""
+    """The folder that rank 0 chooses. ConfigError if several runs would be mixed with other files."""
     group = join()
 
     def work() -> Part:
@@ -91,7 +91,7 @@ def _folder(out: Path | None, name: str, runs: list[str]) -> Path:
 
 
 def _new_folder(name: str) -> Path:
-    """Made at once: another run may begin in the same second."""
+    """Made at once, because another run may begin in the same second."""
     first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     make_folder(first.parent, "folder of runs")
     for number in count(1):
@@ -113,11 +113,11 @@ def _experiments(preset: str | None, config: Path | None, given: dict[str, Any])
         base = read_toml(config) if config else Experiment()
         return {"run": with_values(base, given)}
     if config is not None:
-        raise UsageError("give a preset or a --config, not both: a preset is a config of its own.")
+        raise UsageError("a preset and --config are both given: choose one.")
     runs = find_preset(preset).runs
     if len(runs) > 1 and {"scheme", "gamma", "rank"} & given.keys():
         raise UsageError(
-            f"{preset} compares schemes itself: leave out --scheme, --gamma and --rank, or the preset."
+            f"{preset} compares schemes itself: leave out --scheme, --gamma and --rank, or leave out the preset."
         )
     return {name: with_values(experiment, given) for name, experiment in runs.items()}
 
@@ -130,7 +130,7 @@ def _go_on(
     engine: str | None = None,
     precision: str | None = None,
 ) -> dict[str, Summary]:
-    """Each to its end. One that fails does not keep the others from theirs; RunError at the end names it."""
+    """Run each folder to its end. If one fails, the others still run; RunError at the end names it."""
     summaries: dict[str, Summary] = {}
     failed: dict[str, FedParaError] = {}
 
@@ -151,7 +151,7 @@ def _go_on(
     _refuse_ranks(*engines.values())
     for name in [name for name in before if engines[name] == "flower"]:
         with trying(name):
-            look_over(paths[name], rounds, engine, precision, data_dir)  # Flower would say it in its own log
+            look_over(paths[name], rounds, engine, precision, data_dir)  # Flower would only log the error
     left = [name for name in before if name not in failed]
     by_flower = [paths[name] for name in left if engines[name] == "flower"]
     with _simulation(by_flower, rounds, data_dir) as simulated:
@@ -178,7 +178,7 @@ def _go_on(
 
 def _raise(failed: dict[str, FedParaError], of: int) -> None:
     if len(failed) == of and len({str(error) for error in failed.values()}) == 1:
-        raise next(iter(failed.values()))  # a mistake in the call
+        raise next(iter(failed.values()))  # the same mistake in every run
     if failed:
         raise of_several(failed, of)
 
@@ -188,13 +188,13 @@ def _say_if_met(name: str, run: Summary, rounds: int) -> None:
     reached = run.reached(target) if target is not None else None
     if reached and run.rounds < rounds and join().rank == 0:
         say(
-            f"{name}: its target, an accuracy of {target:g}, was reached in round {reached['round']}: no round is run."
+            f"{name}: the target accuracy of {target:g} was reached in round {reached['round']}: nothing to run."
         )
 
 
 def _refuse_ranks(*engines: str) -> None:
     if "flower" in engines and join().size > 1:
-        raise UsageError("--engine flower has processes of its own: start it without torchrun.")
+        raise UsageError("--engine flower starts its own processes: use it without torchrun.")
 
 
 @contextmanager

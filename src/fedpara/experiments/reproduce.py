@@ -18,14 +18,14 @@ from fedpara.experiments.storage.summary import Summary
 logger = logging.getLogger(__name__)
 
 FEW = 4
-"""Runs that a text names before it stops at dots."""
+"""How many runs an error names."""
 Begin = Callable[[str, Experiment], OnRound | None]
 """Called with its name as a run begins. What it returns is called after each round."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run that a study needs, and what is there of it."""
+    """One run that a study needs, and what exists of it."""
 
     name: str
     experiment: Experiment
@@ -42,7 +42,7 @@ def jobs(
     only: str | None = None,
     scale: str = "paper",
 ) -> list[Job]:
-    """Every run the named studies need, once, the first seed of all of them before the second of any."""
+    """Every run that the named studies need, once; the first seed of all runs comes before the second of any."""
     wanted: list[Experiment] = []
     most = max((seeds or study(name).seeds for name in names), default=0)
     for seed in range(most):
@@ -54,7 +54,7 @@ def jobs(
 
 
 def matches(pattern: str, name: str) -> bool:
-    """A piece of the name, or a shell pattern for all of it."""
+    """Whether the name contains the pattern, or matches it as a shell pattern."""
     return pattern.lower() in name.lower() or fnmatch.fnmatch(name.lower(), pattern.lower())
 
 
@@ -72,10 +72,10 @@ def carry_out(
     precision: str | None = None,
     begin: Begin | None = None,
 ) -> list[Summary]:
-    """The runs of the named studies, finished. Those found under `out` or `kept` are not run again.
+    """The finished runs of the named studies. Runs found under `out` or `kept` are not repeated.
 
-    ConfigError where `only` fits none of them. A run that fails (it diverged) does not keep the others from being
-    run; RunError at the end names it. Nor does a folder that cannot be read, which fails the run it is named for.
+    ConfigError if `only` matches none of them. If a run fails, or its folder cannot be read, the others still run;
+    RunError at the end names it.
     """
     library = Library.of(out, *kept)
     summaries: list[Summary] = []
@@ -87,7 +87,7 @@ def carry_out(
     damaged = {path.name: error for path, error in library.damaged.items()}
     for name in damaged.keys() - {job.name for job in listed}:
         logger.info("left out: %s", damaged[name])
-    # Before rank 0 makes a folder that another would take for one begun earlier.
+    # All ranks list the runs before rank 0 makes a folder, which another rank would take for an interrupted run.
     join().gather("the list of runs")
     for job in listed:
         if job.found is not None:
@@ -114,11 +114,11 @@ def carry_out(
 def _no_match(only: str, names: Sequence[str], runs: Sequence[str]) -> str:
     which = ", ".join(names)
     if not runs:
-        return f"--only {only!r}: {which} needs no run, it is computed. Leave --only out."
+        return f"--only {only!r}: {which} is computed and needs no run. Leave --only out."
     few = ", ".join(runs[:FEW]) + (", ..." if len(runs) > FEW else "")
     return (
-        f"--only {only!r}: no run of {which} has that in its name or fits it as a pattern. Expected a piece of one of "
-        f"the {len(runs)} names: {few}"
+        f"--only {only!r}: no run of {which} has this in its name or matches it as a pattern. The {len(runs)} runs are "
+        f"{few}"
     )
 
 
@@ -144,8 +144,8 @@ def _done(
     return run(experiment, out / job.name, data_dir=data_dir, on_round=on_round)
 
 
-def keep_finished(out: Path, into: Path) -> list[Path]:
-    """The small form of every finished run under `out`. RunError at the end where one cannot be read."""
+def save_finished(out: Path, into: Path) -> list[Path]:
+    """Copies every finished run under `out`, without checkpoints. RunError at the end if one cannot be read."""
     library = Library.of(out)
     kept = [save_small(s.path, into) for s in library if finished(s, s.experiment.rounds)]
     library.refuse_damaged("kept")

@@ -1,4 +1,4 @@
-"""How a run folder is run on nodes: the Flower engine over a transport, and the schedule it can keep."""
+"""host_on: runs a run folder on nodes, with the Flower engine over a transport."""
 
 import secrets
 import time
@@ -22,7 +22,7 @@ from fedpara.experiments.storage.run_folder import NODES, RunFolder
 from fedpara.files import write_bytes
 
 EXAMPLES = "examples.json"
-"""In the run folder: how many examples each client stated first, where nodes bring their own data."""
+"""In the run folder: the number of examples that each client stated first, if nodes bring their own data."""
 
 
 def host_on(
@@ -34,6 +34,8 @@ def host_on(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Host:
+    """A function that makes the Flower engine for a run folder, and the schedule that it can keep."""
+
     def host(
         session: Session, parts: Parts, folder: RunFolder, schedule: Schedule
     ) -> tuple[Engine, Schedule]:
@@ -62,7 +64,7 @@ def host_on(
 
 
 def _run_name(folder: RunFolder) -> str:
-    """Under which nodes keep what belongs to this run: drawn once, since two runs may share a config."""
+    """The name under which nodes store this run's client memories. Random, because two runs may share a config."""
     file = folder.path / NODES
     if not file.exists():
         write_bytes(file, f"{secrets.token_hex(16)}\n".encode())

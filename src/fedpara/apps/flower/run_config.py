@@ -13,6 +13,7 @@ from fedpara.errors import ConfigError
 from fedpara.experiments import Experiment
 from fedpara.experiments.config import read_options, read_toml, with_values
 from fedpara.experiments.presets import preset
+from fedpara.experiments.storage.summary import read_config
 
 POLICY = {
     "deadline": "deadline",
@@ -66,6 +67,15 @@ def difference(there: Experiment, asked: Experiment, free: Container[str] = ("ro
         f"{name} is {a!r} there and {b!r} here" for name, a, b in pairs if a != b and name not in free
     ]
     return ", ".join(differences)
+
+
+def refuse_another(path: Path, asked: Experiment, free: Container[str] = ("rounds", "engine")) -> None:
+    """ConfigError if the folder holds a run of another experiment: nothing is overwritten."""
+    if different := difference(read_config(path), asked, free):
+        raise ConfigError(
+            f"{path} holds a run of another experiment ({different}): choose another folder, or resume that run by "
+            f"giving only its folder or config ({path / 'config.toml'})."
+        )
 
 
 def defaults() -> dict[str, str]:

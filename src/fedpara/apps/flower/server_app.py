@@ -1,6 +1,6 @@
-"""The ServerApp: our own loop over Flower's Grid, into a run folder on the SuperLink's machine.
+"""The ServerApp: our server loop over Flower's Grid, into a run folder on the SuperLink's machine.
 
-A folder that holds a run already is gone on with, so the same `flwr run` after a crash is the resume.
+An existing run folder is resumed, so after a crash the same `flwr run` continues the run.
 """
 
 import logging
@@ -15,12 +15,11 @@ from flwr.serverapp import Grid, ServerApp
 from fedpara.apps.flower.certificates import read_keys
 from fedpara.apps.flower.grid import GridTransport
 from fedpara.apps.flower.host import host_on
-from fedpara.apps.flower.run_config import Settings, difference, read
-from fedpara.errors import ConfigError, FedParaError, of_several
-from fedpara.experiments import Experiment, resume
+from fedpara.apps.flower.run_config import Settings, read, refuse_another
+from fedpara.errors import FedParaError, of_several
+from fedpara.experiments import resume
 from fedpara.experiments.config import FREE
 from fedpara.experiments.run import Host, lay_out
-from fedpara.experiments.storage.summary import read_config
 
 app = ServerApp()
 
@@ -43,7 +42,7 @@ def _to_stdout() -> logging.Handler:
 
 
 def go_through(runs: Mapping[Path, int | None], data_dir: Path | None, host: Host) -> None:
-    """Each to its rounds. One that fails does not keep the others from theirs; RunError at the end names it."""
+    """Run each folder to its rounds. If one fails, the others still run; RunError at the end names it."""
     failed: dict[str, FedParaError] = {}
     for path, rounds in runs.items():
         print(f"run folder {path}", flush=True)
@@ -58,23 +57,13 @@ def go_through(runs: Mapping[Path, int | None], data_dir: Path | None, host: Hos
 
 
 def _laid_out(settings: Settings) -> dict[Path, int | None]:
-    """The folders to run, each with its rounds where they were given; new ones are made."""
+    """The folders to run, each with its rounds if they were given. New folders are made."""
     if not settings.names_an_experiment and all((path / "config.toml").exists() for path in settings.out):
         return dict.fromkeys(settings.out, settings.given.get("rounds"))
     runs = settings.experiments()
     for path, experiment in runs.items():
         if (path / "config.toml").exists():
-            _refuse_another(path, experiment)
+            refuse_another(path, experiment, FREE)
         else:
             lay_out(experiment, path, data_dir=settings.data_dir)
     return {path: experiment.rounds for path, experiment in runs.items()}
-
-
-def _refuse_another(path: Path, experiment: Experiment) -> None:
-    there = read_config(path)
-    if there.identity != experiment.identity:
-        raise ConfigError(
-            f"{path} holds a run of another experiment, and nothing is overwritten: "
-            f"{difference(there, experiment, FREE)}. Choose another out, or leave out everything but out to go on with "
-            "that one."
-        )

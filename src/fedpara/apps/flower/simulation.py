@@ -1,7 +1,7 @@
-"""`--engine flower`: Flower's simulator runs the folder's experiment; this process watches the folder.
+"""`--engine flower`: Flower's simulator runs the folder's experiment, and this process shows its progress.
 
-Flower starts our ServerApp, not we it. So a Flower app that names the folder is written into a temporary home, a
-SuperLink of our own runs it, and what the run folder says is shown as if the rounds were ours.
+Flower launches fedpara, not the reverse. So a Flower app that names the folder is written to a temporary home, and a
+SuperLink runs it. The progress is read from the run folder.
 """
 
 import logging
@@ -34,15 +34,15 @@ from fedpara.experiments.storage.summary import read_config
 logger = logging.getLogger(__name__)
 
 LOOK = 0.2
-# A slow machine is no reason to leave a simulated client out.
+# A slow machine must not drop a simulated client.
 PATIENT = {"deadline": 7 * 86400, "hello": 600, "wait": 600, "poll": 0.02}
 MOST_NODES = 100
 QUIET = re.compile(r"stopped: |engine |node \d+ is number ")
-"""Of the log's lines, those that are an error to be raised, or say that all is well."""
+"""Lines of the log that are not shown: errors, which are raised, and routine messages."""
 
 
 class Simulation:
-    """One SuperLink and one Flower run for several folders, which it goes through in their order."""
+    """One SuperLink and one Flower run for several folders, which run in order."""
 
     def __init__(self, paths: Sequence[Path], rounds: int | None, data_dir: Path | None) -> None:
         require()
@@ -72,7 +72,7 @@ class Simulation:
         data_dir: Path | None = None,
         on_round: OnRound | None = None,
     ) -> Summary:
-        """As `experiments.resume`; rounds and data are those the simulation was made with."""
+        """Like `experiments.resume`; rounds and data are those of the simulation."""
         return follow(path, self._submitted, self._log, self._rounds, on_round)
 
     def _start(self) -> None:
@@ -107,14 +107,14 @@ class Simulation:
 
 
 def _closed_to_others() -> dict[str, str]:
-    """Ray runs code for whoever reaches one of its ports: only with this token, and only on loopback.
+    """Ray runs code for anyone who reaches its ports: this requires a token and binds to loopback.
 
-    The token is in the environment of our own processes alone, which no other user can read.
+    The token is only in the environment of our own processes, which other users cannot read.
     """
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        # Ray binds to 127.0.0.1 where it does not expect a cluster. The name is historical: Linux heeds it too.
+        # Without a cluster Ray binds to 127.0.0.1. Despite its name, the variable also works on Linux.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     }
 
@@ -126,7 +126,7 @@ def follow(
     rounds: int | None,
     on_round: OnRound | None,
 ) -> Summary:
-    """Show what the folder says until its run is done; RunError where it was stopped or Flower ended before."""
+    """Show the folder's progress until its run is done. RunError if it stopped or Flower ended earlier."""
     log = path / "log.txt"
     shown, begun = read_run(path).rounds, log.stat().st_size if log.exists() else 0
     read = begun
@@ -151,7 +151,7 @@ def _has_its_lines(path: Path, rounds: int | None) -> bool:
 
 
 def _is_saved(path: Path) -> bool:
-    """A server that was killed before its checkpoint leaves a line of metrics for a round that is run again."""
+    """Whether the checkpoint is of the last line: a killed server may leave a line for a round that runs again."""
     try:
         return final_checkpoint(path).round == read_run(path).rounds
     except RunError:
@@ -159,7 +159,7 @@ def _is_saved(path: Path) -> bool:
 
 
 def _is_stopped(log: Path, begun: int) -> bool:
-    """Flower may go on with other folders."""
+    """Whether this folder's run stopped; Flower may still run other folders."""
     return log.exists() and b" stopped: " in log.read_bytes()[begun:]
 
 
@@ -178,7 +178,7 @@ def _repeat_log(log: Path, read: int) -> int:
 
 
 def _show_new(path: Path, shown: int, on_round: OnRound) -> int:
-    """A resumed folder may be cut back by a round first: what was shown is not shown again."""
+    """Shows new rounds. A resumed folder may go back by a round, which is not shown again."""
     timing = {line["round"]: line for line in read_lines(path / "timing.jsonl")}
     for line in read_lines(path / "metrics.jsonl"):
         if line["round"] > shown and line["round"] in timing:
@@ -188,7 +188,7 @@ def _show_new(path: Path, shown: int, on_round: OnRound) -> int:
 
 
 def _round(line: dict[str, Any]) -> Round:
-    """A round as its metrics tell it, without the tensors."""
+    """The round from its line of metrics, without tensors."""
     refused = tuple((entry["client"], entry["reason"]) for entry in line["refused"])
     return Round(
         Progress(line["round"], {}, {}, {}, line["total_up"], line["total_down"]),
@@ -211,13 +211,13 @@ def _why(log: Path, output: Path) -> str:
         kind, _, text = lines[-1].partition(" stopped: ")[2].partition(": ")
         return text or kind
     return (
-        f"Flower ended the run in {log.parent} before its last round; the last it said: {_last(tail(output, 2000))} "
-        "What was finished is saved: `fedpara resume` goes on with it."
+        f"Flower ended the run in {log.parent} before its last round. Its last message: {_last(tail(output, 2000))} "
+        "Finished rounds are saved: resume with `fedpara resume`."
     )
 
 
 def _last(said: str) -> str:
-    """Its last line that has a word in it; where Flower drew a box around its words, all of them."""
+    """The last line that contains a word, or the whole text of Flower's last box."""
     lines = [line for line in said.splitlines() if re.search(r"[^\W\d_]", line)]
     boxed = [*takewhile(lambda line: line.startswith("│"), reversed(lines))]
     return " ".join(line.strip("│ ") for line in reversed(boxed or lines[-1:])) or "nothing."

@@ -1,6 +1,6 @@
-"""Progress of a run: a live bar on a terminal, a plain line now and then elsewhere. Both go to stderr.
+"""Progress of a run on stderr: a live bar on a terminal, otherwise a line every few seconds.
 
-Where that is closed or full nothing is shown, and the run goes on: its folder has the log.
+If stderr is closed or full, nothing is shown and the run continues: its folder has the log.
 """
 
 import logging
@@ -34,7 +34,7 @@ class TerminalHandler(logging.Handler):
 
 
 class Patient:
-    """A terminal that may go away: what is written then is lost, and no error."""
+    """A stream that drops output instead of raising if the terminal goes away."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -53,7 +53,7 @@ class Patient:
 
 
 class Show:
-    """Called once a round: round, accuracy, bytes so far, clients a second, time left."""
+    """Call it once per round: shows round, accuracy, bytes so far, clients per second and the time left."""
 
     def __init__(self, name: str, rounds: int) -> None:
         self.name, self.rounds = name, rounds
@@ -101,7 +101,7 @@ class Show:
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
-    """Python has None for a stream that was closed before it started."""
-    with suppress(ValueError):  # one that was closed since
+    """Whether it is a terminal. Python sets a stream to None if it was closed at start-up."""
+    with suppress(ValueError):  # closed since then
         return stream is not None and stream.isatty()
     return False
