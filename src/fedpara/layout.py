@@ -18,7 +18,7 @@ def runs(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     Neighbours in memory become one tensor, without a copy. Only tensors that are not contiguous are copied.
     """
-    begun: list[tuple[Tensor, int]] = []  # the first tensor of each run, and the run's length in numbers
+    started: list[tuple[Tensor, int]] = []  # the first tensor of each run, and the run's length in numbers
     end, width = 0, 1
     base: Tensor | None = None
     dtype: torch.dtype | None = None
@@ -31,13 +31,13 @@ def runs(tensors: Sequence[Tensor]) -> list[Tensor]:
         if (
             start != end
             or tensor.dtype != dtype
-            or not (its is base is not None or _same_storage(begun[-1][0], tensor))
+            or not (its is base is not None or _same_storage(started[-1][0], tensor))
         ):
-            begun.append((tensor, 0))
+            started.append((tensor, 0))
             base, dtype, width = its, tensor.dtype, tensor.element_size()
-        begun[-1] = begun[-1][0], begun[-1][1] + size
+        started[-1] = started[-1][0], started[-1][1] + size
         end = start + size * width
-    return [first.as_strided((count,), (1,)) for first, count in begun]
+    return [first.as_strided((count,), (1,)) for first, count in started]
 
 
 def flat(a: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:

@@ -217,7 +217,9 @@ def expect_variables(algorithm: str, function: str, made: Any) -> Variables:
     """What a custom algorithm's function returned, or ConfigError if it is not a dict of states."""
     if not isinstance(made, dict) or not all(isinstance(state, dict) for state in made.values()):
         got = type(made).__name__
-        raise ConfigError(f"algorithm {algorithm!r}: {function} returned {got}: expected {{name: state}}.")
+        raise ConfigError(
+            f"algorithm {algorithm!r}: {function} returned {got}: expected a dict of states, such as {{'h': x}}."
+        )
     return made
 
 

@@ -280,7 +280,7 @@ def _classes(y: Ints) -> dict[int, Ints]:
 
 
 def _deal(owner: Ints, clients: int, among: Ints | None = None) -> Partition:
-    """The partition in which client `owner[j]` holds example j, for all j or those `among` them."""
+    """The partition in which client `owner[j]` holds example j, for all j or only those in `among`."""
     chosen = np.arange(len(owner)) if among is None else among
     held = owner[chosen]
     order = np.argsort(held, kind="stable")
