@@ -115,7 +115,7 @@ def make_message(
     described = _describe(header, dtype)
     if len(described) > MAX_HEADER:
         raise WireError(
-            f"the header has {len(described)} bytes: expected at most {MAX_HEADER}. Shorten the scheme."
+            f"a header of {len(described)} bytes: expected at most {MAX_HEADER}. Shorten the scheme."
         )
     payload: State = {}
     scales: list[float] = []
@@ -189,9 +189,7 @@ def _restore(payload: State, dtype: str, exact: frozenset[str]) -> State:
     for name, tensor in payload.items():
         floats = _EXACT if name in exact else _FLOATS[dtype]
         if name == _SCALES or (tensor.is_floating_point() and tensor.dtype not in floats):
-            raise WireError(
-                f"tensor {shown(name)} has type {tensor.dtype}, which a {dtype} message cannot have."
-            )
+            raise WireError(f"tensor {shown(name)} has type {tensor.dtype} in a {dtype} message.")
         state[name] = dequantize(tensor, scales.get(name, 0.0))
     return state
 

@@ -55,9 +55,7 @@ def pack(variables: Mapping[str, State]) -> State:
     for variable, state in variables.items():
         for name, tensor in state.items():
             if "/" in name or "/" in variable:
-                raise StateError(
-                    f"variable {variable!r}, name {name!r}: expected no '/', which separates the two."
-                )
+                raise StateError(f"variable {variable!r}, name {name!r}: '/' is the separator. Rename it.")
             packed[f"{variable}/{name}" if variable else name] = tensor
     return packed
 

@@ -172,9 +172,7 @@ def _described(entries: tuple[Entry, ...]) -> tuple[bytes, tuple[int, ...]]:
     start = 0
     for name, dtype, shape in entries:
         if name == "__metadata__":
-            raise WireError(
-                "a tensor is named '__metadata__': safetensors reserves this name. Rename the tensor."
-            )
+            raise WireError("a tensor is named '__metadata__': safetensors reserves this name. Rename it.")
         if dtype not in _CODES:
             raise WireError(f"tensor {shown(name)} has type {dtype}: expected {', '.join(map(str, _CODES))}.")
         # An empty tensor counts by its other sizes, which torch multiplies for the strides.
