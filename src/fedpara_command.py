@@ -1,4 +1,4 @@
-"""The command `fedpara`: beside the package, whose import takes seconds in which Ctrl-C may come."""
+"""The `fedpara` command. It is outside the package so that Ctrl-C is handled while the package is imported."""
 
 import sys
 

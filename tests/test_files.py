@@ -1,4 +1,4 @@
-"""Files are whole or not there, whatever happens to their writer."""
+"""A file is complete or absent, whatever happens to its writer."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ from fedpara.errors import FedParaError, StateError, UsageError
 from fedpara.files import PART, read_tensors, replacing, sweep, write_bytes, write_tensors
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_round_trip(tmp_path):
     write_bytes(tmp_path / "a", b"content")
     assert (tmp_path / "a").read_bytes() == b"content"
     tensors = {"w": torch.randn(3, 2), "n": torch.tensor(3), "none": torch.empty(0, 4)}
@@ -25,7 +25,7 @@ def test_what_is_written_is_read(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a", "t"]
 
 
-def test_the_old_file_stands_until_the_new_one_is_whole(tmp_path):
+def test_the_old_file_stays_until_the_new_one_is_complete(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
     with replacing(path) as temporary:
@@ -55,8 +55,8 @@ def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, fail
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_no_text_names_the_file_beside(tmp_path):
-    """Also that of a writer which itself writes beside, and of a library that says no errno."""
+def test_no_message_names_the_temporary_file(tmp_path):
+    """Not with nested writers either, nor with an OSError that has no errno."""
     path = tmp_path / "a.txt"
 
     def outer(write):
@@ -84,7 +84,7 @@ def test_no_text_names_the_file_beside(tmp_path):
         assert ".part" not in str(error.value)
 
 
-def test_a_file_is_as_readable_as_any_other_even_if_its_writer_hid_it(tmp_path):
+def test_a_file_has_the_usual_mode_even_if_its_writer_made_it_private(tmp_path):
     (tmp_path / "other").touch()
     with replacing(tmp_path / "a") as temporary:
         temporary.unlink()
@@ -94,7 +94,7 @@ def test_a_file_is_as_readable_as_any_other_even_if_its_writer_hid_it(tmp_path):
     assert len(modes) == 1
 
 
-def test_places_where_no_file_can_be(tmp_path):
+def test_a_path_that_cannot_be_a_file_is_rejected(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere" / "a"):
         with pytest.raises(UsageError, match="not a place for a file"):
             write_bytes(path, b"")
@@ -104,15 +104,15 @@ def test_places_where_no_file_can_be(tmp_path):
 
 
 @pytest.mark.parametrize("reason", [errno.EINVAL, errno.EACCES])
-def test_a_folder_that_cannot_be_synced_still_takes_files(tmp_path, monkeypatch, reason):
+def test_files_can_be_written_in_a_folder_that_cannot_be_synced(tmp_path, monkeypatch, reason):
     fsync = os.fsync
 
-    def refuse_folders(handle):
+    def reject_folders(handle):
         if stat.S_ISDIR(os.fstat(handle).st_mode):
             raise OSError(reason, os.strerror(reason))
         fsync(handle)
 
-    monkeypatch.setattr(os, "fsync", refuse_folders)
+    monkeypatch.setattr(os, "fsync", reject_folders)
     write_bytes(tmp_path / "a", b"content")
     assert (tmp_path / "a").read_bytes() == b"content"
     monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(reason, "no")))
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_synced_still_takes_files(tmp_path, monkeypatch,
         write_bytes(tmp_path / "b", b"content")
 
 
-def test_a_sweep_takes_the_leftovers_of_the_dead(tmp_path):
+def test_sweep_removes_the_files_of_killed_writers(tmp_path):
     (tmp_path / "below").mkdir()
     old, fresh = tmp_path / "below" / ".a1.part.txt", tmp_path / ".b2.part"
     kept = [tmp_path / name for name in ("a.part", ".hidden", "below/b.txt", ".lock")]
@@ -135,15 +135,13 @@ def test_a_sweep_takes_the_leftovers_of_the_dead(tmp_path):
     assert all(path.exists() for path in kept)
 
 
-def test_slices_of_one_tensor_are_tensors(tmp_path):
+def test_slices_of_one_tensor_can_be_written(tmp_path):
     stacked = torch.arange(6.0).reshape(3, 2)
     write_tensors(tmp_path / "t", {"a": stacked[0], "b": stacked[2]}, {})
     assert read_tensors(tmp_path / "t")[0]["b"].tolist() == [4, 5]
 
 
-def test_tensors_that_cannot_be_written_are_named(tmp_path):
-    with pytest.raises(StateError, match="__metadata__"):
-        write_tensors(tmp_path / "t", {"__metadata__": torch.ones(1)}, {})
+def test_tensors_that_cannot_be_written_are_rejected(tmp_path):
     shared = torch.ones(4)
     with pytest.raises(StateError, match="could not be written as safetensors"):
         write_tensors(tmp_path / "t", {"a": shared, "b": shared}, {})
@@ -151,7 +149,7 @@ def test_tensors_that_cannot_be_written_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("length", [0, 7, 50, -1])
-def test_a_cut_file_is_refused(tmp_path, length):
+def test_a_cut_file_is_rejected(tmp_path, length):
     path = tmp_path / "t"
     write_tensors(path, {"w": torch.randn(30)}, {})
     path.write_bytes(path.read_bytes()[:length])
@@ -159,7 +157,7 @@ def test_a_cut_file_is_refused(tmp_path, length):
         read_tensors(path)
 
 
-def test_what_was_read_does_not_change_with_the_file(tmp_path):
+def test_tensors_that_were_read_do_not_change_with_the_file(tmp_path):
     path = tmp_path / "t"
     write_tensors(path, {"w": torch.zeros(1000)}, {})
     state, _ = read_tensors(path)

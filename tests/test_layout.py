@@ -1,4 +1,4 @@
-"""Properties of layout: the same numbers in the same order, and no copy of what lies side by side."""
+"""Properties of layout: the same numbers in the same order, and no copy of neighbouring tensors."""
 
 import torch
 from hypothesis import given, settings
@@ -10,7 +10,7 @@ from fedpara.state import clone
 
 @given(st.lists(st.integers(0, 4), max_size=6), st.permutations(range(6)))
 def test_runs_hold_the_same_numbers_in_the_same_order(sizes, order):
-    """Neighbours in memory become one, whatever lies between or in another order."""
+    """Only neighbours in memory become one, whatever the order of the others."""
     memory = torch.arange(sum(sizes), dtype=torch.float32)
     parts = list(memory.split(sizes)) if sizes else []
     chosen = [parts[i] for i in order if i < len(parts)]
@@ -34,12 +34,12 @@ def test_flat_and_cut_are_inverse(numbers, scattered):
     assert list(back) == names
     assert all(torch.equal(back[name], a[name]) for name in a)
     again = layout.flat(back, names)
-    assert again.data_ptr() == whole.data_ptr()  # side by side already: nothing is copied
+    assert again.data_ptr() == whole.data_ptr()  # neighbours already: nothing is copied
     rows = layout.cut(torch.stack([whole, whole + 1]), a, names)
     assert all(torch.equal(rows[name][1], a[name] + 1) for name in a)
 
 
-def test_flat_takes_empty_tensors_and_neighbours_of_another_type_are_no_run():
+def test_flat_takes_empty_tensors_and_runs_do_not_mix_types():
     empty = {"a": torch.empty(0, 3), "b": torch.empty(0)}
     assert layout.flat(empty, ["a", "b"]).shape == (0,)
     base = torch.arange(8, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Properties: what a notebook shows of an object is a few short lines with the facts a person looks for."""
+"""Properties: the repr of an object is a few short lines with its main facts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_a_run(run):
     assert run.engine[:40] in text
 
 
-def test_a_run_with_a_long_story_and_no_accuracy(run):
+def test_a_run_with_a_long_engine_note_and_no_accuracy(run):
     rounds = tuple(replace(one, accuracy=None) for one in run.rounds)
     text = short(replace(run, rounds=rounds, engine="sequential: " + "because " * 200))
     assert "accuracy: not measured" in text
@@ -84,7 +84,7 @@ def test_any_round(number, clients, loss, accuracy, refused):
     assert ("not measured" in text) == (accuracy is None)
 
 
-def test_what_both_ends_know(run):
+def test_a_program_and_a_session(run):
     program = run.session.program
     assert f"trains: {len(program.parameters)} tensors" in short(program)
     count = sum(program.initial[name].numel() for name in program.private)

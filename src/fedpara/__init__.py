@@ -28,7 +28,7 @@ __all__ = [
     "simulate",
 ]
 
-# Each name is imported at its first use (PEP 562): torch takes seconds, and `fedpara --help` does not need it.
+# A name is imported at its first use (PEP 562): importing torch takes seconds, and `fedpara --help` does not need it.
 _MODULES = (
     *("algorithms", "data", "engines", "errors", "experiments", "files", "layout", "models"),
     *("parameterization", "state", "wire"),

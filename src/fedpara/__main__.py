@@ -1,4 +1,4 @@
-"""python -m fedpara: the command line, as torchrun -m starts it."""
+"""The command line as `python -m fedpara`, which is how `torchrun -m` starts it."""
 
 from fedpara.apps.cli import main
 

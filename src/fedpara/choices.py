@@ -1,6 +1,6 @@
-"""Choices and defaults that the help texts show.
+"""Choices and defaults that the command line's help shows.
 
-This module imports nothing heavy, so `fedpara --help` and a mistyped option answer without loading torch.
+This module imports nothing heavy, so `fedpara --help` and a mistyped option respond without loading torch.
 """
 
 from pathlib import Path
@@ -10,19 +10,19 @@ MODELS = (
     *("vgg16", "vgg16-nodrop", "vgg16-nobias", "vgg16-gn2", "vgg16-gn2-nodrop", "vgg16-narrow", "vgg16-tiny"),
     *("resnet18", "resnet18-gn", "resnet18-tiny", "lstm", "lstm-tiny", "mlp", "deep-mlp", "cnn"),
 )
-"""The keys of `data.names()` and `models.names()`, whose modules import torch. A test compares them."""
+"""Copies of `data.names()` and `models.names()`, whose modules import torch. A test compares them."""
 SPLITS = ("iid", "dirichlet", "dirichlet-capped", "shards", "owner", "largest")
 ENGINES = ("auto", "sequential", "batched", "flower")
 FORMATS = ("html", "markdown", "csv", "latex", "png", "svg")
-"""Of `fedpara report`."""
+"""Output formats of `fedpara report`."""
 
 CLASSES = 10
-"""Classes of a library model in `fedpara export`."""
+"""Default number of classes of a library model in `fedpara export`."""
 
 PAPER_RUNS = Path("runs/paper")
 PAPER_RESULTS = Path("results/paper")
 
 DEADLINE = 3600.0
-"""Seconds per round that a Flower server waits."""
+"""Seconds that a Flower server waits for a round."""
 MIN_REPLIES = 1
 OVERSAMPLE = 0

@@ -1,4 +1,4 @@
-"""Everything fedpara raises on purpose.
+"""The errors that fedpara raises, and helpers for their messages.
 
     FedParaError
     ├── UsageError            a value that can never work: the call or the config must change
@@ -8,13 +8,12 @@
     ├── DataError             a data set that is missing, cut or damaged
     ├── WireError             bytes that are not a valid message
     │   ├── PrivacyError      a private factor was about to enter a message
-    │   └── UpdateRejected    a readable message whose content is refused
+    │   └── UpdateRejected    a valid message whose content is not acceptable
     ├── RunError              a run that cannot be started, continued or finished
     └── MissingExtraError     an optional package that is not installed
 
-Each text says what happened, what was expected, what was given and what to do.
-The command line turns `UsageError` into exit code 2 and any other into exit code 1.
-Three pieces of such texts are functions here, the error of several runs, and the check of an argument's kind.
+Each message says what is wrong, what is accepted and how to fix it.
+The command line turns `UsageError` into exit code 2 and every other error into exit code 1.
 """
 
 from collections.abc import Collection, Mapping
@@ -22,23 +21,24 @@ from difflib import get_close_matches
 
 
 def in_a_line(error: Exception) -> str:
-    """What another library raised: its kind, and the first line of what it says."""
-    said = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    """Another library's exception in one line: its class and the first line of its message."""
+    message = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def among(name: str, known: Collection[str]) -> str:
-    """The known names, after the one that was meant if any is close."""
+    """The list of known names, preceded by "did you mean ...?" if one of them is close to `name`."""
     close = get_close_matches(name, known, n=1, cutoff=0.5)
     return (f"did you mean {close[0]!r}? " if close else "") + f"Known: {', '.join(known)}."
 
 
 def install(extra: str) -> str:
-    return f"install fedpara's extra {extra!r}, which in a checkout is pip install '.[{extra}]'."
+    """How to install one of fedpara's extras."""
+    return f"install fedpara's extra {extra!r}; in a checkout: pip install '.[{extra}]'."
 
 
 def expect_kind(what: str, value: object, kind: type, error: "type[FedParaError]") -> None:
-    """`error` for an argument of another kind."""
+    """Raise `error` if an argument is not an instance of `kind`."""
     if not isinstance(value, kind):
         got = f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
         whose = "" if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}'s "
@@ -90,7 +90,7 @@ class MissingExtraError(FedParaError):
 
 
 def of_several(failed: Mapping[str, FedParaError], of: int) -> RunError:
-    """One error for the runs that failed, by name, of as many that were tried."""
-    told = " ".join(f"{name}: {error}" for name, error in failed.items())
+    """One error that names each failed run, out of `of` runs."""
+    details = " ".join(f"{name}: {error}" for name, error in failed.items())
     rest = ", the others are done" * (len(failed) < of)
-    return RunError(f"{len(failed)} of {of} runs failed{rest}. {told}")
+    return RunError(f"{len(failed)} of {of} runs failed{rest}. {details}")

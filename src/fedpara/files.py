@@ -1,6 +1,6 @@
-"""Files that are whole or not there: written beside their name, then moved into place.
+"""Atomic file writes: a file is written under a temporary name, then moved into place.
 
-A writer that is killed leaves at most a `.part` file beside; `sweep` removes those.
+A writer that is killed leaves at most a temporary `.part` file; `sweep` removes those.
 """
 
 import errno
@@ -19,25 +19,25 @@ from fedpara.errors import ConfigError, FedParaError, StateError, UsageError
 from fedpara.state import State
 
 PART = ".*.part*"
-"""The names of files that are not whole yet."""
+"""Temporary names, of files that are not complete yet."""
 
 
 @contextmanager
 def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
-    """A name beside `path` to write to. Moved there whole at the end; gone if anything fails.
+    """A temporary name to write to. The file moves to `path` at the end and disappears if anything fails.
 
-    If `durable`, content and name are on the disk when this returns. Otherwise they may be lost with the machine's
-    power, never with the process.
+    If `durable`, content and name are on the disk when this returns. Otherwise a power failure may lose them; a killed
+    process does not.
     """
     if os.path.isdir(path) or not os.path.isdir(path.parent):
-        raise UsageError(f"{path} is not a place for a file: expected a file name in a folder that exists.")
+        raise UsageError(f"{path} is not a place for a file: expected a file name in an existing folder.")
     temporary = path.with_name(f".{secrets.token_hex(8)}.part{path.suffix}")
     try:
         try:
             temporary.touch()
             mode = temporary.stat().st_mode
             yield temporary
-            # Some writers make a private file of their own and move it there.
+            # Some libraries replace the file by one that only its owner can read.
             temporary.chmod(mode)
             if durable:
                 sync(temporary)
@@ -46,7 +46,7 @@ def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
                 sync(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
-    # Their own texts may say the name beside, which is none of the reader's business.
+    # Name the file that was asked for, not the temporary one.
     except OSError as error:
         why = error.strerror or str(error).replace(str(temporary), str(path))
         raise FedParaError(f"{path} could not be written: {why}.") from error
@@ -57,7 +57,7 @@ def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Put a file's content, or a folder's names, on the disk."""
+    """Flush a file's content, or a folder's list of names, to the disk."""
     try:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -65,13 +65,13 @@ def sync(path: Path) -> None:
         finally:
             os.close(handle)
     except OSError as error:
-        # Some file systems refuse this for folders, and a folder may be writable but not readable.
+        # Some file systems cannot sync folders, and a folder may be writable but not readable.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES) or not os.path.isdir(path):
             raise
 
 
 def make_folder(folder: Path, what: str = "folder", cure: str = "another --out") -> None:
-    """With those above it. ConfigError where it cannot be."""
+    """Create a folder and its parents. The ConfigError of a failure names the folder and suggests `cure`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -79,14 +79,14 @@ def make_folder(folder: Path, what: str = "folder", cure: str = "another --out")
 
 
 def sweep(folder: Path, older_than: float = 0.0) -> None:
-    """Remove what killed writers left in the folder and below it.
+    """Remove the temporary files of killed writers, in the folder and below it.
 
-    Where others may be writing, give a time in seconds: a living writer touches its file all the time.
+    Set `older_than`, in seconds, where other writers may be active: an active writer updates its file all the time.
     """
-    for left in folder.rglob(PART):
+    for leftover in folder.rglob(PART):
         with suppress(FileNotFoundError):
-            if time.time() - left.stat().st_mtime >= older_than:
-                left.unlink()
+            if time.time() - leftover.stat().st_mtime >= older_than:
+                leftover.unlink()
 
 
 def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
@@ -97,10 +97,7 @@ def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], durable: bool = True
 ) -> None:
-    """A safetensors file. Tensors are contiguous and share no memory."""
-    if "__metadata__" in tensors:
-        raise StateError("a tensor is named '__metadata__', which safetensors keeps for itself: rename it.")
-    _refuse_no_text(path)
+    """Write a safetensors file. The tensors are contiguous and share no memory."""
     with replacing(path, durable) as temporary:
         try:
             save_file(dict(tensors), temporary, dict(metadata))
@@ -111,20 +108,11 @@ def write_tensors(
 
 
 def read_tensors(path: Path) -> tuple[State, dict[str, str]]:
-    _refuse_no_text(path)
+    """The tensors and the metadata of a safetensors file."""
     try:
         with safe_open(path, framework="pt") as file:
-            # A copy each: what is mapped from the file would change with it.
+            # Copies: memory mapped from the file would change with it.
             state = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             return state, file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise StateError(f"{path} cannot be read ({error}): expected a whole safetensors file.") from error
-
-
-def _refuse_no_text(path: Path) -> None:
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise StateError(
-            f"{path} is no text in UTF-8, as safetensors expects of a name: choose another."
-        ) from None

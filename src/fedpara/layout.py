@@ -1,10 +1,10 @@
-"""How a state lies in memory. A hundred small tensors side by side are read, added and copied at the cost of one.
+"""The memory layout of a state: a hundred small tensors side by side are read, added and copied as fast as one.
 
-    runs      tensors as few flat ones, neighbours joined
-    flat      named tensors as one;   cut   the inverse, views of it
-    by_type   the names that can be one
+    runs      joins neighbouring tensors to a few flat ones
+    flat      joins the named tensors to one;   cut   the inverse, as views
+    by_type   groups the names of tensors that `flat` can join
 
-Unlike the functions of `state.py` these give views where they can: nobody writes to what they return.
+Unlike the functions of `state.py`, these return views where they can: do not write to the results.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,10 +14,11 @@ from torch import Tensor
 
 
 def runs(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same numbers in the same order as few flat tensors: neighbours in memory are one, nothing is copied
-    but what lies scattered. A state of a hundred small tensors is then read at the cost of one.
+    """The same numbers in the same order, in as few flat tensors as possible.
+
+    Neighbours in memory become one tensor, without a copy. Only tensors that are not contiguous are copied.
     """
-    begun: list[tuple[Tensor, int]] = []  # the first tensor of each run, and how many numbers it holds
+    started: list[tuple[Tensor, int]] = []  # the first tensor of each run, and the run's length in numbers
     end, width = 0, 1
     base: Tensor | None = None
     dtype: torch.dtype | None = None
@@ -30,23 +31,26 @@ def runs(tensors: Sequence[Tensor]) -> list[Tensor]:
         if (
             start != end
             or tensor.dtype != dtype
-            or not (its is base is not None or _same_storage(begun[-1][0], tensor))
+            or not (its is base is not None or _same_storage(started[-1][0], tensor))
         ):
-            begun.append((tensor, 0))
+            started.append((tensor, 0))
             base, dtype, width = its, tensor.dtype, tensor.element_size()
-        begun[-1] = begun[-1][0], begun[-1][1] + size
+        started[-1] = started[-1][0], started[-1][1] + size
         end = start + size * width
-    return [first.as_strided((count,), (1,)) for first, count in begun]
+    return [first.as_strided((count,), (1,)) for first, count in started]
 
 
 def flat(a: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
-    """The named tensors, all of one type and at least one of them, as one; not copied where they lie so already."""
+    """The named tensors as one flat tensor, copied only if they are not neighbours in this order.
+
+    Expects at least one name, and tensors of one type.
+    """
     found = runs([a[name] for name in names]) or [a[name].reshape(-1) for name in names][:1]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def cut(whole: Tensor, like: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """The inverse of `flat`: views of the last dimension, shaped as those tensors; any dimension before stays."""
+    """The inverse of `flat`: views of the last dimension, shaped like the named tensors. Leading dimensions stay."""
     names, before = list(names), whole.shape[:-1]
     shapes = [like[name].shape for name in names]
     parts = whole.split([shape.numel() for shape in shapes], dim=-1)
@@ -56,7 +60,7 @@ def cut(whole: Tensor, like: Mapping[str, Tensor], names: Iterable[str]) -> dict
 
 
 def by_type(a: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names of each type, sorted as messages are: what is cut from a `flat` of them lies as it will be sent."""
+    """The names of each type, sorted as in a message: tensors cut from their `flat` are in the order they travel in."""
     names: dict[torch.dtype, list[str]] = {}
     for name in sorted(a):
         names.setdefault(a[name].dtype, []).append(name)

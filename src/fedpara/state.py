@@ -1,7 +1,7 @@
-"""State = dict[str, Tensor]: the one currency.
+"""State = dict[str, Tensor], and its arithmetic.
 
-Models hold it, algorithms transform it, the wire carries it, the store saves it.
-Functions here return new tensors and keep the order of the names they are given.
+A model's tensors are a state; algorithms transform states, messages and checkpoints store them.
+The functions here return new tensors and keep the order of the names they are given.
 """
 
 import math
@@ -17,7 +17,7 @@ State = dict[str, Tensor]
 
 
 def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float = 1.0) -> State:
-    """a + scale b; integer tensors (BatchNorm's step counter) take a whole scale only, such as 1 or -1."""
+    """a + scale b. Integer tensors (BatchNorm's step counter) need a whole scale, such as 1 or -1."""
     same_names(a, b)
     whole = int(scale) if scale == int(scale) else scale
     return {
@@ -44,33 +44,27 @@ def clone(a: Mapping[str, Tensor]) -> State:
 
 def mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> State:
     """sum_i (w_i / sum w) a_i, summed in the order given, so that equal inputs give equal bits."""
-    if not states or len(states) != len(weights):
-        raise StateError(
-            f"mean of {len(states)} states with {len(weights)} weights: expected one weight a state."
-        )
-    sum_ = WeightedSum(float(sum(weights)))
+    total = WeightedSum(float(sum(weights)))
     for state, weight in zip(states, weights, strict=True):
-        sum_.add(state, weight)
-    return sum_.mean()
+        total.add(state, weight)
+    return total.mean()
 
 
 class WeightedSum:
-    """sum_i (w_i / W) a_i, one state at a time: only the sum is held, however many there are.
+    """sum_i (w_i / W) a_i, one state at a time: only the sum is in memory.
 
-    `total` is W, the sum of the weights that are expected; `mean` corrects for weights that did not come. Numbers
-    narrower than float32 are summed in float32: a hundred bfloat16 terms would lose percents. Integer tensors
-    (BatchNorm's step counter) are averaged and rounded.
+    `total` is W, the sum of the expected weights; `mean` corrects for weights that did not arrive. Types narrower than
+    float32 are summed in float32: a hundred bfloat16 terms would lose several percent. Integer tensors (BatchNorm's
+    step counter) are averaged and rounded.
     """
 
     def __init__(self, total: float) -> None:
-        if not total > 0:
-            raise StateError(f"mean with weights that sum to {total}: expected a positive sum.")
-        self.total, self.came = total, 0.0
+        self.total, self._arrived = total, 0.0
         self._types: dict[str, torch.dtype] | None = None
         self._sums: list[Tensor] = []
 
     def add(self, a: Mapping[str, Tensor], weight: float) -> None:
-        self.came += weight
+        self._arrived += weight
         if self._types is None:
             self._types = {name: tensor.dtype for name, tensor in a.items()}
             self._sums = [t.to(_summed_in(t.dtype)) * (weight / self.total) for t in a.values()]
@@ -84,11 +78,11 @@ class WeightedSum:
             torch._foreach_add_(self._sums, others, alpha=weight / self.total)
 
     def mean(self) -> State:
-        """sum_i w_i a_i / sum_i w_i over what was added. Call it once, at the end."""
-        if self._types is None or not self.came > 0:
-            raise StateError("mean of 0 states: expected at least one, of a positive weight.")
-        if self.came != self.total and self._sums:
-            torch._foreach_mul_(self._sums, self.total / self.came)
+        """sum_i w_i a_i / sum_i w_i over the states added so far. Call it once, at the end."""
+        if self._types is None:
+            raise StateError("mean of 0 states: expected at least one.")
+        if self._arrived != self.total and self._sums:
+            torch._foreach_mul_(self._sums, self.total / self._arrived)
         return {
             name: (sum_ if dtype.is_floating_point else sum_.round()).to(dtype)
             for (name, dtype), sum_ in zip(self._types.items(), self._sums, strict=True)
@@ -102,7 +96,7 @@ def _summed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def same_names(a: Mapping[str, object], b: Mapping[str, object]) -> None:
-    """StateError where they do not hold the same names."""
+    """Raise StateError if the two states do not have the same names."""
     if a.keys() != b.keys():
         odd = sorted(a.keys() ^ b.keys())
         raise StateError(f"two states differ in names: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
@@ -114,7 +108,10 @@ def norm(a: Mapping[str, Tensor]) -> float:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """No NaN and no infinity. One pass over x . x tells, but where its finite entries overflow."""
+    """Whether the tensor has no NaN and no infinity.
+
+    x . x is finite only if every entry is, and takes one pass. Entries that overflow it are looked at one by one.
+    """
     if not tensor.numel() or not tensor.is_floating_point():
         return True
     flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
@@ -122,7 +119,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def finite(a: Mapping[str, Tensor]) -> bool:
-    """`all_finite` of every tensor, neighbours in memory at once."""
+    """Whether every tensor is `all_finite`. Neighbours in memory are checked together."""
     return all(map(all_finite, runs(sorted(a.values(), key=Tensor.data_ptr))))
 
 
@@ -131,6 +128,6 @@ def nbytes(a: Mapping[str, Tensor]) -> int:
 
 
 def in_words(state: Mapping[str, Tensor]) -> str:
-    """How much a state holds, for a repr: `6 tensors, 85,002 numbers`."""
+    """The size of a state, for a repr: `6 tensors, 85,002 numbers`."""
     numbers = sum(tensor.numel() for tensor in state.values())
     return f"{len(state)} tensor{'s' * (len(state) != 1)}, {numbers:,} number{'s' * (numbers != 1)}"

@@ -1,4 +1,4 @@
-"""Contracts every algorithm meets: types, purity, equal bits, vmap, compile, and a state with nothing in it."""
+"""Contracts of every algorithm: types, purity, equal bits, vmap, compile, empty states."""
 
 import pickle
 from collections.abc import Callable, Iterator
@@ -29,9 +29,9 @@ def drawn(seed: int, dtype: torch.dtype = torch.float32, *stack: int) -> State:
     }
 
 
-def like(groups: Variables, seed: int, dtype: torch.dtype = torch.float32, *stack: int) -> Variables:
-    """The same groups with something in them: zeros would hide a wrong sign."""
-    filled = {group: drawn(seed + i, dtype, *stack) for i, group in enumerate(groups)}
+def like(variables: Variables, seed: int, dtype: torch.dtype = torch.float32, *stack: int) -> Variables:
+    """The same variables with random values: zeros would hide a wrong sign."""
+    filled = {variable: drawn(seed + i, dtype, *stack) for i, variable in enumerate(variables)}
     return {g: {n: t.abs() if g == "v" else t for n, t in members.items()} for g, members in filled.items()}
 
 
@@ -40,7 +40,7 @@ def build(name: str) -> Algorithm:
 
 
 class Scene:
-    """One call of every function of an algorithm, on drawn inputs."""
+    """One call of every function of an algorithm, on random inputs."""
 
     def __init__(self, algorithm: Algorithm, dtype: torch.dtype = torch.float32) -> None:
         x = drawn(0, dtype)
@@ -94,7 +94,7 @@ def test_names_shapes_and_types_are_those_of_x(name: str, dtype: torch.dtype) ->
 
 
 @every
-def test_variables_keep_their_groups(name: str) -> None:
+def test_variables_keep_their_names(name: str) -> None:
     algorithm = build(name)
     scene = Scene(algorithm)
     up, client = algorithm.finish(scene.x, scene.ys[0], scene.down, scene.client, 7, 0.05)
@@ -106,7 +106,7 @@ def test_variables_keep_their_groups(name: str) -> None:
 
 
 @every
-def test_inputs_are_left_alone(name: str) -> None:
+def test_inputs_are_not_modified(name: str) -> None:
     algorithm = build(name)
     scene = Scene(algorithm)
     before = [tensor.clone() for tensor in scene.inputs()]
@@ -117,7 +117,7 @@ def test_inputs_are_left_alone(name: str) -> None:
 
 
 @every
-def test_called_twice_gives_equal_bits(name: str) -> None:
+def test_two_calls_give_equal_bits(name: str) -> None:
     algorithm = build(name)
     for function, call in Scene(algorithm).calls(algorithm).items():
         first, second = list(tensors(call())), list(tensors(call()))
@@ -126,11 +126,11 @@ def test_called_twice_gives_equal_bits(name: str) -> None:
 
 
 @every
-def test_nothing_shared(name: str) -> None:
-    """Local shares nothing, and a message has no trace of a group without tensors: extra and down are {}."""
+def test_empty_states(name: str) -> None:
+    """A model may share nothing, and a message does not carry empty variables: extra and down are {}."""
     algorithm = build(name)
     server, client = algorithm.server_init({}), algorithm.client_init({})
-    assert all(group == {} for group in (*server.values(), *client.values()))
+    assert all(state == {} for state in (*server.values(), *client.values()))
     for down in ({}, algorithm.broadcast(server)):
         assert algorithm.correct({}, {}, {}, down, client) == {}
         up, after = algorithm.finish({}, {}, down, client, 3, 0.1)
@@ -150,7 +150,7 @@ def test_correct_over_stacked_clients_equals_a_loop(name: str) -> None:
     own = like(algorithm.client_init(x), 3, torch.float32, clients)
     stacked = vmap(algorithm.correct, in_dims=(0, 0, None, None, 0))(gradient, y, x, down, own)
     for i in range(clients):
-        mine = {group: {n: t[i] for n, t in members.items()} for group, members in own.items()}
+        mine = {variable: {n: t[i] for n, t in state.items()} for variable, state in own.items()}
         one = algorithm.correct(
             {n: t[i] for n, t in gradient.items()}, {n: t[i] for n, t in y.items()}, x, down, mine
         )
@@ -178,7 +178,7 @@ def test_a_step_traces_without_a_break(name: str) -> None:
 
 @every
 def test_a_narrowed_uplink_does_not_narrow_the_server(name: str) -> None:
-    """A float16 link decodes to float32; a float64 server stays float64."""
+    """A float16 link decodes to float32, but a float64 server stays float64."""
     algorithm = build(name)
     scene = Scene(algorithm, torch.float64)
     narrow = [
@@ -198,18 +198,18 @@ def test_a_narrowed_uplink_does_not_narrow_the_server(name: str) -> None:
 
 
 @every
-def test_a_round_without_updates_or_with_strange_names_is_refused(name: str) -> None:
+def test_a_round_without_updates_or_with_other_names_is_rejected(name: str) -> None:
     algorithm = build(name)
     scene = Scene(algorithm)
     with pytest.raises(StateError, match="mean of 0 states"):
         algorithm.aggregate(scene.x, scene.server, [], N)
-    strange = [Update({"other": torch.zeros(1)}, update.extra, 1) for update in scene.updates]
+    renamed = [Update({"other": torch.zeros(1)}, update.extra, 1) for update in scene.updates]
     with pytest.raises(StateError, match="differ in names"):
-        algorithm.aggregate(scene.x, scene.server, strange, N)
+        algorithm.aggregate(scene.x, scene.server, renamed, N)
 
 
 @every
-def test_an_algorithm_travels_to_another_process(name: str) -> None:
+def test_an_algorithm_can_be_pickled(name: str) -> None:
     algorithm = build(name)
     copy = pickle.loads(pickle.dumps(algorithm))
     scene = Scene(algorithm)
@@ -222,7 +222,7 @@ def test_an_algorithm_travels_to_another_process(name: str) -> None:
     ("name", "weighted"), [(name, name not in ("scaffold", "feddyn")) for name in algorithms.names()]
 )
 def test_weights(name: str, weighted: bool) -> None:
-    """By examples, but for SCAFFOLD and FedDyn, whose papers take the plain mean."""
+    """By examples, except for SCAFFOLD and FedDyn, whose papers use the uniform mean."""
     algorithm = build(name)
     scene = Scene(algorithm)
     heavier = [Update(u.y, u.extra, u.examples * (i + 1)) for i, u in enumerate(scene.updates)]
@@ -234,7 +234,7 @@ def test_weights(name: str, weighted: bool) -> None:
 @every
 @settings(deadline=None, max_examples=20)
 @given(factor=st.integers(1, 1000), counts=st.lists(st.integers(1, 10**6), min_size=1, max_size=5))
-def test_only_the_proportions_of_examples_count(name: str, factor: int, counts: list[int]) -> None:
+def test_only_the_proportions_of_examples_matter(name: str, factor: int, counts: list[int]) -> None:
     algorithm = build(name)
     scene = Scene(algorithm, torch.float64)
     extra = scene.updates[0].extra

@@ -1,4 +1,4 @@
-"""Properties of elementwise: the bits of a finish that goes by names, laid side by side."""
+"""Properties of elementwise: the same results as tensor by tensor, as neighbours in memory."""
 
 import pytest
 import torch
@@ -26,31 +26,31 @@ def by_name(x, y, down, client, steps, eta, *, alpha=0.5):
 
 
 @pytest.mark.parametrize("types", [{}, {"a.bias": torch.float64, "scale": torch.float64}], ids=["one", "two"])
-def test_it_is_the_same_by_name(types):
+def test_it_equals_the_computation_by_name(types):
     x, y, c, h = (drawn(seed, **types) for seed in range(4))
     ours = elementwise(by_name)(x, y, {"c": c}, {"h": h}, 3, 0.1, alpha=0.25)
     theirs = by_name(x, y, {"c": c}, {"h": h}, 3, 0.1, alpha=0.25)
     for found, expected in zip(ours, theirs, strict=True):
         assert found.keys() == expected.keys()
-        for group, members in expected.items():
-            assert found[group].keys() == members.keys()
-            for name, tensor in members.items():
-                assert found[group][name].dtype == tensor.dtype
-                assert found[group][name].shape == tensor.shape
-                torch.testing.assert_close(found[group][name], tensor)
+        for variable, state in expected.items():
+            assert found[variable].keys() == state.keys()
+            for name, tensor in state.items():
+                assert found[variable][name].dtype == tensor.dtype
+                assert found[variable][name].shape == tensor.shape
+                torch.testing.assert_close(found[variable][name], tensor)
 
 
 @pytest.mark.parametrize("algorithm", [scaffold(), feddyn()], ids=lambda a: a.name)
-def test_what_a_client_keeps_lies_in_one_piece(algorithm):
+def test_results_are_one_block_of_memory(algorithm):
     x, y = drawn(0), drawn(1)
     down = algorithm.broadcast(algorithm.server_init(x))
     sent, kept = algorithm.finish(x, y, down, algorithm.client_init(x), 3, 0.1)
-    for group in (*sent.values(), *kept.values()):
-        assert len(runs([group[name] for name in sorted(group)])) == 1
+    for state in (*sent.values(), *kept.values()):
+        assert len(runs([state[name] for name in sorted(state)])) == 1
 
 
 @pytest.mark.parametrize("algorithm", [scaffold(), feddyn()], ids=lambda a: a.name)
-def test_strange_names_are_refused_and_nothing_is_nothing(algorithm):
+def test_other_names_are_rejected_and_empty_states_stay_empty(algorithm):
     x, y = drawn(0), drawn(1)
     down, own = algorithm.broadcast(algorithm.server_init(x)), algorithm.client_init(x)
     del y["scale"]
@@ -61,7 +61,7 @@ def test_strange_names_are_refused_and_nothing_is_nothing(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", [scaffold(), feddyn()], ids=lambda a: a.name)
-def test_groups_that_someone_added_are_passed_on(algorithm):
+def test_variables_of_a_custom_algorithm_are_passed_on(algorithm):
     x, y = drawn(0), drawn(1)
     down, own = algorithm.broadcast(algorithm.server_init(x)), algorithm.client_init(x)
     more = {"count": {"rounds": torch.zeros(())}}

@@ -1,4 +1,4 @@
-"""Golden: each algorithm against a NumPy version of its paper's lines, on quadratics one can check on paper.
+"""Golden: each algorithm against a NumPy version of its paper's pseudocode, on quadratics.
 
 Client i has f_i(w) = 1/2 w^T A_i w - b_i^T w, so its gradient is A_i w - b_i: no sampling, no network.
 """
@@ -56,7 +56,7 @@ class Federation:
 
 
 def federate(algorithm: Algorithm) -> Federation:
-    """The loop of `core`, by hand, one client after another."""
+    """The loop of `algorithms/core.py`, written out, one client after another."""
     x = to_state(X0)
     run = Federation(x, algorithm.server_init(x), {})
     local = algorithm.local
@@ -175,12 +175,12 @@ def test_five_rounds_equal_numpy(case: str) -> None:
     assert run.clients.keys() == seen
     for i in seen:
         assert run.clients[i].keys() == clients.get(i, {}).keys()
-        for name, group in run.clients[i].items():
-            np.testing.assert_allclose(to_vector(group), clients[i][name], rtol=0, atol=1e-10)
+        for name, state in run.clients[i].items():
+            np.testing.assert_allclose(to_vector(state), clients[i][name], rtol=0, atol=1e-10)
 
 
 def test_cohorts_are_partial_and_repeat_clients() -> None:
-    """Or the golden cases would not reach the variables of a client that comes back."""
+    """Otherwise the golden cases would not cover the variables of a returning client."""
     assert any(set(a) & set(b) for a, b in pairwise(COHORTS))
     assert len({tuple(cohort) for cohort in COHORTS}) > 1
 
@@ -191,7 +191,7 @@ def test_fedprox_0_is_fedavg() -> None:
 
 
 def test_scaffold_with_zero_control_steps_as_fedavg() -> None:
-    """The first round's local steps; the averages differ in their weights."""
+    """Only the local steps of the first round: the averages have different weights."""
     algorithm, i = algorithms.scaffold(lr=ETA, steps=K), COHORTS[0][0]
     x = to_state(X0)
     control = algorithm.client_init(x)
@@ -211,7 +211,7 @@ def test_scaffold_at_equal_examples_starts_as_fedavg() -> None:
 
 
 def test_scaffold_control_is_the_mean_of_the_clients_controls() -> None:
-    """The invariant that uniform means keep: c = 1/N sum_i c_i, absent clients counting 0."""
+    """Uniform means keep the invariant c = 1/N sum_i c_i, where clients that never trained count as 0."""
     run = federate(algorithms.scaffold(lr=ETA))
     total = sum(to_vector(client["control"]) for client in run.clients.values())
     np.testing.assert_allclose(to_vector(run.server["control"]), total / N, rtol=0, atol=1e-12)
@@ -235,8 +235,8 @@ def test_fedadam_first_step_in_closed_form() -> None:
 
 
 @pytest.mark.parametrize("name", algorithms.names())
-def test_local_options_act_within_every_algorithm(name: str) -> None:
-    """A clip above every gradient changes nothing; momentum, decay and clipping below do."""
+def test_local_options_change_every_algorithm(name: str) -> None:
+    """A clip above every gradient changes nothing; a lower clip, momentum and decay do."""
     free = Local(lr=ETA, epochs=2, batch_size=8)
     build = algorithms.build
     loose = federate(build(name, replace(free, clip=1e6)))
@@ -252,7 +252,7 @@ def test_local_options_act_within_every_algorithm(name: str) -> None:
 
 
 def test_scaffold_and_feddyn_reach_the_optimum_that_fedavg_misses() -> None:
-    """With unlike clients, several local steps and every client, FedAvg's fixed point is not the minimum."""
+    """With different clients, several local steps and full cohorts, FedAvg's fixed point is not the minimum."""
     best = np.linalg.solve(A.mean(0), B.mean(0))
 
     def distance(algorithm: Algorithm) -> float:

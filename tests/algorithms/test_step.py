@@ -1,4 +1,4 @@
-"""sgd_step is torch.optim.SGD, clip_by_norm is clip_grad_norm_, both as functions of State."""
+"""sgd_step equals torch.optim.SGD and clip_by_norm equals clip_grad_norm_, as functions of states."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_sgd_step_is_torch_sgd(momentum: float, weight_decay: float, tensor_lr: 
     assert bool(velocity) is bool(momentum)
 
 
-def test_no_velocity_is_zero_velocity() -> None:
+def test_no_velocity_equals_zero_velocity() -> None:
     local = Local(momentum=0.9)
     zeros = {n: torch.zeros_like(t) for n, t in drawn(0).items()}
     for start in (None, {}, zeros):
@@ -52,7 +52,7 @@ def test_no_velocity_is_zero_velocity() -> None:
         assert all(torch.allclose(y[n], drawn(0)[n] - 0.1 * drawn(1)[n]) for n in SHAPES)
 
 
-def test_sgd_step_leaves_its_inputs_alone() -> None:
+def test_sgd_step_does_not_modify_its_inputs() -> None:
     y, gradient, velocity = drawn(0), drawn(1), drawn(2)
     sgd_step(y, gradient, velocity, 0.1, Local(momentum=0.9, weight_decay=0.1))
     for state, seed in ((y, 0), (gradient, 1), (velocity, 2)):
@@ -74,7 +74,7 @@ def test_a_tensor_learning_rate_keeps_the_type_of_y() -> None:
             assert sgd_step(y, y, None, rate, Local())[0]["w"].dtype == dtype
 
 
-def test_a_stack_of_clients_steps_as_a_loop() -> None:
+def test_vmap_over_clients_equals_a_loop() -> None:
     """Each lane with its own learning rate and its own norm."""
     local = Local(momentum=0.9, weight_decay=0.1)
     y, gradient, velocity = drawn(0, 3), drawn(1, 3), drawn(2, 3)

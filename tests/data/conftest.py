@@ -1,4 +1,4 @@
-"""Small files in the publishers' own formats."""
+"""Small files in the publishers' formats."""
 
 import gzip
 import struct
@@ -15,7 +15,7 @@ def idx_bytes(array: np.ndarray) -> bytes:
 
 @pytest.fixture
 def write_idx() -> Callable[..., dict[str, np.ndarray]]:
-    """Write the four idx files of an MNIST-like set into a folder and return what is in them."""
+    """Writes the four idx files of an MNIST-like set into a folder and returns their arrays."""
 
     def write(folder: Path, train: int = 6, test: int = 4, packed: bool = False, seed: int = 0):
         rng = np.random.default_rng(seed)

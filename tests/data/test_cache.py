@@ -1,4 +1,4 @@
-"""The cache file: whole or not there, whatever happens to its writer."""
+"""The cache file is complete or absent, whatever happens to its writer."""
 
 import os
 import signal
@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from fedpara.data import cache
-from fedpara.errors import DataError
+from fedpara.errors import FedParaError
 from fedpara.files import write_tensors
 
 ARRAYS = {"a": torch.arange(10), "b": torch.zeros(3, 0)}
 
 
-def test_what_is_written_is_read_for_the_same_sources_only(tmp_path):
+def test_a_cache_is_read_for_the_same_sources_only(tmp_path):
     path = cache.location(tmp_path, "set")
     assert cache.read(path, "s1") is None
     cache.write(path, ARRAYS, "s1", (7, 3))
@@ -37,7 +37,7 @@ def test_another_version_of_the_format_is_not_read(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("examples", ["", "7", "7 3 1", "seven three", None])
-def test_numbers_of_examples_that_are_none_are_no_cache(tmp_path, examples):
+def test_a_cache_without_valid_counts_is_ignored(tmp_path, examples):
     path = cache.location(tmp_path, "set")
     cache.write(path, ARRAYS, "s", (7, 3))
     metadata = {"version": cache.VERSION, "sources": "s"} | (
@@ -59,7 +59,7 @@ def test_changing_a_loaded_tensor_changes_no_file(tmp_path):
     assert second["a"].tolist() == list(range(10))
 
 
-def test_a_replaced_cache_leaves_loaded_tensors_alone(tmp_path):
+def test_replacing_a_cache_does_not_change_loaded_tensors(tmp_path):
     path = cache.location(tmp_path, "set")
     cache.write(path, ARRAYS, "s", (1, 1))
     held = cache.read(path, "s")
@@ -68,7 +68,7 @@ def test_a_replaced_cache_leaves_loaded_tensors_alone(tmp_path):
     assert held["a"].tolist() == list(range(10))
 
 
-def test_the_cache_is_as_readable_as_its_folder(tmp_path):
+def test_the_cache_has_the_usual_mode(tmp_path):
     path = cache.location(tmp_path, "set")
     path.parent.mkdir()
     path.parent.chmod(0o755)
@@ -80,12 +80,12 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     path = cache.location(tmp_path, "set")
     path.mkdir(parents=True)
     (path / "occupied").touch()
-    with pytest.raises(DataError, match=r"set\.safetensors could not be written"):
+    with pytest.raises(FedParaError, match=r"set\.safetensors is not a place for a file"):
         cache.write(path, ARRAYS, "s", (1, 1))
     assert [entry.name for entry in path.parent.iterdir()] == ["set.safetensors"]
 
 
-def test_the_next_writer_sweeps_up_after_a_killed_one(tmp_path):
+def test_the_next_writer_removes_the_files_of_a_killed_one(tmp_path):
     path = cache.location(tmp_path, "set")
     path.parent.mkdir()
     old, fresh = (path.with_name(f".{token}.part.safetensors") for token in ("a1", "b2"))
@@ -111,14 +111,14 @@ while True:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-def test_a_killed_writer_leaves_a_whole_cache_or_none(tmp_path):
+def test_a_killed_writer_leaves_a_complete_cache_or_none(tmp_path):
     path = cache.location(tmp_path, "set")
     with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE) as writer:
         try:
             assert writer.stdout is not None
             assert writer.stdout.readline() == b"writing\n"
             seen = 0
-            while seen < 50:  # read beside the living writer: never a half
+            while seen < 50:  # while the writer is active: never a partial file
                 assert writer.poll() is None
                 found = cache.read(path, "s")
                 if found is not None:

@@ -1,4 +1,4 @@
-"""CIFAR's files, made small: both versions, unpacked and packed, damaged and malicious."""
+"""Small CIFAR files: both versions, as folders and archives, damaged and malicious."""
 
 import io
 import pickle
@@ -28,7 +28,7 @@ BINARY100, PYTHON100 = small(cifar.CIFAR100_BINARY), small(cifar.CIFAR100_PYTHON
 
 
 class Python2Pickler(pickle._Pickler):
-    """Writes bytes and text as Python 2 did, which is how the publisher's batches were made."""
+    """Writes bytes and text as Python 2 did, which the publisher used."""
 
     dispatch: ClassVar = dict(pickle._Pickler.dispatch)
 
@@ -114,7 +114,7 @@ def test_reads_what_was_written(tmp_path, version, classes, place):
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4])
-def test_reads_pickles_of_today(tmp_path, protocol):
+def test_reads_newer_pickle_protocols(tmp_path, protocol):
     files, truth = contents(PYTHON10, 10, lambda batch: pickle.dumps(batch, protocol))
     unpack(tmp_path, PYTHON10, files)
     train, _, _ = read(cifar.source("small", 10, [PYTHON10], {}), tmp_path)
@@ -130,14 +130,14 @@ class Payload:
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 5])
-def test_a_malicious_pickle_is_refused_by_name_and_never_runs(tmp_path, protocol):
+def test_a_malicious_pickle_is_rejected_and_never_runs(tmp_path, protocol):
     import os
 
     loot = tmp_path / "loot"
     files, _ = contents(PYTHON10, 10)
     files["data_batch_2"] = pickle.dumps({"data": Payload(os.mkdir, str(loot))}, protocol)
     unpack(tmp_path, PYTHON10, files)
-    with pytest.raises(DataError, match=r"data_batch_2: it asks for posix\.mkdir: refused"):
+    with pytest.raises(DataError, match=r"data_batch_2: it asks for posix\.mkdir: expected only"):
         read(cifar.source("small", 10, [PYTHON10], {}), tmp_path)
     assert not loot.exists()
     assert not (tmp_path / "fedpara-cache").exists()
@@ -154,13 +154,13 @@ def test_a_malicious_pickle_is_refused_by_name_and_never_runs(tmp_path, protocol
         b"c_codecs\ndecode\n.",
     ],
 )
-def test_any_other_global_is_refused(content):
-    with pytest.raises(DataError, match=r"it asks for .*refused"):
+def test_any_other_global_is_rejected(content):
+    with pytest.raises(DataError, match=r"it asks for .*expected only"):
         pickles.loads(content, "batch")
 
 
-def test_codecs_encode_is_admitted_for_latin1_only():
-    with pytest.raises(DataError, match="'rot13' in a pickle"):
+def test_codecs_encode_is_accepted_for_latin1_only():
+    with pytest.raises(DataError, match="text in the encoding 'rot13'"):
         pickles.loads(b"c_codecs\nencode\n(X\x01\x00\x00\x00aX\x05\x00\x00\x00rot13tR.", "batch")
 
 
@@ -182,34 +182,32 @@ def test_every_cut_of_a_pickle_is_a_data_error():
         {"data": np.zeros((RECORDS, 3072), np.uint8), "labels": [2**70] * RECORDS},
     ],
 )
-def test_a_batch_of_another_form_is_refused(batch):
+def test_a_batch_of_another_form_is_rejected(batch):
     with pytest.raises(DataError, match=r"data_batch_1: .*expected"):
         PYTHON10.decode(pickle.dumps(batch), RECORDS, "data_batch_1")
 
 
 @pytest.mark.parametrize("length", [0, 3073 * RECORDS - 1, 3073 * RECORDS + 1, 3073 * (RECORDS + 1)])
-def test_a_binary_file_of_another_size_is_named_with_both_sizes(tmp_path, length):
+def test_a_binary_file_of_another_size_is_named(tmp_path, length):
     files, _ = contents(BINARY10, 10)
     files["data_batch_3.bin"] = bytes(length)
     unpack(tmp_path, BINARY10, files)
-    with pytest.raises(
-        DataError, match=rf"data_batch_3\.bin is damaged: expected 12,292 bytes .* found {length:,}"
-    ):
+    with pytest.raises(DataError, match=rf"data_batch_3\.bin could not be read .*size {length} into shape"):
         read(cifar.source("small", 10, [BINARY10], {}), tmp_path)
     assert not (tmp_path / "fedpara-cache").exists()
 
 
-def test_the_publishers_sizes_are_known(tmp_path):
+def test_the_published_sizes_are_expected(tmp_path):
     """Sparse files: the six of CIFAR-10's binary version are 30,730,000 bytes each."""
     unpack(tmp_path, BINARY10, dict.fromkeys(BINARY10.names, b""))
     for name in BINARY10.names:
         with open(tmp_path / BINARY10.folder / name, "r+b") as file:
             file.truncate(30_730_000 if name != "data_batch_2.bin" else 30_000_000)
-    with pytest.raises(DataError, match=r"data_batch_2\.bin .*expected 30,730,000 bytes .* found 30,000,000"):
+    with pytest.raises(DataError, match=r"data_batch_2\.bin .*size 30000000 into shape \(10000,3073\)"):
         load("cifar10", tmp_path)
 
 
-def test_a_label_past_the_classes_is_damage(tmp_path):
+def test_a_label_out_of_range_is_rejected(tmp_path):
     files, _ = contents(BINARY10, 10)
     files["test_batch.bin"] = b"\x0a" + files["test_batch.bin"][1:]
     unpack(tmp_path, BINARY10, files)
@@ -225,7 +223,7 @@ def test_a_cut_archive_is_named(tmp_path):
     pack(tmp_path, BINARY10, files)
     path = tmp_path / BINARY10.archive
     path.write_bytes(path.read_bytes()[:40_000])
-    with pytest.raises(DataError, match=r"cifar-10-binary\.tar\.gz is damaged: 40,000 bytes"):
+    with pytest.raises(DataError, match=r"cifar-10-binary\.tar\.gz could not be read"):
         read(cifar.source("small", 10, [BINARY10], {}), tmp_path)
 
 
@@ -233,11 +231,11 @@ def test_an_archive_without_a_file_names_it(tmp_path):
     files, _ = contents(BINARY10, 10)
     del files["data_batch_4.bin"]
     pack(tmp_path, BINARY10, files)
-    with pytest.raises(DataError, match=r"expected cifar-10-batches-bin/data_batch_4\.bin in the archive"):
+    with pytest.raises(DataError, match=r"tar\.gz lacks cifar-10-batches-bin/data_batch_4\.bin"):
         read(cifar.source("small", 10, [BINARY10], {}), tmp_path)
 
 
-def test_a_folder_with_a_hole_is_incomplete_unless_another_version_is_whole(tmp_path):
+def test_a_folder_with_a_missing_file_is_skipped_if_another_version_is_complete(tmp_path):
     files, _ = contents(BINARY10, 10)
     unpack(
         tmp_path, BINARY10, {name: content for name, content in files.items() if name != "data_batch_5.bin"}

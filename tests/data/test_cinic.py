@@ -14,7 +14,7 @@ from fedpara.errors import DataError, MissingExtraError
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two images a class in train, one in test, none in valid; the ninth class's are grey."""
+    """Two images per class in train, one in test; those of the ninth class are grey."""
     rng = np.random.default_rng(0)
     for part, count in (("train", 2), ("test", 1)):
         for kind in CLASSES:
@@ -38,7 +38,7 @@ def test_reads_the_pixels_in_class_order(folder):
     assert grey[1].equal(grey[2])
 
 
-def test_a_new_file_is_seen_through_the_cache(folder):
+def test_a_new_file_invalidates_the_cache(folder):
     load("cinic10", folder.parent)
     (folder / "train/cat/extra.png").write_bytes((folder / "train/cat/n0.png").read_bytes())
     os.utime(folder / "train/cat", ns=(1, 1))
@@ -50,14 +50,14 @@ def test_a_new_file_is_seen_through_the_cache(folder):
 def test_a_damaged_image_is_named(folder, content):
     path = folder / "test/frog/n0.png"
     path.write_bytes(path.read_bytes()[:600] if content == "cut" else content)
-    with pytest.raises(DataError, match="is damaged: expected a PNG") as error:
+    with pytest.raises(DataError, match="could not be read") as error:
         load("cinic10", folder.parent)
     assert str(path) in str(error.value)
 
 
-def test_another_size_is_refused(folder):
+def test_another_size_is_rejected(folder):
     Image.new("RGB", (31, 32)).save(folder / "train/deer/n0.png")
-    with pytest.raises(DataError, match=r"deer/n0\.png: expected 32 x 32 pixels, found 31 x 32"):
+    with pytest.raises(DataError, match=r"deer/n0\.png could not be read .*31 x 32 pixels: expected 32 x 32"):
         load("cinic10", folder.parent)
 
 
@@ -68,14 +68,14 @@ def test_a_missing_class_folder_is_named(folder):
         load("cinic10", folder.parent)
 
 
-def test_empty_folders_are_refused(folder):
+def test_empty_folders_are_rejected(folder):
     for path in folder.glob("test/*/*.png"):
         path.unlink()
-    with pytest.raises(DataError, match=r"test: expected \*\.png files"):
+    with pytest.raises(DataError, match=r"test has no images: expected \*\.png files"):
         load("cinic10", folder.parent)
 
 
-def test_without_pillow_it_says_what_to_install(folder, monkeypatch):
+def test_without_pillow_the_error_names_it(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(MissingExtraError, match="pip install pillow"):
         load("cinic10", folder.parent)

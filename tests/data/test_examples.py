@@ -1,4 +1,4 @@
-"""Properties: what an Examples accepts, its subsets, and normalise."""
+"""Properties of Examples, their subsets, and normalise."""
 
 import numpy as np
 import pytest
@@ -22,32 +22,22 @@ def test_holds_its_parts():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"labels": LABELS[:3]}, "one int64 label an example"),
-        ({"labels": LABELS.int()}, "one int64 label an example"),
+        ({"labels": LABELS[:3]}, r"labels are int64 \[3\]: expected int64 \[4\]"),
+        ({"labels": LABELS.int()}, r"labels are int32 \[4\]: expected int64"),
         ({"labels": torch.tensor([0, 1, 2, 3])}, "0 to 3: expected 0 to 2"),
         ({"labels": torch.tensor([0, 1, 2, -1])}, "-1 to 2: expected 0 to 2"),
-        ({"owners": torch.tensor([1, 2])}, "owners are int64"),
-        ({"mean": (0.5, 0.5)}, "come together"),
-        ({"mean": (0.5,), "std": (0.5,)}, "do not fit"),
-        ({"mean": (0.5, 0.5), "std": (0.5, 0.0)}, "positive std"),
+        ({"mean": (0.5,), "std": (0.5,)}, "does not fit inputs"),
+        ({"inputs": torch.zeros(4, 7), "mean": (0.5,), "std": (0.5,)}, "does not fit inputs"),
     ],
 )
-def test_refuses_parts_that_do_not_fit(change, words):
+def test_parts_that_do_not_fit_are_rejected(change, words):
     with pytest.raises(DataError, match=words):
         Examples(**({"inputs": IMAGES, "labels": LABELS, "classes": 3} | change))
 
 
-@pytest.mark.parametrize("part", ["inputs", "labels"])
-def test_arrays_and_lists_are_no_tensors(part):
-    parts = {"inputs": torch.zeros(3, 2), "labels": torch.zeros(3, dtype=torch.int64)}
-    for wrong in (parts[part].numpy(), parts[part].tolist()):
-        with pytest.raises(DataError, match=rf"{part} are a (ndarray|list): expected a tensor"):
-            Examples(**{**parts, part: wrong}, classes=1)
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=12), st.sampled_from(["list", "array", "tensor"]))
-def test_a_subset_is_the_rows_at_the_indices(rows, form):
+def test_a_subset_holds_the_rows_at_the_indices(rows, form):
     examples = Examples(IMAGES, LABELS, 3, torch.tensor([5, 6, 7, 8]), (0.5, 0.4), (0.2, 0.1))
     array = np.array(rows, dtype=np.int64)
     array.setflags(write=False)
@@ -63,7 +53,7 @@ def test_a_subset_is_the_rows_at_the_indices(rows, form):
 
 
 @pytest.mark.parametrize("indices", [[4], [-1], [True, False, True, True], [0.5], [[0, 1]]])
-def test_a_subset_refuses_indices_that_name_no_row(indices):
+def test_a_subset_rejects_bad_indices(indices):
     with pytest.raises(DataError, match="indices"):
         Examples(IMAGES, LABELS, 3).subset(indices)
 
@@ -76,7 +66,7 @@ def test_normalise_is_the_formula():
     np.testing.assert_allclose(result.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_floats_are_on_the_scale_of_a_mean_already():
+def test_floats_are_not_divided_by_255():
     images = torch.rand(4, 3, 8, 8)
     mean, std = (0.5, 0.4, 0.3), (0.25, 0.2, 0.1)
     shape = (3, 1, 1)
@@ -84,7 +74,7 @@ def test_floats_are_on_the_scale_of_a_mean_already():
     assert torch.equal(normalise(images, mean, std), expected)
 
 
-def test_normalise_passes_ids_as_int64_and_leaves_features_alone():
+def test_without_a_mean_ids_become_int64_and_floats_stay():
     ids = torch.tensor([[3, 79]], dtype=torch.uint8)
     assert torch.equal(normalise(ids, None, None), torch.tensor([[3, 79]]))
     assert normalise(ids, None, None).dtype == torch.int64
@@ -92,15 +82,6 @@ def test_normalise_passes_ids_as_int64_and_leaves_features_alone():
     assert torch.equal(normalise(features, None, None), features)
 
 
-@pytest.mark.parametrize(("mean", "std"), [((0.5,), None), (None, (0.5,))])
-def test_a_mean_and_a_std_come_together(mean, std):
-    with pytest.raises(DataError, match="come together"):
-        normalise(torch.zeros(2, 1, 4, 4), mean, std)
-
-
-def test_a_mean_is_a_number_a_channel():
-    images = torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), 2
-    assert Examples(*images, mean=[0.5], std=np.array([0.25])).std == (0.25,)
-    for mean, std, said in ((0.5, 0.5, "mean is 0.5"), ([0.5], [float("nan")], "std is .*finite")):
-        with pytest.raises(DataError, match=said):
-            Examples(*images, mean=mean, std=std)
+def test_a_mean_may_be_a_list_or_an_array():
+    expected = normalise(IMAGES, (0.5, 0.25), (0.5, 0.25))
+    assert torch.equal(normalise(IMAGES, [0.5, 0.25], np.array([0.5, 0.25])), expected)

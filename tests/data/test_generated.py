@@ -1,4 +1,4 @@
-"""Generated sets: the shape, classes and owners of what they stand in for, the same every time."""
+"""Generated sets have the shape, classes and owners of the real ones, and are always the same."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from fedpara.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_it_has_the_shape_of_the_set_it_stands_in_for(name):
+def test_it_has_the_shape_of_the_real_set(name):
     train, test = data.load(f"generated:{name}")
     kind = KINDS[name]
     for part in (train, test):
@@ -24,6 +24,6 @@ def test_it_has_the_shape_of_the_set_it_stands_in_for(name):
     assert torch.equal(train.labels, again.labels)
 
 
-def test_an_unknown_one_names_those_there_are():
-    with pytest.raises(ConfigError, match="expected one of cifar10"):
+def test_an_unknown_name_lists_the_known_names():
+    with pytest.raises(ConfigError, match="no generated set is called 'imagenet': Known: cifar10"):
         data.load("generated:imagenet")

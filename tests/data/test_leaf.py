@@ -1,4 +1,4 @@
-"""FEMNIST in LEAF's json, as two files and as many."""
+"""FEMNIST in LEAF's JSON, as two files or many."""
 
 import json
 
@@ -48,11 +48,11 @@ def test_two_files_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(("train", "test"), [({}, {}), (TRAIN, {}), ({}, TEST)])
-def test_a_part_without_examples_is_no_whole_set(tmp_path, train, test):
+def test_a_part_without_examples_is_a_problem(tmp_path, train, test):
     write(tmp_path, [train], [test])
     report = verify("femnist", tmp_path)
     assert not report.ok
-    assert "some of each were expected" in " ".join(report.problems)
+    assert "expected some of each" in " ".join(report.problems)
     write(tmp_path, [TRAIN], [TEST])
     assert verify("femnist", tmp_path).ok
 
@@ -68,20 +68,20 @@ def test_many_files_number_their_writers_across_files(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (leaf(TRAIN)[:-40], "bytes that are not whole JSON"),
-        ("", "bytes that are not whole JSON"),
-        ("[" * 100_000, "bytes that are not whole JSON"),
-        ("[1, 2]", "not FEMNIST in LEAF's form"),
-        (json.dumps({"users": ["a"], "user_data": {}}), "not FEMNIST in LEAF's form"),
+        (leaf(TRAIN)[:-40], "could not be read .JSONDecodeError"),
+        ("", "could not be read .JSONDecodeError"),
+        ("[" * 100_000, "could not be read .RecursionError"),
+        ("[1, 2]", "could not be read"),
+        (json.dumps({"users": ["a"], "user_data": {}}), "could not be read"),
         (leaf({"a": ([WHITE], [1, 2])}), "1 images and labels"),
-        (leaf({"a": ([WHITE[:5]], [1])}), "not FEMNIST in LEAF's form"),
+        (leaf({"a": ([WHITE[:5]], [1])}), "could not be read"),
         (leaf({"a": ([[2.0] * 784], [1])}), "pixels run from 2.0 to 2.0"),
-        (leaf({"a": ([[10**400, *WHITE[1:]]], [1])}), "not FEMNIST in LEAF's form: OverflowError"),
+        (leaf({"a": ([[10**400, *WHITE[1:]]], [1])}), "could not be read .OverflowError"),
         (leaf({"a": ([[float("nan")] * 784], [1])}), "pixels run from nan"),
         (leaf({"a": ([WHITE], [62])}), "labels run from 62 to 62: expected 0 to 61"),
     ],
 )
-def test_damage_is_named(tmp_path, content, words):
+def test_a_damaged_file_is_named(tmp_path, content, words):
     write(tmp_path, [{}], [TEST])
     (tmp_path / "femnist/data/train/all_data_0.json").write_text(content)
     with pytest.raises(DataError, match=words) as error:

@@ -1,4 +1,4 @@
-"""Properties of every split: each example once, no client empty, the promise of its kind, seeded."""
+"""Properties of every partition: each example once, no empty client, seeded."""
 
 import numpy as np
 import pytest
@@ -95,8 +95,8 @@ def test_dirichlet_capped_deals_once_and_gives_every_client_its_minimum(labels, 
     assert partition == dirichlet_capped(torch.from_numpy(labels), clients, alpha, seed, minimum)
 
 
-def test_a_capped_client_gets_no_further_class():
-    """Without its last class each client holds less than N / clients: the cap is checked before every class."""
+def test_a_full_client_gets_no_further_class():
+    """The cap is checked before every class: without its last class, each client holds less than N / clients."""
     labels = np.repeat(np.arange(10), 500)
     for seed in range(5):
         for client in dirichlet_capped(labels, 20, 0.5, seed):
@@ -105,8 +105,8 @@ def test_a_capped_client_gets_no_further_class():
 
 
 def test_golden_dirichlet_on_cifar10_with_and_without_the_cap():
-    """50,000 labels, 100 clients, alpha 0.5: FedML's split has 8.2 classes a client and at most about 1,010 examples,
-    the one without a cap 9.3 and about 1,500."""
+    """50,000 labels, 100 clients, alpha 0.5: 8.2 classes and at most about 1,010 examples per client with FedML's cap;
+    without it, 9.3 classes and about 1,500 examples."""
     labels = np.tile(np.arange(10), 5_000)
 
     def figures(deal):
@@ -123,7 +123,7 @@ def test_golden_dirichlet_on_cifar10_with_and_without_the_cap():
 
 @settings(deadline=None)
 @given(labelled(), st.integers(1, 3), seeds)
-def test_shards_give_a_client_at_most_so_many_classes(case, classes_per_client, seed):
+def test_shards_limit_the_classes_of_a_client(case, classes_per_client, seed):
     labels, clients = case
     total = clients * classes_per_client
     assume(len(np.unique(labels)) <= total <= len(labels))
@@ -134,8 +134,8 @@ def test_shards_give_a_client_at_most_so_many_classes(case, classes_per_client, 
     assert partition == shards(labels, clients, seed, classes_per_client)
 
 
-def test_shards_are_drawn_and_not_cut_off_in_order():
-    """Else a client would have neighbours in the file, such as one writer's."""
+def test_shards_are_drawn_at_random():
+    """Otherwise a client would get neighbours in the file, such as the examples of one writer."""
     shares = [shards(np.zeros(100, np.int64), 2, seed, classes_per_client=1)[0] for seed in range(2)]
     assert not np.array_equal(np.sort(shares[0]), np.sort(shares[1]))
     assert not any(set(share.tolist()) in (set(range(50)), set(range(50, 100))) for share in shares)
@@ -151,7 +151,7 @@ def test_shards_of_even_classes_are_even():
     st.lists(st.integers(-3, 9), min_size=1, max_size=60),
     st.lists(st.integers(-3, 9), min_size=1, max_size=60),
 )
-def test_by_owner_keeps_owners_apart_and_lines_test_up_with_train(train, test):
+def test_by_owner_gives_train_and_test_the_same_clients(train, test):
     train, test = np.array(train), np.array(test)
     names = np.unique(train)
     partition = by_owner(train)
@@ -181,9 +181,7 @@ def test_split_holds_out_some_of_every_class_the_client_can_spare(case, fraction
 
 @settings(deadline=None)
 @given(labelled(), st.floats(0.01, 0.99), seeds)
-def test_an_exact_split_holds_out_the_share_of_each_client_from_its_classes_in_proportion(
-    case, fraction, seed
-):
+def test_an_exact_split_holds_out_the_share_in_proportion_to_the_classes(case, fraction, seed):
     labels, clients = case
     whole = dirichlet(labels, clients, 0.5, seed)
     train, test = split(whole, labels, fraction, seed, exact=True)
@@ -199,7 +197,7 @@ def test_an_exact_split_holds_out_the_share_of_each_client_from_its_classes_in_p
 
 @settings(deadline=None)
 @given(labelled(), labels_of, seeds, st.none() | st.integers(1, 20))
-def test_personal_test_has_all_of_the_clients_classes_and_no_other(case, tests, seed, limit):
+def test_personal_test_has_exactly_the_clients_classes(case, tests, seed, limit):
     labels, clients = case
     tests = np.array(tests)
     partition = iid(labels, clients, seed)
@@ -221,25 +219,19 @@ def test_personal_test_has_all_of_the_clients_classes_and_no_other(case, tests, 
         (lambda: dirichlet([0, 1], 2, 0.0, 0), "alpha = 0.0"),
         (lambda: dirichlet([0, 1], 2, -1.0, 0), "alpha = -1.0"),
         (lambda: dirichlet([0, 1], 2, float("nan"), 0), "alpha = nan"),
-        (lambda: dirichlet([0, 1], 2, "a", 0), "alpha = 'a'"),
         (lambda: dirichlet_capped([0, 1] * 50, 2, 0.0, 0), "alpha = 0.0"),
-        (lambda: dirichlet_capped([0, 1] * 50, 11, 0.5, 0), "minimum = 10 for 100 examples and 11 clients"),
-        (lambda: dirichlet_capped([0, 1] * 50, 4, 0.5, 0, minimum=0), "minimum = 0 .*at least 1"),
         (lambda: dirichlet_capped([0] * 100, 10, 0.01, 0), "1,000 draws at alpha = 0.01 .*fewer clients"),
+        (lambda: dirichlet_capped([0, 1] * 50, 11, 0.5, 0), "never gave each of 11 clients 10 examples"),
         (lambda: dirichlet([0.5, 1.5], 2, 0.5, 0), "expected a row of integers"),
         (lambda: dirichlet([[0, 1]], 1, 0.5, 0), "expected a row of integers"),
         (lambda: shards([0, 1, 2, 3, 4], 2, 0), "4 shards"),
         (lambda: shards([0, 0, 0], 2, 0), "4 shards"),
         (lambda: shards([0, 1, 2], 2, 0, classes_per_client=0), "0 shards"),
-        (lambda: by_owner([]), "at least one example"),
         (lambda: split(iid(4, 2, 0), [0, 1, 0, 1], 1.0, 0), "fraction = 1.0"),
         (lambda: split(iid(4, 2, 0), [0, 1, 0, 1], 0.0, 0), "fraction = 0.0"),
-        (lambda: personal_test([0, 1], iid(2, 1, 0), [0, 1], 0, limit=0), "limit = 0"),
-        (lambda: Partition(np.arange(3), np.array([0, 2])), "offsets"),
-        (lambda: Partition(np.arange(3), np.array([0, 2, 1, 3])), "offsets"),
     ],
 )
-def test_bad_input_is_refused_with_what_was_given(call, words):
+def test_errors_name_the_value(call, words):
     with pytest.raises(ConfigError, match=words):
         call()
 
@@ -258,7 +250,7 @@ def test_a_partition_is_a_sequence_of_its_rows(rows):
             partition[outside]
 
 
-def test_a_partition_cannot_be_written_to_and_keeps_no_hold_on_its_arguments():
+def test_a_partition_is_read_only_and_copies_its_arguments():
     indices = np.array([2, 0, 1])
     partition = Partition(indices, np.array([0, 1, 3]))
     indices[0] = 7
@@ -272,9 +264,3 @@ def test_a_million_clients_are_two_arrays():
     assert len(partition) == 1_000_000
     assert partition.indices.nbytes + partition.offsets.nbytes == 8 * (2_000_000 + 1_000_001)
     assert len(partition[999_999]) == 2
-
-
-@pytest.mark.parametrize(("clients", "seed"), [(4, None), (4, "a"), (4, -1), (3.0, 0)])
-def test_clients_and_seed_are_whole_numbers(clients, seed):
-    with pytest.raises(ConfigError, match=r"(clients|seed) is"):
-        iid(40, clients, seed)

@@ -1,4 +1,4 @@
-"""A publisher's pickle is parsed, never unpickled: what is read, and what a crafted one does."""
+"""A publisher's pickle is parsed and never unpickled; crafted pickles are rejected."""
 
 import pickle
 import struct
@@ -17,7 +17,7 @@ from fedpara.errors import DataError
 
 
 @pytest.mark.parametrize("fortran", [False, True])
-def test_the_publishers_own_form_is_read(fortran):
+def test_the_publishers_pickle_is_read(fortran):
     pixels = np.random.default_rng(0).integers(0, 256, (300, 3072), dtype=np.uint8)
     labels = [*range(10)] * 30
     content = as_published(pixels, labels, fortran)
@@ -85,15 +85,15 @@ def hostile(tmp_path):
     ],
     ids=["verify", "prepare", "run"],
 )
-def test_a_crafted_pickle_is_refused_in_a_sentence(hostile, words):
-    """It crashed the process (SIGSEGV) inside numpy when it was unpickled."""
+def test_a_crafted_pickle_is_rejected_with_a_message(hostile, words):
+    """Unpickling it crashes the process inside NumPy (SIGSEGV)."""
     said = [word.format(hostile) for word in words]
     command = [sys.executable, "-m", "fedpara", *said, "--data-dir", str(hostile)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "data_batch_1" in line and "MD5" not in line]
-    assert "Take the file from its publisher again." in line
+    assert "Download the file again from its publisher." in line
     assert not (hostile / "run").exists()
 
 
@@ -107,14 +107,14 @@ except DataError as error:
 """
 
 
-def test_a_key_of_a_million_tuples_is_refused():
-    """Its hash overflowed the stack of C (SIGSEGV)."""
+def test_a_key_of_a_million_tuples_is_rejected():
+    """Its hash overflows the C stack (SIGSEGV)."""
     done = subprocess.run([sys.executable, "-c", NESTED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done
     assert "batch is damaged" in done.stdout
 
 
-def test_a_crafted_type_is_named():
+def test_a_crafted_type_is_rejected():
     content = as_published(np.zeros((2, 3), np.uint8), [1, 2])
     for changed in (
         content.replace(b"U\x02u1", b"U\x02O8"),
@@ -128,8 +128,8 @@ def test_a_crafted_type_is_named():
 
 
 @given(st.data())
-def test_no_change_of_a_byte_does_more_than_refuse(data):
-    """Property: another value or a DataError, whatever byte is changed."""
+def test_a_changed_byte_gives_a_value_or_a_data_error(data):
+    """Property, for any bytes that are changed."""
     content = bytearray(as_published(np.arange(6, dtype=np.uint8).reshape(2, 3), [1, 2]))
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
@@ -137,8 +137,8 @@ def test_no_change_of_a_byte_does_more_than_refuse(data):
         pickles.loads(bytes(content), "batch")
 
 
-def test_operations_of_other_pickles_are_refused_by_name():
-    with pytest.raises(DataError, match="it uses the operation EMPTY_SET: refused"):
+def test_other_operations_are_rejected_by_name():
+    with pytest.raises(DataError, match="it uses the operation EMPTY_SET: expected only"):
         pickles.loads(pickle.dumps({1, 2}, 4), "batch")
-    with pytest.raises(DataError, match=r"it asks for collections\.OrderedDict: refused"):
+    with pytest.raises(DataError, match=r"it asks for collections\.OrderedDict: expected only"):
         pickles.loads(b"ccollections\nOrderedDict\n)R.", "batch")

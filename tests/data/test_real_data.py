@@ -1,4 +1,4 @@
-"""Golden: the publishers' own sets, where FEDPARA_DATA names a folder that has them."""
+"""Golden: the published sets, if FEDPARA_DATA is a folder that has them."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.data
 
 def need(name):
     if not os.environ.get("FEDPARA_DATA") or not status(name).present:
-        pytest.skip(f"{name} is not there: set FEDPARA_DATA to a folder that has it")
+        pytest.skip(f"{name} is missing: set FEDPARA_DATA to a folder that has it")
 
 
 def test_cifar10_has_the_published_statistics():
@@ -31,12 +31,12 @@ def test_cifar10_has_the_published_statistics():
     assert train.labels[:10].tolist() == [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]
 
 
-def test_the_python_version_of_cifar10_is_the_binary_one(tmp_path):
-    """The binary version's records written as the publisher pickled them."""
+def test_the_python_version_of_cifar10_equals_the_binary_version(tmp_path):
+    """The records of the binary version, pickled as the publisher does."""
     need("cifar10")
     folder = status("cifar10").path
     if folder is None or folder.name != cifar.CIFAR10_BINARY.folder:
-        pytest.skip("the binary version of cifar10 is not there")
+        pytest.skip("the binary version of cifar10 is missing")
     (tmp_path / cifar.CIFAR10_PYTHON.folder).mkdir()
     for old, new in zip(cifar.CIFAR10_BINARY.names, cifar.CIFAR10_PYTHON.names, strict=True):
         table = np.fromfile(folder / old, np.uint8).reshape(10_000, 3073)
@@ -77,7 +77,7 @@ def test_mnist_is_not_taken_for_fashion_mnist(tmp_path):
     for path in folder.glob("t*-ubyte*"):
         shutil.copy(path, tmp_path)
     assert len(load("mnist", tmp_path)[0]) == 60_000
-    with pytest.raises(DataError, match="belongs to mnist: fashion-mnist was asked for"):
+    with pytest.raises(DataError, match="is mnist, not fashion-mnist"):
         load("fashion-mnist", tmp_path)
 
 

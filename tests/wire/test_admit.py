@@ -1,4 +1,4 @@
-"""Contract of admit: what is right passes, and each thing wrong is refused by its name."""
+"""Contract of admit: a valid update passes, and each mistake is rejected with its reason."""
 
 import math
 from typing import Any
@@ -30,7 +30,7 @@ def judge(state: State, header: Header = HEADER, dtype: str = "float32", **how: 
     return admit(message, **(wanted | how))
 
 
-def test_a_right_update_passes_in_the_order_of_the_spec() -> None:
+def test_a_valid_update_passes_in_the_order_of_the_spec() -> None:
     header, state = judge(STATE)
     assert header == HEADER
     assert list(state) == list(STATE)
@@ -46,12 +46,12 @@ def test_a_quantized_update_passes(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("sent", "agreed"), [("int8", "float32"), ("float32", "int8"), ("float16", "bfloat16")]
 )
-def test_another_precision_than_the_links_is_refused(sent: str, agreed: str) -> None:
+def test_another_precision_than_the_links_is_rejected(sent: str, agreed: str) -> None:
     with pytest.raises(WireError, match=f"a message of precision {sent}: expected {agreed}"):
         judge(STATE, dtype=sent, link=agreed)
 
 
-def test_float64_is_asked_for_as_it_was_sent() -> None:
+def test_float64_is_expected_as_it_was_sent() -> None:
     state = {"w": torch.tensor([1 / 3], dtype=torch.float64)}
     assert torch.equal(judge(state, spec=spec_of(state))[1]["w"], state["w"])
     assert judge(state, dtype="float16", spec=spec_of(state, "float16"))[1]["w"].dtype == torch.float32
@@ -74,7 +74,7 @@ def test_float64_is_asked_for_as_it_was_sent() -> None:
         ({"a.bias": torch.tensor([-math.inf])}, "'a.bias' holds NaN or infinity"),
     ],
 )
-def test_wrong_tensors_are_refused_by_name(change: dict[str, torch.Tensor | None], reason: str) -> None:
+def test_wrong_tensors_are_rejected_by_name(change: dict[str, torch.Tensor | None], reason: str) -> None:
     state = {name: tensor for name, tensor in {**STATE, **change}.items() if tensor is not None}
     with pytest.raises(UpdateRejected, match=rf"message of 'client:17', round 3, refused: .*{reason}"):
         judge(state)
@@ -89,7 +89,7 @@ def test_wrong_tensors_are_refused_by_name(change: dict[str, torch.Tensor | None
         (Header(3, "fedavg", "fedpara(0.1)", "client:1", 0), "0 examples"),
     ],
 )
-def test_wrong_headers_are_refused(header: Header, reason: str) -> None:
+def test_wrong_headers_are_rejected(header: Header, reason: str) -> None:
     with pytest.raises(UpdateRejected, match=reason):
         judge(STATE, header)
 
@@ -113,14 +113,14 @@ def test_norm_bound_is_on_the_change_of_floating_tensors() -> None:
         judge(STATE, max_norm=3.9, reference={"z.weight": STATE["z.weight"]})
 
 
-def test_a_bound_that_admits_nothing_is_a_mistake_of_the_caller() -> None:
+def test_a_norm_bound_must_be_positive() -> None:
     for bound in (0.0, -1.0, math.nan):
         with pytest.raises(UsageError, match="max_norm"):
             judge(STATE, max_norm=bound)
 
 
-def test_a_variance_of_zero_is_one() -> None:
-    """Of a feature that never varied, such as a pixel in the corner."""
+def test_a_variance_may_be_zero_but_not_negative() -> None:
+    """A feature that never varies, such as a pixel in the corner, has variance 0."""
     state = {"norm.running_var": torch.tensor([0.0, 1.0])}
     assert torch.equal(judge(state, spec=spec_of(state))[1]["norm.running_var"], state["norm.running_var"])
     with pytest.raises(UpdateRejected, match=r"'norm\.running_var' holds a negative variance"):

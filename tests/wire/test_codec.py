@@ -1,4 +1,4 @@
-"""Properties of the codec: what goes in comes out, one encoding a content, and a third party can read it."""
+"""Properties of the codec: round trips, a canonical encoding, and a payload that safetensors can read."""
 
 import random
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_float32_returns_what_was_sent(state: State) -> None:
     header, back = decode(message)
     assert header == HEADER
     assert same(back, exactly(state))
-    # A peer without this package reads the same tensors, and the format costs what the library's does.
+    # The safetensors library reads the same tensors, and its encoding has the same size.
     assert same(safetensors.torch.load(payload(message)), exactly(state))
     names = "".join(state)
     if names.isascii() and names.isprintable():
@@ -62,7 +62,7 @@ def test_float32_returns_what_was_sent(state: State) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(state=states(), dtype=st.sampled_from(["float32", "float16", "bfloat16", "int8"]))
-def test_a_letter_reads_as_its_bytes_do_and_knows_their_length(state: State, dtype: str) -> None:
+def test_a_message_decodes_like_its_bytes_and_knows_their_length(state: State, dtype: str) -> None:
     kept = make_message(state, HEADER, dtype, torch.Generator().manual_seed(1))
     sealed = bytes(kept)
     assert sealed == encode(state, HEADER, dtype, torch.Generator().manual_seed(1))
@@ -72,14 +72,14 @@ def test_a_letter_reads_as_its_bytes_do_and_knows_their_length(state: State, dty
     assert same(inside, outside)
 
 
-def test_a_letter_copies_nothing_that_lies_in_one_piece() -> None:
+def test_one_block_of_memory_is_not_copied() -> None:
     flat = torch.randn(10)
     _, read = decode(make_message({"a": flat[:4], "b": flat[4:]}, HEADER))
     assert read["a"].data_ptr() == flat.data_ptr()
     assert torch.equal(read["b"], flat[4:])
 
 
-def test_nor_what_lies_in_a_few_but_many_become_one() -> None:
+def test_a_few_blocks_are_not_copied_but_many_become_one() -> None:
     two = {"a": torch.randn(3), "b": torch.randn(2, 2), "c": torch.tensor(7), "e": torch.empty(0)}
     _, read = decode(make_message(two, HEADER))
     assert same(read, two)
@@ -110,7 +110,7 @@ def test_each_precision_costs_its_bytes(dtype: str, size: int) -> None:
     assert 0 < len(message) - size * numbers < 400
 
 
-def test_int8_keeps_scale_a_tensor_and_integers_exact() -> None:
+def test_int8_has_a_scale_per_tensor_and_keeps_integers_exact() -> None:
     state = {
         "b.large": torch.tensor([1000.0, -500.0]),
         "a.small": torch.tensor([1e-6, 2e-6]),
@@ -124,7 +124,7 @@ def test_int8_keeps_scale_a_tensor_and_integers_exact() -> None:
     assert torch.equal(back["c.already"], state["c.already"])
 
 
-def test_decoded_tensors_are_free_of_the_message_and_of_each_other() -> None:
+def test_decoded_tensors_share_no_memory_with_the_message() -> None:
     state = {"a": torch.ones(3), "b": torch.ones(3)}
     message = encode(state, HEADER)
     back = decode(message)[1]
@@ -150,12 +150,12 @@ def test_views_gradients_and_shared_memory_encode() -> None:
     assert same(back, {name: tensor.detach() for name, tensor in state.items()})
 
 
-def test_the_empty_state_travels() -> None:
+def test_an_empty_state_round_trips() -> None:
     for dtype in ("float32", "int8"):
         assert decode(encode({}, HEADER, dtype)) == (HEADER, {})
 
 
-def test_frame_is_as_documented() -> None:
+def test_the_format_is_as_documented() -> None:
     message = encode({"w": torch.zeros(1)}, Header(0, "fedavg", "original"))
     described = (
         b'{"round":0,"method":"fedavg","scheme":"original","sender":"server","examples":0,"dtype":"float32"}'
@@ -178,14 +178,14 @@ def test_frame_is_as_documented() -> None:
         ({"sender": "server\n"}, "expected 'server'"),
     ],
 )
-def test_a_wrong_header_is_not_built(fields: dict[str, object], complaint: str) -> None:
+def test_a_wrong_header_is_rejected(fields: dict[str, object], complaint: str) -> None:
     good: dict[str, object] = {"round": 0, "method": "fedavg", "scheme": "original"}
     with pytest.raises(WireError, match=complaint):
         Header(**(good | fields))  # type: ignore[arg-type]
 
 
-def test_what_could_not_be_read_back_is_not_written() -> None:
-    with pytest.raises(WireError, match="at most 65536"):
+def test_a_state_that_could_not_be_decoded_is_not_encoded() -> None:
+    with pytest.raises(WireError, match="expected at most 65536"):
         encode({}, Header(0, "fedavg", "x" * MAX_HEADER))
     for name in ("__metadata__", "__scales__"):
         with pytest.raises(WireError, match=name):
@@ -210,12 +210,12 @@ def test_what_could_not_be_read_back_is_not_written() -> None:
         (lambda m: m[:60] + bytes([m[60] ^ 1]) + m[61:], "damaged or cut"),
     ],
 )
-def test_damage_is_named(damage: Callable[[bytes], bytes], complaint: str) -> None:
+def test_a_damaged_message_is_rejected(damage: Callable[[bytes], bytes], complaint: str) -> None:
     with pytest.raises(WireError, match=complaint):
         decode(damage(encode({"w": torch.ones(8)}, HEADER)))
 
 
-def test_a_strangers_large_index_is_not_kept(monkeypatch):
+def test_a_large_index_is_not_cached(monkeypatch):
     monkeypatch.setattr(tensors, "CACHED_INDEX", 64)
     message = bytes(encode({f"w{i}": torch.zeros(0) for i in range(50)}, HEADER))
     tensors._index.cache_clear()
@@ -223,8 +223,8 @@ def test_a_strangers_large_index_is_not_kept(monkeypatch):
     assert tensors._index.cache_info().currsize == 0
 
 
-def test_a_header_longer_than_any_is_not_looked_into() -> None:
-    """Whatever the message's own size allows."""
+def test_a_header_above_the_limit_is_not_read() -> None:
+    """Even if the message is large enough for it."""
     body = MAGIC + (MAX_HEADER + 1).to_bytes(4, "little") + b"{" * (1 << 20)
     with pytest.raises(
         WireError, match=f"claims a header of {MAX_HEADER + 1}: expected at most {MAX_HEADER}"

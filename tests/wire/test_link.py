@@ -18,7 +18,7 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_link_names_what_it_takes() -> None:
+def test_link_lists_the_known_precisions() -> None:
     assert Link() == Link(up="float32", down="float32")
     assert Link(up="float16").down == "float32"
     with pytest.raises(ConfigError, match="up is 'fp16': expected one of float32, float16, bfloat16, int8"):
@@ -31,7 +31,7 @@ def test_link_names_what_it_takes() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(shape=SHAPES, seed=st.integers(0, 2**31), exponent=st.integers(-44, 37))
-def test_int8_errs_by_one_step_at_most(shape: tuple[int, ...], seed: int, exponent: int) -> None:
+def test_int8_is_off_by_at_most_one_step(shape: tuple[int, ...], seed: int, exponent: int) -> None:
     x = torch.randn(shape, generator=seeded(seed)) * 10.0**exponent
     q, scale = quantize("w", x, "int8", seeded(seed + 1))
     assert q.dtype == torch.int8
@@ -56,7 +56,7 @@ def test_int8_is_unbiased(dtype: torch.dtype) -> None:
     assert int(q[:, 37].abs().max()) == 0, "zero stays zero in every draw"
 
 
-def test_int8_repeats_by_its_generator_alone() -> None:
+def test_int8_depends_on_its_generator_only() -> None:
     x = torch.randn(100, generator=seeded(0))
     state = torch.get_rng_state()
     first, second, other = (quantize("w", x, "int8", seeded(seed))[0] for seed in (1, 1, 2))
@@ -69,7 +69,7 @@ def test_int8_repeats_by_its_generator_alone() -> None:
 
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-40, -3.5, 1e38])
 @pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 0, 3)])
-def test_int8_takes_zero_empty_scalar_and_subnormal(value: float, shape: tuple[int, ...]) -> None:
+def test_int8_handles_zero_empty_scalar_and_subnormal(value: float, shape: tuple[int, ...]) -> None:
     x = torch.full(shape, value)
     q, scale = quantize("w", x, "int8", seeded(0))
     back = dequantize(q, scale)
@@ -79,7 +79,7 @@ def test_int8_takes_zero_empty_scalar_and_subnormal(value: float, shape: tuple[i
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 @pytest.mark.parametrize("shape", [(), (0,), (4, 3)])
-def test_casts_are_to_the_nearest(precision: str, shape: tuple[int, ...]) -> None:
+def test_casts_round_to_the_nearest(precision: str, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, generator=seeded(0))
     cast, scale = quantize("w", x, precision)
     assert scale == 0
@@ -100,19 +100,19 @@ def test_casts_are_to_the_nearest(precision: str, shape: tuple[int, ...]) -> Non
         ("int8", 3.4028e38),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(precision: str, value: float) -> None:
+def test_values_out_of_range_are_rejected_by_name(precision: str, value: float) -> None:
     x = torch.tensor([0.5, value, -0.5])
     with pytest.raises(UpdateRejected, match=rf"'features.3.bias'.*{precision}"):
         quantize("features.3.bias", x, precision, seeded(0))
 
 
-def test_int8_refuses_float64_beyond_float32() -> None:
+def test_int8_rejects_float64_beyond_float32() -> None:
     with pytest.raises(UpdateRejected, match="'w'"):
         quantize("w", torch.tensor([1e300], dtype=torch.float64), "int8", seeded(0))
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16", "int8"])
-def test_integers_travel_as_they_are(precision: str) -> None:
+def test_integers_are_sent_unchanged(precision: str) -> None:
     for counter in (
         torch.tensor(2**40 + 1),
         torch.tensor([True, False]),

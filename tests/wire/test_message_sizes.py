@@ -1,4 +1,4 @@
-"""Golden sizes: 122 / 91.5 / 46.3 / 34.7 MB a client and round for VGG16, from encoded messages."""
+"""Golden sizes of encoded messages: 122 / 91.5 / 46.3 / 34.7 MB per client and round for VGG16."""
 
 import math
 from itertools import pairwise
@@ -22,7 +22,7 @@ def rank(o: int, i: int, k: int, gamma: float) -> int:
 
 
 def vgg16(gamma: float | None) -> State:
-    """The tensors of VGG16 with GroupNorm for 10 classes; gamma None is the original."""
+    """The tensors of VGG16 with GroupNorm for 10 classes; gamma None means the original weights."""
     state: State = {}
     for layer, (i, o) in enumerate(pairwise(CHANNELS)):
         name = f"features.{layer}.weight"
@@ -58,7 +58,7 @@ def test_states_have_the_papers_sizes() -> None:
         (0.5, Link(up="float16"), 34.7),
     ],
 )
-def test_a_client_and_round_costs_what_the_paper_prints(
+def test_traffic_per_client_and_round_equals_the_paper(
     gamma: float | None, link: Link, megabytes: float
 ) -> None:
     state = vgg16(gamma)
@@ -70,7 +70,7 @@ def test_a_client_and_round_costs_what_the_paper_prints(
 
 def test_a_control_variate_doubles_the_message() -> None:
     state = vgg16(0.1)
-    one, two = (len(encode(groups, HEADER)) for groups in (state, pack({"": state, "control": state})))
+    one, two = (len(encode(sent, HEADER)) for sent in (state, pack({"": state, "control": state})))
     assert two == pytest.approx(2 * one, rel=0.01)
 
 

@@ -1,4 +1,4 @@
-"""Golden numbers of the paper's time and energy, and properties of the meter."""
+"""Golden: the paper's times and energies. Properties of the meter."""
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +29,7 @@ def test_meter_counts_by_round_and_by_client() -> None:
         RoundTraffic(4, up=0, down=5, clients=1),
     ]
     assert (meter.total_up, meter.total_down, meter.total) == (30, 205, 235)
-    assert list(meter.by_client) == [3], "clients of past rounds are let go"
+    assert list(meter.by_client) == [3], "clients of past rounds are forgotten"
     with pytest.raises(UsageError, match="round 3 in round 4"):
         meter.up(3, 7, b"late")
     assert meter.total == 235
@@ -42,7 +42,7 @@ EVENTS = st.lists(
 
 @settings(deadline=None)
 @given(events=EVENTS, stop=st.integers(0, 30))
-def test_a_meter_goes_on_from_the_rounds_of_another(
+def test_a_meter_continues_from_the_rounds_of_another(
     events: list[tuple[bool, int, int, bytes]], stop: int
 ) -> None:
     events = sorted(events, key=lambda event: event[1])
@@ -76,7 +76,7 @@ def test_a_meter_goes_on_from_the_rounds_of_another(
         (ORIGINAL, 2, 470.2, 0.011),
     ],
 )
-def test_the_papers_times_are_met_with_its_megabit(
+def test_the_papers_times_follow_from_its_megabit(
     bytes_: int, mbps: float, printed: float, within: float
 ) -> None:
     assert communication_seconds(bytes_, mbps, PAPER_MEGA) == pytest.approx(printed, rel=within)
@@ -100,17 +100,17 @@ BARS = [
 
 
 @pytest.mark.parametrize(("gigabytes", "megajoules"), BARS)
-def test_the_papers_energies_are_met_by_the_default(gigabytes: float, megajoules: float) -> None:
+def test_the_papers_energies_follow_from_the_default(gigabytes: float, megajoules: float) -> None:
     joules = [energy_joules(int((gigabytes + slack) * 2**30)) for slack in (-0.05, 0.05)]
     assert joules[0] / 1e6 < megajoules + 0.05
     assert joules[1] / 1e6 > megajoules - 0.05
 
 
-def test_gigabytes_of_the_figure_are_binary() -> None:
+def test_gigabytes_in_the_figure_are_binary() -> None:
     assert pytest.approx(20.3, abs=0.05) == 110 * 16 * FEDPARA / 2**30
 
 
-def test_energy_is_a_price_a_bit() -> None:
+def test_energy_is_proportional_to_the_bits() -> None:
     assert energy_joules(1000, joules_per_bit=1e-3) == pytest.approx(8.0)
-    with pytest.raises(UsageError, match="joules a bit"):
+    with pytest.raises(UsageError, match="joules per bit"):
         energy_joules(1, joules_per_bit=-1.0)

@@ -1,7 +1,7 @@
-"""Ten thousand damaged and forged messages: none escapes as anything but WireError, none is let in.
+"""Ten thousand damaged and forged messages: each one raises WireError.
 
-A forger recomputes the digest. What a forger may do unseen is what an honest client may say: other finite
-numbers, another sender, another count of examples. That is not judged here; everything else is.
+A forger recomputes the digest. A forged message passes only if an honest client could have sent it: with other finite
+numbers, another sender or another number of examples. These tests cover every other forgery.
 """
 
 import json
@@ -21,7 +21,7 @@ from fedpara.wire import Header, admit, decode, encode, spec_of
 from fedpara.wire.codec import DIGEST
 
 HEADER = Header(round=3, method="fedavg", scheme="fedpara(0.1)", sender="client:17", examples=500)
-# No two tensors of one size, so that no exchange of names is an honest message.
+# All tensors differ in size, so that swapping two names never gives a valid message.
 STATE: State = {
     "features.0.weight.x1": torch.linspace(-1, 1, 12).reshape(4, 3),
     "features.0.weight.y1": torch.linspace(-2, 2, 6).reshape(2, 3),
@@ -56,7 +56,7 @@ def parts(message: bytes) -> tuple[bytes, bytes, bytes]:
 def forge(
     header: bytes, index: bytes, data: bytes, *, claim: int | None = None, spread: int | None = None
 ) -> bytes:
-    """A message with its digest; claim and spread are false lengths of header and index."""
+    """A message with a valid digest; claim and spread are false lengths of header and index."""
     lengths = (len(header) if claim is None else claim, len(index) if spread is None else spread)
     body = (
         b"FPM1" + lengths[0].to_bytes(4, "little") + header + lengths[1].to_bytes(8, "little") + index + data
@@ -122,7 +122,7 @@ def huge_header(rng: random.Random, message: bytes) -> bytes:
 
 
 def deep(rng: random.Random, message: bytes) -> bytes:
-    """JSON that may parse, but nests about as deep as Python will follow."""
+    """JSON that may parse, nested about as deep as Python allows."""
     header, index, data = parts(message)
     depth = rng.randrange(1, 1200)
     nest = b"[" * depth + b"]" * depth
@@ -178,19 +178,8 @@ def wrong_shape(rng: random.Random, message: bytes) -> bytes:
     header, index, data = parts(message)
     entries = json.loads(index)
     entry = entries[rng.choice(sorted(entries))]
-    shapes: list[Any] = [
-        [-1],
-        [2**63],
-        [2**40, 2**40],
-        [0, 2**70],
-        [1] * 65,
-        [1.0],
-        [True],
-        ["4"],
-        4,
-        None,
-        [[4]],
-    ]
+    shapes: list[Any] = [[-1], [2**63], [2**40, 2**40], [0, 2**70], [1] * 65]
+    shapes += [[1.0], [True], ["4"], 4, None, [[4]]]
     honest = [[3, 4], [12], [1], [], [5], [0], [1, 4]]
     entry["shape"] = rng.choice([shape for shape in shapes + honest if shape != entry["shape"]])
     return forge(header, dump(entries), data)
@@ -235,7 +224,7 @@ def other_header(rng: random.Random, message: bytes) -> bytes:
 
 
 def other_form(rng: random.Random, message: bytes) -> bytes:
-    """The same content, spelt differently."""
+    """The same content, encoded differently."""
     header, index, data = parts(message)
     fields, entries = json.loads(header), json.loads(index)
     backwards = {name: entries[name] for name in reversed(entries)}
@@ -261,7 +250,7 @@ def other_names(rng: random.Random, message: bytes) -> bytes:
 
 
 def false_truth(rng: random.Random, message: bytes) -> bytes:
-    """A boolean that is neither 0 nor 1: the mask is the last of the data."""
+    """A boolean that is neither 0 nor 1: the mask is at the end of the data."""
     header, index, data = parts(message)
     return forge(header, index, data[:-1] + bytes([rng.randint(2, 255)]))
 
@@ -272,7 +261,7 @@ MUTATIONS: list[Mutation] = [
 ]
 
 
-def test_ten_thousand_mutated_messages_are_refused() -> None:
+def test_ten_thousand_mutated_messages_are_rejected() -> None:
     message = encode(STATE, HEADER)
     assert judge(message)[0] == HEADER
     rng = random.Random(20240229)
@@ -283,12 +272,12 @@ def test_ten_thousand_mutated_messages_are_refused() -> None:
         assert mutated != message, mutate.__name__
         with pytest.raises(WireError) as caught:
             judge(mutated)
-        assert len(str(caught.value)) < 700, "a stranger's bytes must not fill the log"
+        assert len(str(caught.value)) < 700, "untrusted bytes must not fill the log"
         refused[mutate.__name__] += 1
     assert len(refused) == len(MUTATIONS)
 
 
-def test_a_signed_bit_flip_outside_the_data_changes_only_who_speaks() -> None:
+def test_a_signed_bit_flip_outside_the_data_changes_only_the_sender() -> None:
     message = encode(STATE, HEADER)
     header, index, _ = parts(message)
     let_in = 0
@@ -307,7 +296,7 @@ def test_a_signed_bit_flip_outside_the_data_changes_only_who_speaks() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
-def test_every_bit_of_a_quantized_message_is_guarded(dtype: str) -> None:
+def test_every_bit_of_a_quantized_message_is_checked(dtype: str) -> None:
     message = encode({"w": torch.linspace(-1, 1, 8)}, HEADER, dtype, torch.Generator().manual_seed(0))
     for place in range(8 * len(message)):
         damaged = bytearray(message)
@@ -327,7 +316,7 @@ def test_every_bit_of_a_quantized_message_is_guarded(dtype: str) -> None:
         (torch.tensor([-1.0]), "scale -1"),
     ],
 )
-def test_false_scales_are_refused(scales: torch.Tensor | None, complaint: str) -> None:
+def test_false_scales_are_rejected(scales: torch.Tensor | None, complaint: str) -> None:
     state = {"w": torch.ones(3, dtype=torch.int8)} | ({} if scales is None else {"scales__": scales})
     header, index, data = parts(encode(state, HEADER))
     header = header.replace(b'"dtype":"float32"', b'"dtype":"int8"')
@@ -337,7 +326,7 @@ def test_false_scales_are_refused(scales: torch.Tensor | None, complaint: str) -
 
 
 @pytest.mark.parametrize("shape", [[0, 2**40, 2**40], [2**62, 0], [0] + [1] * 16, [0, -1]])
-def test_an_empty_tensor_of_an_impossible_shape_is_refused(shape: list[int]) -> None:
+def test_an_empty_tensor_of_an_impossible_shape_is_rejected(shape: list[int]) -> None:
     header, index, data = parts(encode({"w": torch.empty(0)}, HEADER))
     entries = json.loads(index)
     entries["w"]["shape"] = shape
@@ -346,7 +335,7 @@ def test_an_empty_tensor_of_an_impossible_shape_is_refused(shape: list[int]) -> 
 
 
 @pytest.mark.parametrize("name", ["__scales__", "__metadata__"])
-def test_a_reserved_name_is_refused(name: str) -> None:
+def test_a_reserved_name_is_rejected(name: str) -> None:
     header, index, data = parts(encode({"w": torch.ones(1)}, HEADER))
     with pytest.raises(WireError, match=name):
         decode(forge(header, dump({name: json.loads(index)["w"]}), data))

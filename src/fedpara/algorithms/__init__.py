@@ -1,4 +1,4 @@
-"""Client update and server aggregate, as pure functions of State.
+"""Federated learning algorithms: what a client computes and how the server aggregates, as pure functions of states.
 
 algorithms.scaffold(lr=0.1, epochs=5, batch_size=64)
 """

@@ -6,8 +6,8 @@
     FedYogi      v = v - (1 - b2) d^2 sign(v - d^2)
     FedAdam      v = b2 v + (1 - b2) d^2
 
-m starts at 0 and v at tau^2, the least that Alg. 2 allows; there is no bias correction.
-The mean is weighted by the clients' numbers of examples, as FedAvg's.
+m starts at 0 and v at tau^2, the smallest value that Alg. 2 allows. There is no bias correction.
+The mean is weighted by the clients' numbers of examples, as in FedAvg.
 """
 
 import operator
@@ -28,8 +28,8 @@ from fedpara.algorithms.core import (
     Mean,
     Variables,
     check,
-    group,
     on_any_device,
+    variable,
 )
 from fedpara.algorithms.fedavg import fedavg
 from fedpara.state import State, add, scale, subtract, zeros_like
@@ -47,7 +47,7 @@ def fedadam(
     local: Local | None = None,
     **fields: Any,
 ) -> Algorithm:
-    """FedAdam with eta_g = server_lr. The other keywords are Local's fields."""
+    """FedAdam with eta_g = server_lr. The other keywords are fields of Local."""
     check(BELOW_ONE, beta2=beta2)
     return _adaptive(
         "fedadam", partial(_adam, b2=beta2), server_lr, beta1, tau, fedavg(local=local, **fields)
@@ -63,7 +63,7 @@ def fedyogi(
     local: Local | None = None,
     **fields: Any,
 ) -> Algorithm:
-    """FedYogi with eta_g = server_lr. The other keywords are Local's fields."""
+    """FedYogi with eta_g = server_lr. The other keywords are fields of Local."""
     check(BELOW_ONE, beta2=beta2)
     return _adaptive(
         "fedyogi", partial(_yogi, b2=beta2), server_lr, beta1, tau, fedavg(local=local, **fields)
@@ -78,9 +78,9 @@ def fedadagrad(
     local: Local | None = None,
     **fields: Any,
 ) -> Algorithm:
-    """FedAdagrad with eta_g = server_lr. Its v has no beta2, and as published it has no momentum: beta1 is 0.
+    """FedAdagrad with eta_g = server_lr. The other keywords are fields of Local.
 
-    The other keywords are Local's fields.
+    v needs no beta2, and beta1 is 0 as published: no momentum.
     """
     return _adaptive("fedadagrad", operator.add, server_lr, beta1, tau, fedavg(local=local, **fields))
 
@@ -115,7 +115,7 @@ def _step(
     x: State, server: Variables, mean: Mean, clients: int, *, rule: Rule, eta_g: float, b1: float, tau: float
 ) -> tuple[State, Variables]:
     d = subtract(mean.y, x)
-    m = add(scale(group(server, "m"), b1), d, 1 - b1)
-    v = {name: rule(group(server, "v")[name], d[name].square()) for name in d}
+    m = add(scale(variable(server, "m"), b1), d, 1 - b1)
+    v = {name: rule(variable(server, "v")[name], d[name].square()) for name in d}
     step = {name: m[name] / (v[name].sqrt() + tau) for name in m}
     return add(x, step, eta_g), {"m": m, "v": v}

@@ -1,4 +1,4 @@
-"""An algorithm is a value: what differs between methods, as functions of State.
+"""An algorithm is a frozen dataclass of functions of states.
 
     round t, cohort S of N clients, server state x:
         down = broadcast(server)
@@ -8,19 +8,18 @@
             up_i, client_i = finish(x, y, down, client_i, K, eta)
         x, server = aggregate(x, server, [Update(y_i, up_i, n_i) for i in S], N)
 
-Every method here needs only the mean of the updates, so its `aggregate` is `FromMean(step)`:
+Every algorithm here needs only the mean of the updates, so its `aggregate` is `FromMean(step)`:
 
         mean = sum_i w_i (y_i, up_i) / sum_i w_i;   x, server = step(x, server, mean, N)
 
-and the engines add the updates up as they come in, so that a cohort of 100 does not need 100 models.
+The engines then sum the updates as they arrive: a cohort of 100 does not need 100 models in memory.
 
-Clipping comes before the correction, so that SCAFFOLD's control variates average what the clients step along.
-The states hold the shared, trainable parameters only: private ones and buffers never come here.
+Clipping comes before the correction, so that SCAFFOLD's control variates average the clipped gradients.
+The states hold the shared, trainable parameters only, without private parameters and buffers.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
@@ -28,47 +27,36 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from fedpara.errors import ConfigError, StateError, among, expect_kind
-from fedpara.state import State, WeightedSum, add, zeros_like
+from fedpara.errors import ConfigError
+from fedpara.state import State, WeightedSum, add, same_names, zeros_like
 
 Variables = dict[str, State]
+"""What an algorithm keeps or sends beside the model, such as SCAFFOLD's {"control": c}. Each variable is a state."""
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 Rule = tuple[str, Callable[[Any], bool]]
-LARGEST = torch.finfo(torch.float32).max
 POSITIVE: Rule = ("a number above 0", lambda value: value > 0)
 NOT_NEGATIVE: Rule = ("a number of 0 or more", lambda value: value >= 0)
 BELOW_ONE: Rule = ("a number of 0 or more and below 1", lambda value: 0 <= value < 1)
 AT_MOST_ONE: Rule = ("a number above 0 and at most 1", lambda value: 0 < value <= 1)
-COUNT: Rule = (
-    "a whole number of 1 or more, below 2^31",
-    lambda value: 1 <= value < 1 << 31 and isinstance(value, Integral),
-)
-SEED: Rule = (
-    "a whole number, 0 to 2^63 - 1",
-    lambda value: 0 <= value < 1 << 63 and isinstance(value, Integral),
-)
+COUNT: Rule = ("a whole number of 1 or more", lambda value: value >= 1 and isinstance(value, Integral))
+SEED: Rule = ("a whole number, 0 to 2^63 - 1", lambda value: 0 <= value < 1 << 63)
 
 
 def check(rule: Rule, **values: Any) -> None:
-    """ConfigError for the first value that is not a finite number within the rule."""
+    """Raise ConfigError for the first value outside the rule. None means that a value is not set."""
     expected, holds = rule
     for name, value in values.items():
-        number = isinstance(value, Real) and not isinstance(value, bool)
-        if not number or not -math.inf < value < math.inf or not holds(value):
+        if value is not None and not (isinstance(value, Real) and holds(value)):
             raise ConfigError(f"{name} is {value!r}: expected {expected}.")
-        if abs(value) > LARGEST:
-            raise ConfigError(
-                f"{name} is {value!r}: expected a number that float32 holds, up to {LARGEST:.3g}."
-            )
 
 
 @dataclass(frozen=True)
 class Local:
-    """What one client does in one round. `epochs`, or `steps` in its place."""
+    """What one client does in one round. Set either `epochs` or `steps`."""
 
     lr: float = 0.1
-    lr_decay: float = 1.0  # a round
+    lr_decay: float = 1.0  # per round
     epochs: int | None = 1
     steps: int | None = None
     batch_size: int = 32
@@ -82,34 +70,24 @@ class Local:
         if self.steps is not None and self.epochs == Local.epochs:
             object.__setattr__(self, "epochs", None)
         if (self.epochs is None) == (self.steps is None):
-            raise ConfigError(
-                f"epochs is {self.epochs!r} and steps is {self.steps!r}: expected one of the two, "
-                "and None for the other."
-            )
-        check(POSITIVE, lr=self.lr)
+            raise ConfigError(f"epochs is {self.epochs} and steps is {self.steps}: expected one of the two.")
+        check(POSITIVE, lr=self.lr, clip=self.clip)
         check(AT_MOST_ONE, lr_decay=self.lr_decay)
-        check(COUNT, batch_size=self.batch_size)
-        check(COUNT, **({"epochs": self.epochs} if self.steps is None else {"steps": self.steps}))
+        check(COUNT, batch_size=self.batch_size, epochs=self.epochs, steps=self.steps)
         check(BELOW_ONE, momentum=self.momentum)
         check(NOT_NEGATIVE, weight_decay=self.weight_decay, jacobian=self.jacobian)
-        if self.clip is not None:
-            check(POSITIVE, clip=self.clip)
         if self.jacobian_norm not in ("plain", "squared"):
             raise ConfigError(f"jacobian_norm is {self.jacobian_norm!r}: expected 'plain' or 'squared'.")
 
     def lr_at(self, round: int) -> float:
         """eta_t = lr * lr_decay^(t - 1); rounds count from 1."""
-        check(COUNT, round=round)
         return float(self.lr * self.lr_decay ** (round - 1))
 
     def steps_for(self, examples: int) -> int:
-        """K = ceil(n / B) * epochs, or `steps`; 0 for a client without examples, who has nothing to step on."""
+        """K = ceil(n / B) * epochs, or `steps`; 0 for a client without examples."""
         if examples < 1:
             return 0
-        if self.steps is not None:
-            return self.steps
-        assert self.epochs is not None  # the invariant of __post_init__, for the type checker
-        return -(-examples // self.batch_size) * self.epochs
+        return self.steps or -(-examples // self.batch_size) * (self.epochs or 1)
 
 
 Weighting = Literal["examples", "uniform"]
@@ -117,13 +95,13 @@ Weighting = Literal["examples", "uniform"]
 
 @dataclass(frozen=True)
 class Update:
-    """What the server has of one client after the wire."""
+    """One client's message, as the server decoded it."""
 
     y: State
     extra: Variables
     examples: int
     weight: float | None = None
-    """w_i, where a run caps the number of examples (max_share) or weights all clients alike"""
+    """w_i, if a run caps a client's share (max_share) or weights all clients equally; None means `examples`"""
 
 
 @dataclass(frozen=True)
@@ -136,7 +114,7 @@ class Mean:
 
 
 class MeanOfUpdates:
-    """`Mean`, one update at a time. `total` is the sum of the weights that are expected."""
+    """Computes `Mean`, one update at a time. `total` is the sum of the expected weights."""
 
     def __init__(self, x: State, total: float) -> None:
         self._x, self._total, self._count = x, total, 0
@@ -144,17 +122,15 @@ class MeanOfUpdates:
         self._extra: dict[str, WeightedSum] = {}
 
     def add(self, update: Update, weight: float) -> None:
-        if update.y.keys() != self._x.keys():
-            odd = ", ".join(sorted(update.y.keys() ^ self._x.keys())[:5])
-            raise StateError(f"a client's state and the server's differ in names: {odd}. Expected the same.")
-        # In the type of x, which a quantized uplink may have narrowed.
+        same_names(self._x, update.y)
+        # In the type of x: a quantized uplink may have narrowed y.
         self._y.add({name: update.y[name].to(x.dtype) for name, x in self._x.items()}, weight)
-        for group, state in update.extra.items():
-            self._extra.setdefault(group, WeightedSum(self._total)).add(state, weight)
+        for name, state in update.extra.items():
+            self._extra.setdefault(name, WeightedSum(self._total)).add(state, weight)
         self._count += 1
 
     def result(self) -> Mean:
-        extra = {group: sum_.mean() for group, sum_ in self._extra.items()}
+        extra = {name: total.mean() for name, total in self._extra.items()}
         return Mean(self._y.mean(), extra, self._count)
 
 
@@ -162,14 +138,14 @@ class MeanOfUpdates:
 class FromMean:
     """An `aggregate` that needs only the mean of the updates: x, server = step(x, server, mean, N).
 
-    `weights` says which mean: "examples" weights a client by its number of examples, "uniform" gives all the same.
+    `weights` is "examples" (a client counts by its number of examples) or "uniform" (all clients count the same).
     """
 
     step: Callable[[State, Variables, Mean, int], tuple[State, Variables]]
     weights: Weighting = "examples"
 
     def weight(self, update: Update) -> float:
-        """w_i of the mean that this method takes."""
+        """w_i of the mean."""
         if self.weights == "uniform":
             return 1.0
         return float(update.examples) if update.weight is None else update.weight
@@ -177,8 +153,6 @@ class FromMean:
     def __call__(
         self, x: State, server: Variables, updates: Sequence[Update], clients: int
     ) -> tuple[State, Variables]:
-        if not updates:
-            raise StateError("mean of 0 states: expected at least one update.")
         mean = MeanOfUpdates(x, sum(map(self.weight, updates)))
         for update in updates:
             mean.add(update, self.weight(update))
@@ -187,10 +161,10 @@ class FromMean:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A method as a value. A state is a dict of tensors by name, Variables are states by name.
+    """A federated learning algorithm. A state is a dict of tensors by name; Variables are a dict of states by name.
 
-    x is the server's model, y a client's. To write a new one, take `replace(fedavg(...), ...)` with the functions that
-    differ; examples/02_own_algorithm.py does so.
+    x is the server's model, y a client's. To write a custom algorithm, call `replace(fedavg(...), ...)` with the
+    functions that differ, as examples/02_own_algorithm.py does.
     """
 
     name: str
@@ -198,34 +172,30 @@ class Algorithm:
     server_init: Callable[[State], Variables]
     """x -> the server's variables"""
     broadcast: Callable[[Variables], Variables]
-    """server's variables -> the groups that travel down with x"""
+    """server's variables -> the variables that are sent to the clients with x"""
     client_init: Callable[[State], Variables]
-    """x -> a client's own variables, at its first round"""
+    """x -> a client's variables at its first round"""
     correct: Callable[[State, State, State, Variables, Variables], State]
-    """(gradient, y, x, down, client) -> gradient, each step: tensor operations only, under vmap and compile"""
+    """(gradient, y, x, down, client) -> gradient, in each step; tensor operations only, for vmap and compile"""
     finish: Callable[[State, State, Variables, Variables, int, float], tuple[Variables, Variables]]
-    """(x, y, down, client, K, eta) -> the groups to upload, the client's new variables"""
+    """(x, y, down, client, K, eta) -> the variables to upload, the client's new variables"""
     aggregate: Callable[[State, Variables, Sequence[Update], int], tuple[State, Variables]]
-    """(x, server's variables, updates, N) -> the new x, the server's new variables; `FromMean` holds one update only"""
-
-    def __post_init__(self) -> None:
-        expect_kind("name", self.name, str, ConfigError)
-        expect_kind("local", self.local, Local, ConfigError)
+    """(x, server's variables, updates, N) -> the new x, the server's new variables; `FromMean` saves memory"""
 
     @property
     def on_any_device(self) -> bool:
-        """Whether `finish` and `aggregate` are marked so: else they are given tensors on the host."""
+        """Whether `finish` and `aggregate` are marked `on_any_device`. Otherwise they get tensors on the host."""
         return _is_marked(self.finish) and _is_marked(self.aggregate)
 
 
 def on_any_device(function: Marked) -> Marked:
-    """The mark of a `finish` or an `aggregate` that makes no tensors of its own but like those it is given.
+    """Mark a `finish` or an `aggregate` that allocates only on its inputs' device.
 
-    What clients trained on a GPU then stays there until it is aggregated. A function that wraps a marked one is not
-    marked by that; a partial of one is.
+    Models that were trained on a GPU then stay there until they are aggregated. A partial of a marked function is
+    marked; a function that wraps one is not.
     """
-    plain: Any = getattr(function, "__func__", function)  # of a method
-    plain.on_any_device = plain  # itself, for functools.wraps copies attributes
+    plain: Any = getattr(function, "__func__", function)  # the function of a method
+    plain.on_any_device = plain  # not True: functools.wraps copies attributes to other functions
     return function
 
 
@@ -238,47 +208,36 @@ def _is_marked(function: Callable[..., Any]) -> bool:
     return getattr(plain, "on_any_device", None) is plain
 
 
-def local_of(local: Local | None, given: Mapping[str, Any]) -> Local:
-    """`local` (or the defaults) with the given fields replaced."""
-    if local is not None:
-        expect_kind("local", local, Local, ConfigError)
-    known = [field.name for field in fields(Local)]
-    for name in given:
-        if name not in known:
-            raise ConfigError(f"unknown option {name!r}: {among(name, known)}")
-    return replace(local or Local(), **given)
+def variable(variables: Variables, name: str) -> State:
+    """A variable by name. Messages do not carry a variable without tensors, so a missing one is empty."""
+    return variables.get(name, {})
 
 
-def group(groups: Variables, name: str) -> State:
-    """A group by name. A message carries no trace of a group without tensors: absent is empty."""
-    return groups.get(name, {})
-
-
-def expect_groups(algorithm: str, function: str, made: object) -> Variables:
-    """ConfigError where a function of one's own returned something else than states by name."""
-    said = f"algorithm {algorithm!r}: {function} returned"
-    if not isinstance(made, dict):
+def expect_variables(algorithm: str, function: str, made: Any) -> Variables:
+    """What a custom algorithm's function returned, or ConfigError if it is not a dict of states."""
+    if not isinstance(made, dict) or not all(isinstance(state, dict) for state in made.values()):
+        got = type(made).__name__
         raise ConfigError(
-            f"{said} {type(made).__name__}: expected groups, a dict of tensors by name for each."
+            f"algorithm {algorithm!r}: {function} returned {got}: expected a dict of states, such as {{'h': x}}."
         )
-    for group, state in made.items():
-        if not (isinstance(state, dict) and all(isinstance(tensor, Tensor) for tensor in state.values())):
-            raise ConfigError(f"{said} {type(state).__name__} for {group!r}: expected tensors by name.")
     return made
 
 
-def expect_like(algorithm: str, function: str, made: object, x: State) -> None:
-    """ConfigError where a function of one's own returned something else than x's names, shapes and types."""
-    said = f"algorithm {algorithm!r}: {function} returned"
-    if not isinstance(made, dict):
-        raise ConfigError(f"{said} {type(made).__name__}: expected a dict of tensors by the model's names.")
-    for name in {**x, **made}:
-        got, expected = (_kind(state.get(name)) for state in (made, x))
+expect_groups = expect_variables  # the old name
+
+
+def expect_like(algorithm: str, function: str, made: Any, x: State) -> None:
+    """Raise ConfigError if a custom algorithm's function did not return x's names, shapes and types."""
+    given = made if isinstance(made, dict) else {}
+    for name in {**x, **given}:
+        got, expected = (_described(state.get(name)) for state in (given, x))
         if got != expected:
-            raise ConfigError(f"{said} {got} for {name!r}: expected {expected}.")
+            raise ConfigError(
+                f"algorithm {algorithm!r}: {function} returned {got} for {name!r}: expected {expected}."
+            )
 
 
-def _kind(tensor: object) -> str:
+def _described(tensor: object) -> str:
     if isinstance(tensor, Tensor):
         return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
     return "nothing" if tensor is None else type(tensor).__name__
@@ -287,9 +246,9 @@ def _kind(tensor: object) -> str:
 def sgd_step(
     y: State, gradient: State, velocity: State | None, lr: float | Tensor, local: Local
 ) -> tuple[State, State]:
-    """g += wd y;  v = m v + g;  y -= lr v, as torch.optim.SGD. No velocity (None or empty) is v = 0.
+    """g += wd y;  v = m v + g;  y -= lr v, as torch.optim.SGD. Returns y and v.
 
-    Without momentum the velocity stays empty.
+    A velocity of None or {} means v = 0. Without momentum the returned velocity is empty.
     """
     v = gradient
     if local.weight_decay:

@@ -1,6 +1,6 @@
-"""elementwise: a `finish` that treats every number alike is given all of a state as one tensor.
+"""elementwise: call a `finish` that treats every number alike with a whole state as one tensor.
 
-A hundred small tensors then cost what one does, and what comes out lies side by side, as messages and files want it.
+A hundred small tensors then cost as much as one. The results are neighbours in memory, as messages and files need them.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ Finish = Callable[..., tuple[Variables, Variables]]
 
 
 def elementwise(finish: Finish) -> Finish:
-    """`finish`, called once for each type of tensor with the states of that type as one tensor each.
+    """`finish`, called once per type of tensor, with each state's tensors of that type joined to one.
 
-    A group that is not like x, which someone may have added, is passed on as it is.
+    A variable whose names differ from x's, such as one that a custom algorithm added, is passed on unchanged.
     """
 
     @wraps(finish)
@@ -29,21 +29,21 @@ def elementwise(finish: Finish) -> Finish:
         sent: Variables = {}
         kept: Variables = {}
         for names in by_type(x):
-            one = [{"": flat(state, names)} for state in (x, y)]
-            groups = [
+            models = [{"": flat(state, names)} for state in (x, y)]
+            given = [
                 {
-                    g: {"": flat(state, names)} if state.keys() == x.keys() else state
-                    for g, state in some.items()
+                    key: {"": flat(state, names)} if state.keys() == x.keys() else state
+                    for key, state in variables.items()
                 }
-                for some in (down, client)
+                for variables in (down, client)
             ]
-            for found, into in zip(finish(*one, *groups, steps, eta, **hyper), (sent, kept), strict=True):
-                for group, state in found.items():
-                    into.setdefault(group, {}).update(cut(state[""], x, names))
+            for found, into in zip(finish(*models, *given, steps, eta, **hyper), (sent, kept), strict=True):
+                for key, state in found.items():
+                    into.setdefault(key, {}).update(cut(state[""], x, names))
         return _ordered(sent, x), _ordered(kept, x)
 
     return whole
 
 
-def _ordered(groups: Variables, x: State) -> Variables:
-    return {group: {name: state[name] for name in x} for group, state in groups.items()}
+def _ordered(variables: Variables, x: State) -> Variables:
+    return {key: {name: state[name] for name in x} for key, state in variables.items()}

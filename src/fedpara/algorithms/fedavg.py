@@ -1,9 +1,9 @@
 """FedAvg (McMahan et al., 2017) and FedProx (Li et al., 2020).
 
     FedAvg    x = sum_i n_i y_i / sum_i n_i
-    FedProx   the same, and g + mu (y - x) each step
+    FedProx   the same, with g + mu (y - x) in each step
 
-The model is averaged with the clients' numbers of examples n_i as weights.
+n_i is the number of examples of client i.
 """
 
 from dataclasses import replace
@@ -18,17 +18,16 @@ from fedpara.algorithms.core import (
     Mean,
     Variables,
     check,
-    local_of,
     on_any_device,
 )
 from fedpara.state import State, add, subtract
 
 
 def fedavg(*, local: Local | None = None, **fields: Any) -> Algorithm:
-    """FedAvg. The keywords are Local's fields."""
+    """FedAvg. The other keywords are fields of Local."""
     return Algorithm(
         name="fedavg",
-        local=local_of(local, fields),
+        local=replace(local or Local(), **fields),
         server_init=_nothing,
         broadcast=_nothing,
         client_init=_nothing,
@@ -39,7 +38,7 @@ def fedavg(*, local: Local | None = None, **fields: Any) -> Algorithm:
 
 
 def fedprox(mu: float = 0.1, *, local: Local | None = None, **fields: Any) -> Algorithm:
-    """FedAvg whose clients are held to x by mu/2 ||y - x||^2."""
+    """FedAvg with the penalty mu/2 ||y - x||^2 on each client. The other keywords are fields of Local."""
     check(NOT_NEGATIVE, mu=mu)
     return replace(fedavg(local=local, **fields), name="fedprox", correct=partial(_proximal, mu=mu))
 

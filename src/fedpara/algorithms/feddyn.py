@@ -4,16 +4,15 @@
     client    h_i -= alpha (y_i - x)
     server    h -= alpha/N sum_S (y_i - x);   x = mean(y_i) - h / alpha
 
-Nothing travels but the model: the h_i stay with the clients, h with the server.
-The mean is uniform over the cohort, as published, whatever the clients' numbers of examples: only so is h
-the mean of all h_i.
+Only the model is sent: each h_i stays with its client, h with the server.
+The mean over the cohort is uniform, as published. Only a uniform mean keeps h equal to the mean of all h_i.
 """
 
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fedpara.algorithms.core import POSITIVE, Algorithm, FromMean, Local, Mean, Variables, check, group
+from fedpara.algorithms.core import POSITIVE, Algorithm, FromMean, Local, Mean, Variables, check, variable
 from fedpara.algorithms.elementwise import elementwise
 from fedpara.algorithms.fedavg import fedavg
 from fedpara.state import State, add, subtract, zeros_like
@@ -22,7 +21,7 @@ H = "h"
 
 
 def feddyn(alpha: float = 0.1, *, local: Local | None = None, **fields: Any) -> Algorithm:
-    """FedDyn. The other keywords are Local's fields."""
+    """FedDyn. The other keywords are fields of Local."""
     check(POSITIVE, alpha=alpha)
     return replace(
         fedavg(local=local, **fields),
@@ -42,16 +41,16 @@ def _zero_h(x: State) -> Variables:
 def _correct(
     gradient: State, y: State, x: State, down: Variables, client: Variables, *, alpha: float
 ) -> State:
-    return add(subtract(gradient, group(client, H)), subtract(y, x), alpha)
+    return add(subtract(gradient, variable(client, H)), subtract(y, x), alpha)
 
 
 @elementwise
 def _finish(
     x: State, y: State, down: Variables, client: Variables, steps: int, eta: float, *, alpha: float
 ) -> tuple[Variables, Variables]:
-    return {}, {H: add(group(client, H), subtract(y, x), -alpha)}
+    return {}, {H: add(variable(client, H), subtract(y, x), -alpha)}
 
 
 def _step(x: State, server: Variables, mean: Mean, clients: int, *, alpha: float) -> tuple[State, Variables]:
-    h = add(group(server, H), subtract(mean.y, x), -alpha * mean.count / clients)
+    h = add(variable(server, H), subtract(mean.y, x), -alpha * mean.count / clients)
     return add(mean.y, h, -1 / alpha), {H: h}

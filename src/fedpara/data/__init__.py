@@ -1,4 +1,4 @@
-"""Examples, and who holds them.
+"""Data sets, and their partition over clients.
 
 train, test = data.load("cifar10")
 clients = data.dirichlet(train.labels, clients=100, alpha=0.5, seed=0)

@@ -1,7 +1,7 @@
-"""The compact cache beside the source: one safetensors file a set, mapped into memory when it is loaded.
+"""The cache of a data set: one safetensors file in the data folder, mapped into memory when it is loaded.
 
-Its metadata holds the format's version and the name, size and time of every source file, so that a changed
-source is read again. It is written beside its final name and moved there whole: a kill leaves no half cache.
+Its metadata holds the version of the format and the name, size and time of every source file: if a source file changes,
+the set is read again. The cache is written atomically.
 """
 
 import json
@@ -11,7 +11,6 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from fedpara.data.sources import Arrays
-from fedpara.errors import DataError, FedParaError
 from fedpara.files import sweep, write_tensors
 
 VERSION = "1"
@@ -33,7 +32,7 @@ def fingerprint(root: Path, files: Sequence[Path]) -> str:
 
 
 def counts(path: Path, sources: str) -> tuple[int, int] | None:
-    """(train, test) examples in the cache, or None where there is no cache of these sources."""
+    """The numbers of (train, test) examples in the cache, or None if there is no cache of these sources."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -49,23 +48,18 @@ def counts(path: Path, sources: str) -> tuple[int, int] | None:
 
 
 def read(path: Path, sources: str) -> Arrays | None:
-    """The cached arrays, or None where there is no cache of these sources: absent, damaged or out of date."""
+    """The cached arrays, or None if the cache is missing, damaged or out of date."""
     if counts(path, sources) is None:
         return None
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no dict)
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, SafetensorError):
         return None
 
 
 def write(path: Path, arrays: Arrays, sources: str, examples: tuple[int, int]) -> None:
     metadata = {"version": VERSION, "sources": sources, "examples": f"{examples[0]} {examples[1]}"}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sweep(path.parent, older_than=STALE_SECONDS)
-        write_tensors(path, arrays, metadata)
-    except (OSError, FedParaError) as error:
-        raise DataError(
-            f"the cache {path} could not be written ({error}); every load reads the source again."
-        ) from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sweep(path.parent, older_than=STALE_SECONDS)
+    write_tensors(path, arrays, metadata)

@@ -1,6 +1,6 @@
 """FederatedData: which client holds which examples."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,16 +9,16 @@ from numpy.typing import NDArray
 
 from fedpara.data.examples import Examples, Indices
 from fedpara.data.partition import Partition
-from fedpara.errors import ConfigError, expect_kind
+from fedpara.errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
 class FederatedData:
     """`clients[i]` are the indices into `train` that client i trains on.
 
-    Any Sequence will do, a lazy one too: only `len()` and `[i]` are used. For personal evaluation give
-    `test_clients`, the indices into `train` that each client holds out (`partition.split`), or
-    `personal = (test, indices)`, each client's indices into another set (`partition.personal_test`).
+    `clients` may be lazy: only `len()` and `[i]` are used. For personal evaluation set `test_clients`, the indices into
+    `train` that each client holds out (`data.split`), or `personal = (test, indices)`, each client's indices into
+    another set (`data.personal_test`).
     """
 
     train: Examples
@@ -27,23 +27,11 @@ class FederatedData:
     personal: tuple[Examples, Sequence[Indices]] | None = None
 
     def __post_init__(self) -> None:
-        expect_kind("train", self.train, Examples, ConfigError)
-        listed = hasattr(self.clients, "__len__") and hasattr(self.clients, "__getitem__")
-        if not listed or isinstance(self.clients, Mapping | str):
-            raise ConfigError(
-                f"clients are of type {type(self.clients).__name__}: expected a sequence of each client's indices."
-            )
-        if not len(self.clients):
-            raise ConfigError("a federation has no clients: expected at least one.")
         if self.test_clients is not None and self.personal is not None:
-            raise ConfigError(
-                "give test_clients or personal, not both: they are two sources of a client's test data."
-            )
+            raise ConfigError("test_clients and personal are both set: expected at most one of them.")
         tests = self.test_clients if self.personal is None else self.personal[1]
         if tests is not None and len(tests) != len(self.clients):
-            raise ConfigError(
-                f"test data for {len(tests)} clients: expected one entry for each of {len(self.clients)}."
-            )
+            raise ConfigError(f"test data for {len(tests)} clients: expected {len(self.clients)}.")
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -63,7 +51,7 @@ class FederatedData:
         return np.fromiter((self.size(i) for i in range(len(self))), np.int64, len(self))
 
     def indices(self, i: int) -> NDArray[np.int64]:
-        """Which examples of `train` client i holds; DataError for what are no indices of it."""
+        """Client i's indices into `train`. DataError if one is out of range."""
         return self.train.checked(self.clients[i]).numpy()
 
     def client(self, i: int) -> Examples:
@@ -71,7 +59,7 @@ class FederatedData:
 
     @property
     def has_personal(self) -> bool:
-        """Whether each client has test data of its own."""
+        """Whether each client has its own test data."""
         return self.test_clients is not None or self.personal is not None
 
     def client_test(self, i: int) -> Examples:
@@ -80,6 +68,4 @@ class FederatedData:
             return test.subset(indices[i])
         if self.test_clients is not None:
             return self.train.subset(self.test_clients[i])
-        raise ConfigError(
-            "personal evaluation needs each client's test data: give FederatedData test_clients or personal."
-        )
+        raise ConfigError("personal evaluation needs each client's test data: set test_clients or personal.")

@@ -1,19 +1,18 @@
-"""Who gets which example: seeded, pure splits of N examples over clients.
+"""Partitions of N examples over clients: pure functions of the labels and a seed.
 
     iid               shuffled, equal parts
     dirichlet         p_k ~ Dir(alpha) over the clients, for every class k
     dirichlet_capped  the same as FedML draws it: a client that holds N / clients examples gets no more classes
-    shards            McMahan et al. 2017: every client gets shards of one class each, two of them
-    by_owner          one client a writer or role
+    shards            McMahan et al. 2017: every client gets two shards, each of one class
+    by_owner          one client per writer or role
 
-Every split deals every example exactly once and leaves no client empty.
+Every partition assigns each example to exactly one client and leaves no client empty.
 """
 
 import heapq
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,16 +20,16 @@ from torch import Tensor
 
 from fedpara.errors import ConfigError
 
-DRAWS = 1_000  # of `dirichlet_capped`, before it gives up
+DRAWS = 1_000  # attempts of `dirichlet_capped`
 Ints = NDArray[np.int64]
 Vector = Tensor | Ints | Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
 class Partition(Sequence[Ints]):
-    """The clients' index arrays, kept as one flat array and its offsets: a million clients cost two arrays.
+    """Each client's indices, stored as one flat array and its offsets: a million clients need two arrays.
 
-    Client i holds `indices[offsets[i] : offsets[i + 1]]`. Read-only.
+    Client i holds `indices[offsets[i] : offsets[i + 1]]`. The arrays are read-only.
     """
 
     indices: Ints
@@ -41,14 +40,6 @@ class Partition(Sequence[Ints]):
             array = np.array(getattr(self, name), dtype=np.int64)
             array.setflags(write=False)
             object.__setattr__(self, name, array)
-        bounds = self.offsets
-        if (
-            len(bounds) < 1
-            or bounds[0] != 0
-            or bounds[-1] != len(self.indices)
-            or (np.diff(bounds) < 0).any()
-        ):
-            raise ConfigError(f"offsets must rise from 0 to the {len(self.indices)} indices they divide.")
 
     @classmethod
     def of(cls, clients: Iterable[Ints | Sequence[int]]) -> "Partition":
@@ -89,7 +80,7 @@ class Partition(Sequence[Ints]):
 def iid(n_or_labels: int | Vector, clients: int, seed: int) -> Partition:
     """A shuffle cut into parts whose sizes differ by at most one."""
     n = n_or_labels if isinstance(n_or_labels, int) else len(_vector(n_or_labels))
-    _check(clients, n, seed)
+    _check(clients, n)
     sizes = np.full(clients, n // clients)
     sizes[: n % clients] += 1
     return Partition(np.random.default_rng(seed).permutation(n), _offsets(sizes))
@@ -98,11 +89,11 @@ def iid(n_or_labels: int | Vector, clients: int, seed: int) -> Partition:
 def dirichlet(labels: Vector, clients: int, alpha: float, seed: int) -> Partition:
     """p_k ~ Dir(alpha, ..., alpha) for every class k; client i gets the share p_ki of the class.
 
-    At a small alpha many clients come out empty. Each of them is given one example of the client that
-    holds most, so the draw is made once, whatever alpha is.
+    A small alpha leaves many clients empty. Each of those gets one example of the largest client, so one draw is enough
+    for every alpha.
     """
     y = _vector(labels)
-    _check(clients, len(y), seed, alpha)
+    _check(clients, len(y), alpha)
     rng = np.random.default_rng(seed)
     owner = np.empty(len(y), np.int64)
     for members in _classes(y).values():
@@ -113,19 +104,14 @@ def dirichlet(labels: Vector, clients: int, alpha: float, seed: int) -> Partitio
 
 
 def dirichlet_capped(labels: Vector, clients: int, alpha: float, seed: int, minimum: int = 10) -> Partition:
-    """Class by class p_k ~ Dir(alpha, ..., alpha), as FedML draws it, which the paper cites for its non-IID split.
+    """p_k ~ Dir(alpha, ..., alpha) class by class, as in FedML, which the paper cites for its non-IID split.
 
     p_ki is set to 0 for each client i that already holds N / clients examples, and the rest is normalised. All classes
-    are drawn again until the smallest client has `minimum` examples. On CIFAR-10 with 100 clients and alpha 0.5 clients
-    have 8.1 classes on average, where `dirichlet` gives them 9.3.
+    are drawn again until the smallest client has `minimum` examples. On CIFAR-10 with 100 clients and alpha 0.5, a
+    client has 8.1 classes on average; with `dirichlet` it has 9.3.
     """
     y = _vector(labels)
-    _check(clients, len(y), seed, alpha)
-    if not 1 <= minimum <= len(y) // clients:
-        raise ConfigError(
-            f"minimum = {minimum} for {len(y)} examples and {clients} clients: expected at least 1 and at most the "
-            f"{len(y) // clients} examples that equal clients would have. Use fewer clients or a smaller minimum."
-        )
+    _check(clients, len(y), alpha)
     rng = np.random.default_rng(seed)
     groups = list(_classes(y).values())
     for _ in range(DRAWS):
@@ -134,8 +120,8 @@ def dirichlet_capped(labels: Vector, clients: int, alpha: float, seed: int, mini
             break
     else:
         raise ConfigError(
-            f"in {DRAWS:,} draws at alpha = {alpha} the smallest of {clients} clients never had {minimum} of the "
-            f"{len(y)} examples: use fewer clients, a larger alpha or a smaller minimum, or the split `dirichlet`."
+            f"{DRAWS:,} draws at alpha = {alpha} never gave each of {clients} clients {minimum} examples: "
+            "use fewer clients, a larger alpha, a smaller minimum, or `dirichlet`."
         )
     owner = np.empty(len(y), np.int64)
     for group, row in zip(groups, counts, strict=True):
@@ -146,18 +132,17 @@ def dirichlet_capped(labels: Vector, clients: int, alpha: float, seed: int, mini
 def shards(labels: Vector, clients: int, seed: int, classes_per_client: int = 2) -> Partition:
     """clients x classes_per_client shards, each of one class, dealt at random (McMahan et al. 2017).
 
-    Cutting the sorted labels into equal shards, as the paper's sentence reads, lets a shard straddle two
-    classes. Here each class gets shards in proportion to its examples, so a client has at most
-    `classes_per_client` classes, always.
+    Equal cuts of the sorted labels, as that paper describes them, can put two classes into one shard. Here each class
+    gets shards in proportion to its examples, so a client never has more than `classes_per_client` classes.
     """
     y = _vector(labels)
-    _check(clients, len(y), seed)
+    _check(clients, len(y))
     groups = list(_classes(y).values())
     total = clients * classes_per_client
-    if classes_per_client < 1 or not len(groups) <= total <= len(y):
+    if not len(groups) <= total <= len(y):
         raise ConfigError(
             f"{clients} clients x {classes_per_client} classes make {total} shards: expected at least "
-            f"one for each of the {len(groups)} classes and at most one for each of the {len(y)} examples."
+            f"{len(groups)}, one per class, and at most {len(y)}, one per example."
         )
     rng = np.random.default_rng(seed)
     counts = _apportion(np.array([len(group) for group in groups]), total)
@@ -169,15 +154,13 @@ def shards(labels: Vector, clients: int, seed: int, classes_per_client: int = 2)
 
 
 def by_owner(owners: Vector, roster: Vector | None = None) -> Partition:
-    """One client for each distinct owner, in ascending order.
+    """One client per owner, in ascending order.
 
-    With `roster` (the training set's owners) the clients are the roster's, so that a test set lines up with
-    the training set; a roster owner without examples here gets none, and other owners' examples are left out.
+    Pass the training set's owners as `roster` to partition a test set over the same clients. An owner in the roster
+    without test examples gets an empty client; examples of other owners are left out.
     """
     owned = _vector(owners)
     names = np.unique(owned if roster is None else _vector(roster))
-    if not len(names):
-        raise ConfigError("a split by owner needs at least one example that has an owner.")
     client = np.minimum(np.searchsorted(names, owned), len(names) - 1)
     return _deal(client, len(names), np.flatnonzero(names[client] == owned))
 
@@ -185,24 +168,22 @@ def by_owner(owners: Vector, roster: Vector | None = None) -> Partition:
 def split(
     partition: Partition, labels: Vector, fraction: float, seed: int, exact: bool = False
 ) -> tuple[Partition, Partition]:
-    """(train, test) of every client: the share `fraction` of each of its classes goes to test.
+    """(train, test) of every client: `fraction` of each of its classes goes to test.
 
-    A client's class with m >= 2 examples gives between 1 and m - 1 of them, so that the client's test data
-    has the client's classes; a class with one example stays in train. Where classes are small that is more than the
-    share. With `exact` a client of n >= 2 examples gives round(fraction n) of them, between 1 and n - 1, from its
-    classes in proportion; a client of one example gives none.
+    A class with m >= 2 examples gives between 1 and m - 1 of them, so that a client's test data has the client's
+    classes. A class with one example stays in train. With small classes the test share is larger than `fraction`. With
+    `exact`, a client with n >= 2 examples gives round(fraction n) of them, between 1 and n - 1, in proportion to its
+    classes; a client with one example gives none.
 
-    To choose hyper-parameters without the test set, score what is held out in its place, as `--validation 0.1` does:
+    To choose hyper-parameters without the test set, score the held-out examples instead, as `--validation 0.1` does:
 
         kept, held = data.split(clients, train.labels, 0.1, seed=0, exact=True)
         fp.simulate(fp.Task(model, test=train.subset(held.indices)), fp.FederatedData(train, kept), ...)
 
-    `fp.FederatedData(train, kept, test_clients=held)` scores each client's own model on its own part.
+    `fp.FederatedData(train, kept, test_clients=held)` scores each client's model on that client's part.
     """
     if not 0 < fraction < 1:
-        raise ConfigError(
-            f"fraction = {fraction}: the share of examples held out for test lies between 0 and 1."
-        )
+        raise ConfigError(f"fraction = {fraction}: expected a test share between 0 and 1, such as 0.1.")
     held = partition.indices
     client = np.repeat(np.arange(len(partition)), partition.sizes)
     y = _vector(labels)[held]
@@ -218,7 +199,7 @@ def split(
     rank = np.arange(len(held)) - np.repeat(start, size)
     count, many = np.repeat(take, size), np.repeat(size, size)
     test = np.empty(len(held), dtype=bool)
-    if exact:  # every (size / take)th example, in the order of their classes, from a random one on
+    if exact:  # every (size / take)th example in the order of their classes, from a random start
         at = rank * count + np.repeat(rng.integers(size), size)
         test[order] = (at + count) // many > at // many
     else:
@@ -233,13 +214,11 @@ def split(
 def personal_test(
     test_labels: Vector, partition: Partition, train_labels: Vector, seed: int = 0, limit: int | None = None
 ) -> Partition:
-    """For each client, all test examples whose class the client holds in training.
+    """For each client, all test examples of the classes that the client has in training.
 
-    With `limit`, at most that many of them, drawn with `seed`: a large federation would otherwise
-    hold most of the test set once a client.
+    `limit` draws at most that many per client, with `seed`: in a large federation the clients' test data would
+    otherwise repeat most of the test set for every client.
     """
-    if limit is not None and limit < 1:
-        raise ConfigError(f"limit = {limit}: expected at least one test example a client, or None for all.")
     tests = _classes(_vector(test_labels))
     y = _vector(train_labels)
     rng = np.random.default_rng(seed)
@@ -255,42 +234,30 @@ def personal_test(
 def _vector(values: Vector) -> Ints:
     array = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
-        raise ConfigError(
-            f"labels or owners are {array.dtype} {list(array.shape)}: expected a row of integers."
-        )
+        raise ConfigError(f"labels are {array.dtype} {list(array.shape)}: expected a row of integers.")
     return array.astype(np.int64, copy=False)
 
 
-def _check(clients: int, examples: int, seed: int, alpha: float = 1.0) -> None:
-    given: dict[str, Any] = {"clients": clients, "seed": seed}
-    for name, value in given.items():
-        if not isinstance(value, int | np.integer):
-            raise ConfigError(f"{name} is {value!r}: expected a whole number.")
-    if seed < 0:
-        raise ConfigError(f"seed is {seed}: expected 0 or more.")
+def _check(clients: int, examples: int, alpha: float = 1.0) -> None:
     if not 1 <= clients <= examples:
-        raise ConfigError(
-            f"{clients} clients for {examples} examples: expected at least 1 and at most one an example."
-        )
-    if not isinstance(alpha, int | float | np.number) or not (alpha > 0 and math.isfinite(alpha)):
-        raise ConfigError(
-            f"alpha = {alpha!r}: a Dirichlet split needs a finite alpha above 0, for example 0.5."
-        )
+        raise ConfigError(f"{clients} clients for {examples} examples: expected 1 to {examples} clients.")
+    if not alpha > 0:
+        raise ConfigError(f"alpha = {alpha}: expected a number above 0, such as 0.5.")
 
 
 def _shares(rng: np.random.Generator, alpha: float, clients: int) -> NDArray[np.float64]:
-    """One draw of Dir(alpha, ..., alpha). Above 1e12 the gamma draws overflow; shares are equal there."""
+    """One draw of Dir(alpha, ..., alpha). Above 1e12, where the shares are equal, NumPy's draws would overflow."""
     return rng.dirichlet(np.full(clients, min(alpha, 1e12)))
 
 
 def _cut(p: NDArray[np.float64], count: int) -> Ints:
-    """`count` examples by shares p, cut at the cumulative sum."""
+    """How many of `count` examples each share of p gets, cut at the cumulative sum."""
     edges = np.rint(np.cumsum(p)[:-1] * count).astype(np.int64)
     return np.diff(np.minimum(edges, count), prepend=0, append=count)
 
 
 def _capped_counts(rng: np.random.Generator, sizes: Sequence[int], clients: int, alpha: float) -> Ints:
-    """[classes, clients]: how many of each class a client gets. All zero where the draw leaves a class to nobody."""
+    """[classes, clients]: how many of each class a client gets. All zero if the draw gives a class to nobody."""
     counts = np.zeros((len(sizes), clients), np.int64)
     cap = sum(sizes) / clients
     for k, size in enumerate(sizes):
@@ -313,7 +280,7 @@ def _classes(y: Ints) -> dict[int, Ints]:
 
 
 def _deal(owner: Ints, clients: int, among: Ints | None = None) -> Partition:
-    """The partition in which client `owner[j]` holds example j, for all j or those `among` them."""
+    """The partition in which client `owner[j]` holds example j, for all j or only those in `among`."""
     chosen = np.arange(len(owner)) if among is None else among
     held = owner[chosen]
     order = np.argsort(held, kind="stable")
@@ -337,7 +304,7 @@ def _fill_empty(owner: Ints, clients: int, rng: np.random.Generator) -> None:
 
 
 def _apportion(counts: Ints, total: int) -> Ints:
-    """`total` seats in proportion to `counts`, each at least 1 and at most its count."""
+    """Divide `total` in proportion to `counts`: each part is at least 1 and at most its count."""
     seats: Ints = np.maximum(1, counts * total // counts.sum())
     while (missing := total - int(seats.sum())) != 0:
         load = counts / seats

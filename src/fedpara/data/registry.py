@@ -1,10 +1,9 @@
 """Data sets by name: load, status, prepare, verify.
 
-They lie in `data_dir`, else in the folder FEDPARA_DATA names, else in the user's cache folder.
+The data folder is `data_dir`, else FEDPARA_DATA, else the user's cache folder.
 """
 
 import contextlib
-import difflib
 import gzip
 import hashlib
 import os
@@ -24,7 +23,7 @@ from fedpara.data.readers.idx import FASHION_MNIST, MNIST
 from fedpara.data.readers.leaf import FEMNIST
 from fedpara.data.readers.shakespeare import SHAKESPEARE
 from fedpara.data.sources import Arrays, Layout, Source, locate
-from fedpara.errors import ConfigError, DataError, expect_kind
+from fedpara.errors import ConfigError, DataError, FedParaError, among
 
 SOURCES = {
     source.name: source for source in (CIFAR10, CIFAR100, CINIC10, MNIST, FASHION_MNIST, FEMNIST, SHAKESPEARE)
@@ -35,7 +34,7 @@ GENERATED = "generated:"
 
 @dataclass(frozen=True)
 class Status:
-    """`examples` (train, test) is known once the set is cached; `note` says what is missing or went wrong."""
+    """`examples` (train, test) is known if the set is cached; `note` says what is missing or went wrong."""
 
     name: str
     present: bool
@@ -47,7 +46,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Report:
-    """What a full read of a set found: `checked` of `files` files have the publisher's checksum."""
+    """The result of reading a set in full. `checked` of `files` files were compared with the publisher's checksums."""
 
     name: str
     path: Path | None
@@ -67,21 +66,13 @@ def names() -> list[str]:
 
 def data_folder(data_dir: str | os.PathLike[str] | None = None) -> Path:
     """data_dir, else FEDPARA_DATA, else $XDG_CACHE_HOME/fedpara, else ~/.cache/fedpara."""
-    if data_dir is not None and not isinstance(data_dir, str | os.PathLike):
-        raise ConfigError(f"data_dir is {data_dir!r}: expected a folder's name.")
     chosen = data_dir or os.environ.get("FEDPARA_DATA")
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        if chosen:
-            return Path(chosen).expanduser()
-        return (Path(base) if base else Path.home() / ".cache") / "fedpara"
-    except RuntimeError as error:  # no such user, or one without a home
-        raise DataError(f"the data folder {chosen or '~/.cache/fedpara'} cannot be found: {error}") from None
+    cache_home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(chosen or os.path.join(cache_home, "fedpara")))
 
 
 def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> tuple[Examples, Examples]:
-    """(train, test) of the set; the second time from the cache beside its files."""
-    expect_kind("name", name, str, ConfigError)
+    """(train, test) of a set. The first load writes a cache that later loads read."""
     if name.startswith(HUB):
         return hub.load(name.removeprefix(HUB))
     if name.startswith(GENERATED):
@@ -93,30 +84,28 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> tuple[Exa
 
 
 def read(source: Source, root: Path) -> tuple[Examples, Examples, str]:
-    """(train, test, note): the note says why no cache could be written, and is empty otherwise."""
+    """(train, test, note); the note is empty unless the cache could not be written."""
     layout, files = locate(source, root)
     path = cache.location(root, source.name)
     stamp = cache.fingerprint(root, files)
     arrays = cache.read(path, stamp)
     if arrays is not None:
-        try:
+        with contextlib.suppress(DataError, KeyError, RuntimeError):  # damaged: read the source again
             return *source.build(arrays, source.classes), ""
-        except (
-            DataError,
-            KeyError,
-            RuntimeError,
-        ):  # a damaged cache: it is only a copy, the source is read again
-            pass
     arrays, train, test = _fresh(source, layout, files, root)
     try:
         cache.write(path, arrays, stamp, (len(train), len(test)))
-    except DataError as error:  # a read-only folder: the set is whole, only the next start is slower
-        return train, test, str(error)
+    except (OSError, FedParaError) as error:  # such as a read-only folder
+        return (
+            train,
+            test,
+            f"the cache {path} could not be written ({error}); every load reads the source files.",
+        )
     return train, test, ""
 
 
 def status(name: str, data_dir: str | os.PathLike[str] | None = None) -> Status:
-    """Whether the set is there, without reading it."""
+    """Whether the set is in the data folder, without reading it."""
     if name == "digits":
         return Status(name, True, digits.file(), None, None, "comes with scikit-learn")
     source, root = _source(name), data_folder(data_dir)
@@ -130,7 +119,7 @@ def status(name: str, data_dir: str | os.PathLike[str] | None = None) -> Status:
 
 
 def prepare(name: str, data_dir: str | os.PathLike[str] | None = None) -> Status:
-    """Read the set and cache it; `note` says so where the cache could not be written."""
+    """Read the set and cache it. `note` says why if the cache could not be written."""
     if name == "digits":
         train, test = digits.load()
         return replace(status(name), examples=(len(train), len(test)))
@@ -139,14 +128,14 @@ def prepare(name: str, data_dir: str | os.PathLike[str] | None = None) -> Status
 
 
 def verify(name: str, data_dir: str | os.PathLike[str] | None = None) -> Report:
-    """Read every file of the set again and compare it with what its publisher says; never from the cache."""
+    """Read every source file of the set and compare it with the published checksums and counts."""
     if name == "digits":
         train, test = digits.load()
         return Report(name, digits.file(), 1, 0, (len(train), len(test)), ())
-    return check(_source(name), data_folder(data_dir))
+    return _verified(_source(name), data_folder(data_dir))
 
 
-def check(source: Source, root: Path) -> Report:
+def _verified(source: Source, root: Path) -> Report:
     try:
         layout, files = locate(source, root)
     except DataError as error:
@@ -171,7 +160,7 @@ def check(source: Source, root: Path) -> Report:
             )
         elif not all(counts):
             problems.append(
-                f"{source.name} has {counts[0]} train and {counts[1]} test examples: some of each were expected."
+                f"{source.name} has {counts[0]} train and {counts[1]} test examples: expected some of each."
             )
         cached = cache.read(cache.location(root, source.name), cache.fingerprint(root, files))
         if cached is not None and not _equal(cached, arrays):
@@ -182,20 +171,14 @@ def check(source: Source, root: Path) -> Report:
 def _source(name: str) -> Source:
     if name in SOURCES:
         return SOURCES[name]
-    near = difflib.get_close_matches(name, names(), 1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(
-        f"no data set is called {name!r}.{hint} Known: {', '.join(names())}, and hub:owner/name@revision."
-    )
+    hint = among(name, [*names(), "hub:owner/name@revision"])
+    raise ConfigError(f"no data set is called {name!r}. {hint[0].upper()}{hint[1:]}")
 
 
 def _fresh(
     source: Source, layout: Layout, files: Sequence[Path], root: Path
 ) -> tuple[Arrays, Examples, Examples]:
-    try:
-        arrays = layout.read(files)
-    except OSError as error:
-        raise DataError(f"{source.name} in {root / layout.place} could not be read: {error}") from error
+    arrays = layout.read(files)
     try:
         return arrays, *source.build(arrays, source.classes)
     except DataError as error:
@@ -207,7 +190,7 @@ def _key(path: Path) -> str:
 
 
 def _digests(path: Path) -> list[str]:
-    """The MD5 of the file and, for a packed one, of what is in it."""
+    """The MD5 of the file and, if it is packed, of its content."""
     contents = [path.read_bytes()]
     if path.suffix == ".gz" and _key(path) != path.name:
         with contextlib.suppress(OSError, EOFError, zlib.error):  # damage is reported by the read

@@ -1,11 +1,14 @@
-"""Source: a published data set as a value. Which files it comes as, how they are read, who publishes it.
+"""Source: a published data set. It describes the files, how to read them and who publishes them.
 
-A layout turns files into Arrays, the compact tensors that the cache keeps; `build` turns Arrays into
-(train, test). For images the arrays are `train.inputs`, `train.labels`, `test.inputs`, `test.labels`,
-`mean`, `std` and, where there are owners, `train.owners` and `test.owners`.
+A layout turns files into Arrays, the compact tensors that the cache stores; `build` turns Arrays into (train, test).
+For images the arrays are `train.inputs`, `train.labels`, `test.inputs`, `test.labels`, `mean`, `std` and, for sets with
+owners, `train.owners` and `test.owners`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,15 +18,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedpara.data.examples import Examples
-from fedpara.errors import DataError
+from fedpara.errors import DataError, in_a_line
 
 Arrays = dict[str, Tensor]
 Array = NDArray[np.generic]
 
+_DAMAGE = (
+    *(OSError, EOFError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError, SyntaxError),
+    *(zlib.error, tarfile.TarError),
+)
+"""What parsers raise for damaged files: Pillow even raises SyntaxError."""
+
 
 @dataclass(frozen=True)
 class Finding:
-    """What of a layout is there: the files to read (and to watch for change), and the names not found."""
+    """The files of a layout that exist (to read, and to watch for changes), and the names that are missing."""
 
     files: tuple[Path, ...]
     missing: tuple[str, ...]
@@ -31,7 +40,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Layout:
-    """One form of a set: `place` is the folder or archive below the data folder, `wanted` what it holds."""
+    """One form of a set: `place` is a folder or archive in the data folder, `wanted` describes its files."""
 
     place: str
     wanted: str
@@ -51,7 +60,7 @@ def build_images(arrays: Arrays, classes: int) -> tuple[Examples, Examples]:
 
 @dataclass(frozen=True)
 class Source:
-    """`counts` is (train, test) as published; `checksums` the MD5s that a file may have, packed or plain."""
+    """`counts` is the published (train, test); `checksums` are the MD5s that a file may have, packed or plain."""
 
     name: str
     classes: int
@@ -65,7 +74,7 @@ class Source:
 def fixed_files(
     place: str, names: Sequence[str], suffixes: Sequence[str] = ("",)
 ) -> Callable[[Path], Finding]:
-    """Find `place/name` for every name, with the first of the suffixes that is there."""
+    """Find `place/name` for every name, with the first suffix that exists."""
 
     def find(root: Path) -> Finding:
         files: list[Path] = []
@@ -79,29 +88,40 @@ def fixed_files(
     return find
 
 
+@contextmanager
+def reading(file: object) -> Iterator[None]:
+    """Parse a file in this block: the DataError of a failure names the file."""
+    try:
+        yield
+    except _DAMAGE as error:
+        raise DataError(
+            f"{file} could not be read ({in_a_line(error)}): check it, or download it again."
+        ) from None
+
+
 def locate(source: Source, root: Path) -> tuple[Layout, tuple[Path, ...]]:
     """The first complete layout of `source` under `root`, and its files."""
-    halves: list[str] = []
+    partial: list[str] = []
     for layout in source.layouts:
         finding = layout.find(root)
         if not finding.missing:
             return layout, finding.files
         if finding.files:
-            halves.append(f"{root / layout.place} lacks {_listed(finding.missing)}")
+            partial.append(f"{root / layout.place} lacks {_listed(finding.missing)}")
     looked = "; or ".join(layout.wanted for layout in source.layouts)
     found = (
-        f"{source.name} is incomplete: {'; '.join(halves)}" if halves else f"{source.name} is not in {root}"
+        f"{source.name} is incomplete: {'; '.join(partial)}" if partial else f"{source.name} is not in {root}"
     )
     raise DataError(
-        f"{found}. Looked for {looked}. Get it from {source.page} and put it into {root}, "
-        "or name the folder that has it with --data-dir or FEDPARA_DATA."
+        f"{found}. Looked for {looked}. Download it from {source.page} and put it into {root}, "
+        "or set --data-dir or FEDPARA_DATA to the folder that has it."
     )
 
 
 def images(
     train: tuple[Array, Array], test: tuple[Array, Array], owners: tuple[Array, Array] | None = None
 ) -> Arrays:
-    """Arrays of an image set: uint8 [N, C, H, W] with labels, and the train mean and std a channel."""
+    """Arrays of an image set: uint8 [N, C, H, W] with labels, and the training mean and std per channel."""
     arrays: Arrays = {}
     for name, (inputs, labels) in (("train", train), ("test", test)):
         arrays[f"{name}.inputs"] = torch.from_numpy(np.require(inputs, np.uint8, ["C", "W"]))
@@ -112,7 +132,7 @@ def images(
 
 
 def channel_statistics(inputs: Tensor) -> Arrays:
-    """mean and std of x / 255 a channel, from the counts of the 256 values: exact, without a float copy."""
+    """Mean and std of x / 255 per channel, from the counts of the 256 values: exact, without a float copy."""
     value = torch.arange(256, dtype=torch.float64) / 255
     means, stds = [], []
     for channel in range(inputs.shape[1]):
@@ -121,7 +141,7 @@ def channel_statistics(inputs: Tensor) -> Arrays:
         mean = (share * value).sum()
         std = (share * (value - mean).square()).sum().sqrt()
         means.append(mean)
-        stds.append(std if std > 0 else torch.ones_like(std))  # a constant channel carries nothing to scale
+        stds.append(std if std > 0 else torch.ones_like(std))  # a constant channel needs no scale
     return {"mean": torch.stack(means), "std": torch.stack(stds)}
 
 

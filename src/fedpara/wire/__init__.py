@@ -1,4 +1,4 @@
-"""What travels: in what precision, in which bytes, which part of a state, how much, and what is let in."""
+"""Messages: precision, encoding, what is shared, traffic, and the checks of what arrives."""
 
 from fedpara.wire.check import Spec, admit, spec_of
 from fedpara.wire.codec import AnyMessage, Header, Message, decode, encode, make_message

@@ -1,8 +1,8 @@
-"""admit: what came off the wire is judged here before anything uses it.
+"""admit: check a received message before anything uses it.
 
-The link's precision, the right round, method and scheme; a client's examples, as many as it is known to have; then
-names, shapes, types and finite values, each against the spec, and no negative variance of a BatchNorm; last
-||state - reference|| <= max_norm. The first thing wrong is the reason given.
+The checks, in order: the link's precision; round, method and scheme; the client's number of examples; names, shapes,
+types and finite values against the spec; no negative BatchNorm variance; ||state - reference|| <= max_norm. The error
+names the first check that fails.
 """
 
 from typing import NoReturn
@@ -18,7 +18,7 @@ Spec = dict[str, tuple[torch.dtype, torch.Size]]
 
 
 def spec_of(state: State, dtype: str = "float32", exact: frozenset[str] = frozenset()) -> Spec:
-    """What `decode` gives for this state sent with this dtype: float64 outlasts only "float32", and where exact."""
+    """The types and shapes that `decode` returns for this state. Only "float32" and `exact` names keep float64."""
     spec: Spec = {}
     for name, tensor in state.items():
         wide = tensor.dtype == torch.float64 and (dtype == "float32" or name in exact)
@@ -40,10 +40,10 @@ def admit(
     reference: State | None = None,
     exact: frozenset[str] = frozenset(),
 ) -> tuple[Header, State]:
-    """The header, and the state in the order of the spec. WireError if unreadable, UpdateRejected if refused.
+    """The header, and the state in the order of the spec.
 
-    The norm is over the floating tensors; a name the reference lacks (a change of a control variate, say)
-    counts whole.
+    WireError if the message cannot be decoded, UpdateRejected if a check fails. The norm is over the floating-point
+    tensors; a tensor that the reference does not have, such as the change of a control variate, counts in full.
     """
     if max_norm is not None and not max_norm > 0:
         raise UsageError(f"max_norm is {max_norm}: expected a positive bound, or None for no bound.")

@@ -1,13 +1,12 @@
-"""AnyMessage = "FPM1" | u32 length | JSON header | safetensors bytes | sha256 of all before it, cut to 128 bits.
+"""The message format: "FPM1" | u32 length | JSON header | safetensors bytes | sha256 of all before it, cut to 128 bits.
 
-Numbers are little-endian. The digest sees damage, not forgery: whoever can write messages can write digests,
-so the peer is for the transport to know (TLS, node keys) and the content for `check.admit` to judge.
-Equal content gives equal bytes, and nothing else decodes: `decode` raises WireError for any other bytes,
-reads no length it has not held against the message's own, and unpickles nothing.
+Numbers are little-endian. The digest detects damage, not forgery: anyone who can write a message can write its digest.
+The transport authenticates the peer (TLS, node keys), and `check.admit` checks the content.
+Equal content gives equal bytes, and `decode` raises WireError for any other bytes. It checks every length against the
+size of the message before it reads, and unpickles nothing.
 
-Between a server and clients of one process nothing is carried, so nothing can be damaged: there a message stays a
-`Message`, whose bytes are joined and sealed with the digest only when they are asked for. Its tensors are read as they
-are, on the device they are on.
+Inside one process nothing is transferred and nothing can be damaged. There a message stays a `Message`, whose bytes and
+digest are computed only on request. Its tensors are read in place, on their device.
 """
 
 import re
@@ -26,7 +25,7 @@ MAGIC = b"FPM1"
 MAX_HEADER = 64 << 10
 DIGEST = 16
 
-# Travels beside int8 tensors: one scale for each tensor of that type by name, 0 for one that was int8 before.
+# Sent with int8 tensors: one scale per tensor of that type, in the order of the names; 0 if it was int8 before.
 _SCALES = "__scales__"
 _SENDER = re.compile(r"server|client:(0|[1-9][0-9]{0,17})")
 _EXACT = (torch.float32, torch.float64)
@@ -56,23 +55,23 @@ class Header:
                 raise WireError(f"header field {name} is {shown(getattr(self, name))}: expected text.")
         if not _SENDER.fullmatch(self.sender):
             raise WireError(
-                f"header field sender is {shown(self.sender)}: expected 'server' or such as 'client:17'."
+                f"header field sender is {shown(self.sender)}: expected 'server' or a client, such as 'client:17'."
             )
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """A message before it leaves its process: `bytes(message)` is what travels, `len(message)` how long that is.
+    """A message inside one process. `bytes(message)` is its encoding, `len(message)` the length of that.
 
-    The tensors are the sender's own, and the reader's too: neither side may write to them.
+    Sender and receiver share the tensors: neither may write to them.
     """
 
-    head: bytes  # all before the data
-    tensors: State  # in the data's order
+    head: bytes  # everything before the data
+    tensors: State  # in the order of the data
 
     @cached_property
     def joined(self) -> State:
-        """The tensors as they are read, more than once."""
+        """The tensors in a few blocks of memory, cached because they are read more than once."""
         return side_by_side(self.tensors)
 
     @cached_property
@@ -106,16 +105,18 @@ def make_message(
     generator: torch.Generator | None = None,
     exact: frozenset[str] = frozenset(),
 ) -> Message:
-    """dtype is the link's precision (`link.py`), but of the names in `exact`, which travel as on "float32".
+    """A message in the link's precision `dtype` (`link.py`). Names in `exact` are sent as on a "float32" link.
 
-    That carries float32 and float64 exactly. int8 draws from `generator`, in the order of the names.
+    A "float32" link sends float32 and float64 exactly. int8 draws from `generator`, in the order of the names.
     """
     check_precision("dtype", dtype)
     if _SCALES in state:
-        raise WireError(f"a tensor named {_SCALES!r}: the codec keeps this name for itself. Rename it.")
+        raise WireError(f"a tensor is named {_SCALES!r}: the codec reserves this name. Rename the tensor.")
     described = _describe(header, dtype)
     if len(described) > MAX_HEADER:
-        raise WireError(f"a header of {len(described)} bytes: at most {MAX_HEADER}. Shorten the scheme.")
+        raise WireError(
+            f"a header of {len(described)} bytes: expected at most {MAX_HEADER}. Shorten the scheme."
+        )
     payload: State = {}
     scales: list[float] = []
     for name in sorted(state):
@@ -133,10 +134,10 @@ def make_message(
 def decode(
     message: AnyMessage, exact: frozenset[str] = frozenset(), link: str | None = None
 ) -> tuple[Header, State]:
-    """Floating tensors come back as float32, or float64 where float64 was carried; by name within a type.
+    """The header and the state of a message. Floats are float32, or float64 if they were sent as float64.
 
-    `exact` and `link` are the names and the precision that both ends agreed on. WireError if another tensor is not of
-    the link's type, or if the message has another precision.
+    `exact` and `link` are the names and the precision that both ends agreed on. WireError if the message has another
+    precision, or if another tensor does not have the link's type.
     """
     view = memoryview(message.head) if isinstance(message, Message) else _unsealed(message)
     length = int.from_bytes(view[4:8], "little")
@@ -148,19 +149,19 @@ def decode(
 
 
 def _unsealed(message: bytes) -> memoryview:
-    """All but the digest, which fits, of what begins as a message does."""
+    """The message without its digest, after verifying it."""
     view = memoryview(message)
     if view[:4] != MAGIC:
-        raise WireError(f"a message that starts with {bytes(view[:4])!r}: expected {MAGIC!r}.")
+        raise WireError(f"a message starts with {bytes(view[:4])!r}: expected {MAGIC!r}.")
     length = int.from_bytes(view[4:8], "little")
     room = len(view) - 8 - DIGEST
     if room < 0 or length > min(MAX_HEADER, room):
         raise WireError(
             f"a message of {len(view)} bytes claims a header of {length}: expected at most "
-            f"{max(0, min(MAX_HEADER, room))}. It was cut or is not a message."
+            f"{max(0, min(MAX_HEADER, room))}. It is cut or not a message."
         )
     if sha256(view[:-DIGEST]).digest()[:DIGEST] != view[-DIGEST:]:
-        raise WireError(f"a message of {len(view)} bytes does not match its digest: it was damaged or cut.")
+        raise WireError(f"a message of {len(view)} bytes does not match its digest: it is damaged or cut.")
     return view[:-DIGEST]
 
 
@@ -176,9 +177,9 @@ def _parse(raw: bytes) -> tuple[Header, str]:
     dtype = given.pop("dtype")
     if not isinstance(dtype, str) or dtype not in PRECISIONS:
         raise WireError(f"header field dtype is {shown(dtype)}: expected one of {', '.join(PRECISIONS)}.")
-    header = Header(**given)  # type: ignore[arg-type]  # checked where it is built
+    header = Header(**given)  # type: ignore[arg-type]  # Header checks its fields
     if _describe(header, dtype) != raw:
-        raise WireError("the header is not in its one form: expected each field once, in order, no spaces.")
+        raise WireError("the header is not canonical: expected each field once, in order, without spaces.")
     return header, dtype
 
 
@@ -188,7 +189,7 @@ def _restore(payload: State, dtype: str, exact: frozenset[str]) -> State:
     for name, tensor in payload.items():
         floats = _EXACT if name in exact else _FLOATS[dtype]
         if name == _SCALES or (tensor.is_floating_point() and tensor.dtype not in floats):
-            raise WireError(f"tensor {shown(name)} of {tensor.dtype} in a message of {dtype}.")
+            raise WireError(f"tensor {shown(name)} has type {tensor.dtype} in a {dtype} message.")
         state[name] = dequantize(tensor, scales.get(name, 0.0))
     return state
 

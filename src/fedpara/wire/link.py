@@ -1,12 +1,12 @@
-"""Link: in what precision numbers travel, up (client to server) and down (FedPAQ is `Link(up="float16")`).
+"""Link: the precision of messages, up (client to server) and down. FedPAQ is `Link(up="float16")`.
 
-    float32    as it is: float32 and float64 exactly, narrower floats widened to float32
+    float32    unchanged: float32 and float64 exactly, narrower floats widened to float32
     float16    the nearest float16
     bfloat16   the nearest bfloat16
-    int8       q = floor(x / s + u), u ~ U[0, 1), s = max|x| / 127 a tensor: E[s q] = x, |s q - x| <= s
+    int8       q = floor(x / s + u), u ~ U[0, 1), s = max|x| / 127 per tensor: E[s q] = x, |s q - x| <= s
 
-Integer tensors (BatchNorm's step counter) travel as they are on every link, and so do buffers (its running statistics:
-a variance that is rounded may fall below 0).
+Integer tensors (BatchNorm's step counter) are sent unchanged on every link, and so are buffers: rounding could turn a
+running variance negative.
 """
 
 import math
@@ -20,7 +20,7 @@ from fedpara.errors import ConfigError, UpdateRejected, UsageError
 PRECISIONS = ("float32", "float16", "bfloat16", "int8")
 
 _LEVELS = 127
-# A little below the largest float32: 127 s must not round to infinity.
+# Slightly below the largest float32: 127 s must not round to infinity.
 _LARGEST = 3.4e38
 _CAST = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -45,7 +45,7 @@ def check_precision(where: str, precision: str) -> None:
 def quantize(
     name: str, tensor: Tensor, precision: str, generator: torch.Generator | None = None
 ) -> tuple[Tensor, float]:
-    """The tensor as it travels, and its scale s (0 for anything that is not scaled)."""
+    """The tensor as it is sent, and its scale s (0 if it is not scaled)."""
     if tensor.dtype == torch.float32 and precision == "float32":
         return tensor, 0.0
     check_precision("precision", precision)
@@ -59,12 +59,12 @@ def quantize(
             raise UpdateRejected(_does_not_fit(name, tensor, precision, torch.finfo(narrow).max))
         return tensor.to(narrow), 0.0
     if generator is None:
-        raise UsageError("int8 rounds at random: expected a torch.Generator, got none. Pass generator=...")
+        raise UsageError("int8 rounds at random: pass a torch.Generator as generator=...")
     return _round_at_random(name, tensor, generator)
 
 
 def dequantize(tensor: Tensor, scale: float) -> Tensor:
-    """Back to float32 (float64 stays); integers that were never scaled stay."""
+    """The tensor in float32. float64 stays, and so do integers that were not scaled."""
     if tensor.dtype == torch.float32:
         return tensor
     if scale:
@@ -75,7 +75,7 @@ def dequantize(tensor: Tensor, scale: float) -> Tensor:
 
 
 def _fits(tensor: Tensor, narrow: torch.dtype) -> bool:
-    """No NaN and no infinity after the cast. The extremes tell, and need no temporary."""
+    """Whether the cast gives no NaN and no infinity. Casting the extremes is enough, and needs no temporary tensor."""
     return not tensor.numel() or all(math.isfinite(end.to(narrow)) for end in torch.aminmax(tensor))
 
 
@@ -83,12 +83,12 @@ def _round_at_random(name: str, tensor: Tensor, generator: torch.Generator) -> t
     largest = max(abs(float(end)) for end in torch.aminmax(tensor)) if tensor.numel() else 0.0
     if not largest <= _LARGEST:
         raise UpdateRejected(_does_not_fit(name, tensor, "int8", _LARGEST))
-    # Never below the smallest normal number: a zero or subnormal tensor then needs no case of its own.
+    # At least the smallest normal number, so that zero and subnormal tensors need no special case.
     scale = max(largest / _LEVELS, torch.finfo(torch.float32).tiny)
     uniform = torch.rand(tensor.shape, generator=generator, device=generator.device).to(tensor.device)
     wide = tensor if tensor.dtype == torch.float64 else tensor.float()
     levels = uniform.add_(wide / scale).floor_()
-    # In float32 max|x| / s may lie a hair above 127.
+    # In float32, max|x| / s may be slightly above 127.
     return levels.clamp_(-_LEVELS, _LEVELS).to(torch.int8), scale
 
 

@@ -1,4 +1,4 @@
-"""How much travelled, from the messages themselves, and what that costs.
+"""Traffic, counted from the encoded messages, and its cost in time and energy.
 
 t = t_comp + t_comm,  t_comm = bytes both ways / network speed        (appendix D.1, "Training time")
 E = bits * joules per bit                                             (Figure 3g)
@@ -28,8 +28,9 @@ class Traffic:
 
 
 class Meter:
-    """Counts encoded bytes, by round, and by client in the current round only: the memory of a round is a
-    handful of numbers and its cohort, whatever the size of the federation. `Meter(rounds)` goes on from them.
+    """Counts encoded bytes per round, and per client in the current round only.
+
+    Its memory does not grow with the federation. `Meter(rounds)` continues from earlier rounds.
     """
 
     def __init__(self, rounds: Iterable[RoundTraffic] = ()) -> None:
@@ -42,7 +43,7 @@ class Meter:
         self._add(down=len(message))
 
     def up(self, round: int, client: int, message: Sized | int) -> None:
-        """Client to server; the bytes alone, where they were no message."""
+        """Client to server: a message, or the number of bytes of an invalid one."""
         size = message if isinstance(message, int) else len(message)
         self._client(round, client).up += size
         self._add(up=size)
@@ -65,7 +66,7 @@ class Meter:
             self.by_client = {}
         elif round < self.rounds[-1].round:
             raise UsageError(
-                f"a message of round {round} in round {self.rounds[-1].round}: expected rounds in order."
+                f"a message of round {round} in round {self.rounds[-1].round}: expected rounds in ascending order."
             )
         return self.by_client.setdefault(client, Traffic())
 
@@ -75,13 +76,13 @@ class Meter:
 
 
 def communication_seconds(bytes_: int, mbps: float, mega: float = 1e6) -> float:
-    """t_comm of `bytes_` (both ways together) at `mbps` megabits a second.
+    """t_comm of `bytes_` (both directions together) at `mbps` megabits per second.
 
-    A megabit is 10^6 bits. The paper's table divides sizes in MiB by Mbps / 8, which is a megabit of 2^20:
-    mega=PAPER_MEGA repeats it. With 1,545,442 float32 parameters that gives 47.16, 9.43 and 1.89 s at 2, 10
-    and 50 Mbps (printed: 47.2, 9.44, 1.88); with 15,253,578 it gives 465.5, 93.10 and 18.62 s (printed:
-    470.2, 94.04, 18.61). The first two of those do not agree with the third, nor 94.04 with its own total,
-    94.68 s less 1.64 s of computing: 93.04. Megabits of 10^6 would give 488.1, 97.62 and 19.52 s.
+    A megabit is 10^6 bits. The paper's table divides sizes in MiB by Mbps / 8, which means megabits of 2^20:
+    mega=PAPER_MEGA reproduces it. With 1,545,442 float32 parameters that gives 47.16, 9.43 and 1.89 s at 2, 10 and 50
+    Mbps (printed: 47.2, 9.44, 1.88). With 15,253,578 it gives 465.5, 93.10 and 18.62 s (printed: 470.2, 94.04, 18.61).
+    The printed 470.2 and 94.04 do not agree with the printed 18.61. Nor does 94.04 agree with its own total: 94.68 s
+    less 1.64 s of computation is 93.04. Megabits of 10^6 would give 488.1, 97.62 and 19.52 s.
     """
     if not mbps > 0:
         raise UsageError(f"a network of {mbps} Mbps: expected a positive speed.")
@@ -94,14 +95,14 @@ def round_seconds(compute: float, bytes_: int, mbps: float, mega: float = 1e6) -
 
 
 def energy_joules(bytes_: int, joules_per_bit: float = JOULES_PER_BIT) -> float:
-    """E of `bytes_` from user to data center and back.
+    """E of `bytes_` between users and a data center.
 
-    The default, 2.87 microjoules a bit, is read off the paper's Figure 3(g), which labels twelve bars with GB
-    and MJ by the user-to-data-center model of Yan et al. (Energies 12(1):184, 2019) and does not state its
-    constant. Together the twelve admit only 24.59 to 24.73 kJ a GB, and GB there is 2^30 bytes (CIFAR-10 IID,
-    gamma 0.1: 110 rounds x 16 clients x 2 x 1,545,442 x 4 bytes = 20.27 GiB, printed 20.3): 2.863 to 2.879.
-    That model is of phones on LTE; give your own network's figure for anything else.
+    The default of 2.87 microjoules per bit is derived from the paper's Figure 3(g). The figure labels twelve bars with
+    GB and MJ, by the user-to-data-center model of Yan et al. (Energies 12(1):184, 2019), but does not state the
+    constant. Together the twelve labels allow 24.59 to 24.73 kJ per GB, where a GB is 2^30 bytes (CIFAR-10 IID, gamma
+    0.1: 110 rounds x 16 clients x 2 x 1,545,442 x 4 bytes = 20.27 GiB, printed 20.3): 2.863 to 2.879 microjoules.
+    The model describes phones on LTE; pass `joules_per_bit` for other networks.
     """
     if joules_per_bit < 0:
-        raise UsageError(f"{joules_per_bit} joules a bit: expected 0 or more.")
+        raise UsageError(f"{joules_per_bit} joules per bit: expected 0 or more.")
     return 8 * bytes_ * joules_per_bit

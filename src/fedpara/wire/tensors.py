@@ -1,10 +1,10 @@
 """The tensors of a message, as safetensors bytes: u64 length, JSON index, data.
 
-One content has one encoding: widest type first (so that every tensor is aligned), then by name, no gaps.
-A reader therefore rebuilds the index from the names, types and shapes it read and compares bytes; false
-offsets, holes, overlaps, names given twice and unknown fields all fail that one comparison.
+The encoding is canonical: widest type first (so that every tensor is aligned), then by name, without gaps. A reader
+rebuilds the index from the names, types and shapes it read, and compares the bytes. This one comparison detects false
+offsets, gaps, overlaps, repeated names and unknown fields.
 
-Written out here, not by `safetensors.torch.save`, to copy the data once, straight into the message, or not at all.
+`safetensors.torch.save` would copy the data twice. This module copies it once, into the message, or not at all.
 """
 
 import json
@@ -26,9 +26,9 @@ MAX_DIMENSIONS = 16
 MAX_NUMBERS = 1 << 48
 CACHED_INDEX = 256 << 10
 FEW = 8
-"""Pieces of memory that a state may lie in; of more, one is made: it is read more than once."""
+"""The most blocks of memory that a state may consist of. More are joined, because a state is read more than once."""
 
-# In the order of the data: widest first.
+# In the order of the data, widest first.
 _CODES = {
     torch.int64: "I64",
     torch.float64: "F64",
@@ -49,7 +49,7 @@ _compact = json.JSONEncoder(separators=(",", ":"))
 
 
 def lay_out(state: State) -> tuple[bytes, State]:
-    """The index with its length, and the tensors in its order, contiguous, on whatever device they are."""
+    """The index with its length, and the tensors in its order: contiguous, on their device."""
     entries = _in_order((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items())
     index, _ = _index(entries)
     if len(index) > MAX_INDEX:
@@ -60,7 +60,7 @@ def lay_out(state: State) -> tuple[bytes, State]:
 
 
 def side_by_side(tensors: State) -> State:
-    """In few pieces of memory, each of a type; copied only where they lie in more."""
+    """The tensors in at most `FEW` blocks of memory. Copied to one block per type if there are more."""
     if len(runs(list(tensors.values()))) <= FEW:
         return tensors
     joined: State = {}
@@ -70,13 +70,13 @@ def side_by_side(tensors: State) -> State:
 
 
 def memory(tensors: State) -> tuple[memoryview, ...]:
-    """The data: the tensors' own memory where it can be."""
-    # Flat: reshape(-1) would keep the odd stride that a single number may have.
+    """The data, without a copy if possible."""
+    # `runs` gives stride 1: reshape(-1) would keep the odd stride that a single number may have.
     return tuple(t.cpu().view(torch.uint8).numpy().data for t in runs(list(tensors.values())))
 
 
 def split_index(payload: memoryview) -> tuple[bytes, memoryview]:
-    """The index and what follows it; WireError if it claims more than is there."""
+    """The index and the data after it. WireError if the claimed length of the index exceeds the payload."""
     length = int.from_bytes(payload[:8], "little")
     if len(payload) < 8 or length > min(MAX_INDEX, len(payload) - 8):
         raise WireError(
@@ -86,9 +86,9 @@ def split_index(payload: memoryview) -> tuple[bytes, memoryview]:
 
 
 def read(index: bytes, data: memoryview) -> State:
-    """The tensors, each of a type side by side in memory; WireError for what `lay_out` would not lay out.
+    """The tensors, those of one type as neighbours in memory. WireError if `lay_out` could not have written them.
 
-    Not copied, unless they are bytes, for torch may write to them: numpy's copy, which other threads need not wait for.
+    Read-only data is copied, because torch may write to it. NumPy's copy does not block other threads.
     """
     entries, ends = (_parsed if len(index) > CACHED_INDEX else _parsed_before)(index)
     if len(data) != (ends[-1] if ends else 0):
@@ -110,7 +110,7 @@ def read(index: bytes, data: memoryview) -> State:
 
 
 def shown(value: object) -> str:
-    """For error texts: what a stranger sent, escaped and cut, without spelling all of it out first."""
+    """Untrusted input for an error message: escaped and shortened, without building its full repr."""
     short = reprlib.Repr()
     short.maxlevel, short.maxstring = 2, 80
     text = short.repr(value)
@@ -118,7 +118,7 @@ def shown(value: object) -> str:
 
 
 def in_one_line(text: str, most: int = 300) -> str:
-    """For logs: a stranger's sentence as it is, but that it cannot break a line, move a cursor or fill a disk."""
+    """Untrusted text for a log: shortened, and escaped so that it cannot break a line or move the cursor."""
     cut = text if len(text) <= most else text[: most - 3] + "..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
@@ -149,15 +149,15 @@ def _entries(raw: bytes) -> Iterable[Entry]:
 
 
 def _parsed(raw: bytes) -> tuple[tuple[Entry, ...], tuple[int, ...]]:
-    """The tensors an index names, and where the data of each ends."""
+    """The tensors of an index, and where the data of each one ends."""
     entries = _in_order(_entries(raw))
     index, ends = (_described if len(raw) > CACHED_INDEX else _index)(entries)
     if index != raw:
-        raise WireError("the tensors' index is not in its one form: expected each name once, without gaps.")
+        raise WireError("the tensors' index is not canonical: expected each name once, without gaps.")
     return entries, ends
 
 
-# A federation's messages all carry one or two indices. A stranger's can push these out, and no more.
+# All messages of a federation have one or two different indices. A hostile message can only evict them.
 _parsed_before = lru_cache(maxsize=32)(_parsed)
 
 
@@ -172,10 +172,10 @@ def _described(entries: tuple[Entry, ...]) -> tuple[bytes, tuple[int, ...]]:
     start = 0
     for name, dtype, shape in entries:
         if name == "__metadata__":
-            raise WireError("a tensor named '__metadata__': safetensors keeps it for itself. Rename it.")
+            raise WireError("a tensor is named '__metadata__': safetensors reserves this name. Rename it.")
         if dtype not in _CODES:
             raise WireError(f"tensor {shown(name)} has type {dtype}: expected {', '.join(map(str, _CODES))}.")
-        # An empty tensor counts by its other sizes: torch multiplies them for its strides.
+        # An empty tensor counts by its other sizes, which torch multiplies for the strides.
         if (
             len(shape) > MAX_DIMENSIONS
             or not all(0 <= size <= MAX_NUMBERS for size in shape)

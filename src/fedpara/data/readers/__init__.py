@@ -1,1 +1,1 @@
-"""The publishers' files, read to arrays."""
+"""Readers of the publishers' files."""

@@ -5,7 +5,6 @@ Python: a pickled dict with `data` uint8 [N, 3072] in the same order and `labels
 """
 
 import tarfile
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from fedpara.data.readers import pickles
-from fedpara.data.sources import Array, Arrays, Finding, Layout, Source, fixed_files, images
+from fedpara.data.sources import Array, Arrays, Finding, Layout, Source, fixed_files, images, reading
 from fedpara.errors import DataError
 
 PIXELS = 3 * 32 * 32
@@ -22,7 +21,7 @@ PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 
 @dataclass(frozen=True)
 class Version:
-    """One of the publisher's versions: its folder and archive, and each file with its number of records."""
+    """One of the publisher's versions: its folder, its archive, and the number of records of each file."""
 
     folder: str
     archive: str
@@ -36,16 +35,9 @@ class Version:
 
 
 def binary(label_bytes: int) -> Callable[[bytes, int, str], tuple[Array, Array]]:
-    """Decode records of `label_bytes` + 3,072 bytes; the last label byte is the one wanted."""
+    """A decoder of `label_bytes` + 3,072 bytes per record. The last label byte is the label."""
 
     def decode(content: bytes, records: int, where: str) -> tuple[Array, Array]:
-        expected = records * (label_bytes + PIXELS)
-        if len(content) != expected:
-            raise DataError(
-                f"{where} is damaged: expected {expected:,} bytes "
-                f"({records:,} records of {label_bytes + PIXELS:,}), found {len(content):,}. "
-                f"Take it from {PAGE} again."
-            )
         table = np.frombuffer(content, np.uint8).reshape(records, label_bytes + PIXELS)
         return table[:, label_bytes:].reshape(-1, 3, 32, 32), table[:, label_bytes - 1]
 
@@ -53,7 +45,7 @@ def binary(label_bytes: int) -> Callable[[bytes, int, str], tuple[Array, Array]]
 
 
 def pickled(key: str) -> Callable[[bytes, int, str], tuple[Array, Array]]:
-    """Decode a batch of the python version; `key` names its list of labels."""
+    """A decoder of batches of the python version. `key` names the list of labels."""
 
     def decode(content: bytes, records: int, where: str) -> tuple[Array, Array]:
         batch = pickles.loads(content, where)
@@ -110,32 +102,27 @@ def _archive(version: Version) -> Layout:
 
 
 def _members(path: Path, wanted: set[str]) -> dict[str, bytes]:
-    """The wanted members of a .tar.gz, read in one pass, nothing written to disk."""
+    """The wanted members of a .tar.gz, read in one pass without writing to disk."""
     contents: dict[str, bytes] = {}
-    try:
-        with tarfile.open(path, "r|gz") as archive:
-            for member in archive:
-                name = member.name.removeprefix("./")
-                if name in wanted and (file := archive.extractfile(member)) is not None:
-                    contents[name] = file.read()
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise DataError(
-            f"{path} is damaged: {path.stat().st_size:,} bytes that are not a whole .tar.gz ({error}). "
-            f"Take it from {PAGE} again."
-        ) from None
+    with reading(path), tarfile.open(path, "r|gz") as archive:
+        for member in archive:
+            name = member.name.removeprefix("./")
+            if name in wanted and (file := archive.extractfile(member)) is not None:
+                contents[name] = file.read()
     if absent := sorted(wanted - contents.keys()):
-        raise DataError(
-            f"{path}: expected {', '.join(absent)} in the archive, not found. Take it from {PAGE} again."
-        )
+        raise DataError(f"{path} lacks {', '.join(absent)}. Download it again from {PAGE}.")
     return contents
 
 
 def _decode(version: Version, content: Callable[[str], bytes], where: Callable[[str], str]) -> Arrays:
     def part(files: Sequence[tuple[str, int]]) -> tuple[Array, Array]:
-        batches = [version.decode(content(name), records, where(name)) for name, records in files]
-        return np.concatenate([batch[0] for batch in batches]), np.concatenate(
-            [batch[1] for batch in batches]
-        )
+        inputs, labels = [], []
+        for name, records in files:
+            with reading(where(name)):
+                batch = version.decode(content(name), records, where(name))
+            inputs.append(batch[0])
+            labels.append(batch[1])
+        return np.concatenate(inputs), np.concatenate(labels)
 
     return images(part(version.train), part((version.test,)))
 

@@ -1,7 +1,7 @@
-"""CINIC-10's image folders: {train,valid,test}/<class>/*.png, 90,000 images each of 32 x 32.
+"""CINIC-10's image folders: {train,valid,test}/<class>/*.png, 90,000 images of 32 x 32 pixels each.
 
-Trains on `train` and tests on `test`, as the paper does; `valid` is not read. The cache watches the class
-folders, not 180,000 files: a file added or removed is seen, one rewritten in place is not.
+`train` is for training and `test` for testing, as in the paper; `valid` is not read. The cache watches the class
+folders, not the 180,000 files: it notices an added or removed file, but not one that is rewritten in place.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedpara.data.sources import Array, Arrays, Finding, Layout, Source, images
+from fedpara.data.sources import Array, Arrays, Finding, Layout, Source, images, reading
 from fedpara.errors import DataError, MissingExtraError
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -31,7 +31,7 @@ def _read(folders: Sequence[Path]) -> Arrays:
 def _part(folders: Sequence[Path]) -> tuple[Array, Array]:
     files = [(path, label) for label, folder in enumerate(folders) for path in sorted(folder.glob("*.png"))]
     if not files:
-        raise DataError(f"{folders[0].parent}: expected *.png files in its class folders, found none.")
+        raise DataError(f"{folders[0].parent} has no images: expected *.png files in its class folders.")
     inputs = np.empty((len(files), 3, 32, 32), np.uint8)
     for row, (path, _) in enumerate(files):
         inputs[row] = _pixels(path)
@@ -43,13 +43,10 @@ def _pixels(path: Path) -> Array:
         from PIL import Image
     except ImportError:
         raise MissingExtraError("CINIC-10's images need Pillow: pip install pillow") from None
-    try:
-        with Image.open(path) as image:
-            if image.size != (32, 32):
-                raise DataError(f"{path}: expected 32 x 32 pixels, found {image.width} x {image.height}.")
-            return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
-    except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"{path} is damaged: expected a PNG of 32 x 32 pixels ({error}).") from None
+    with reading(path), Image.open(path) as image:
+        if image.size != (32, 32):
+            raise ValueError(f"{image.width} x {image.height} pixels: expected 32 x 32")
+        return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
 
 
 CINIC10 = Source(

@@ -1,7 +1,7 @@
-"""`generated:cifar10`: a small drawn set of the named one's shape, classes and owners, to try a run out on.
+"""`generated:cifar10`: a small random set with the shape, classes and owners of the named one, to try out a run.
 
-An image is its class's pattern under noise; a text is random characters of which the last decides the next. It
-is the same set every time and says nothing about the set it stands in for.
+An image is the pattern of its class plus noise; a text is random characters of which the last determines the label. The
+set is always the same, and its scores say nothing about the real set.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 
 from fedpara.data.examples import Examples
 from fedpara.data.sources import Array, build_images, images
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, among
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ SEED = 0
 
 def load(name: str) -> tuple[Examples, Examples]:
     if name not in KINDS:
-        raise ConfigError(f"no generated set is called {name!r}: expected one of {', '.join(KINDS)}.")
+        raise ConfigError(f"no generated set is called {name!r}: {among(name, KINDS)}")
     kind = KINDS[name]
     generator = np.random.default_rng(SEED)
     return _text(kind, generator) if len(kind.shape) == 1 else _images(kind, generator)

@@ -1,7 +1,7 @@
-"""`hub:owner/name@revision`: an image classification set of the Hugging Face hub, through `datasets`.
+"""`hub:owner/name@revision`: an image classification set of the Hugging Face hub, loaded with `datasets`.
 
-The revision is a commit or a tag of the set's repository. It is required: a set on the hub can change, and a run's
-config must name what the run was trained on.
+The revision is a commit or a tag of the set's repository. It is required because a set on the hub can change, and a
+run's config must say exactly what the run was trained on.
 """
 
 from typing import Any
@@ -17,20 +17,16 @@ def load(name: str) -> tuple[Examples, Examples]:
     """(train, test) of `owner/name@revision`."""
     repository, _, revision = name.partition("@")
     if not revision:
-        raise ConfigError(
-            f"hub:{name} has no revision: expected hub:owner/name@revision, where the revision is a commit or a tag "
-            f"that the set's page on the hub lists. Write hub:{repository}@ and the revision."
-        )
+        raise ConfigError(f"hub:{name} has no revision: append a commit or tag, as in hub:{repository}@v1.")
     try:
         import datasets
     except ImportError:
         raise MissingExtraError(f"hub:{name} needs the package datasets: {install('hub')}") from None
     try:
         parts = datasets.load_dataset(repository, revision=revision)
-    except Exception as error:  # the library's own errors, of a dozen classes, end here
+    except Exception as error:  # the library raises a dozen classes
         raise DataError(f"hub:{name} could not be loaded: {error}") from error
-    absent = {"train", "test"} - set(parts)
-    if absent:
+    if {"train", "test"} - set(parts):
         raise DataError(f"hub:{name} has the parts {', '.join(parts)}: expected train and test.")
     return examples(parts["train"], parts["test"])
 
@@ -43,8 +39,8 @@ def examples(train: Any, test: Any) -> tuple[Examples, Examples]:
     image = [name for name, kind in kinds.items() if isinstance(kind, datasets.Image)]
     label = [name for name, kind in kinds.items() if isinstance(kind, datasets.ClassLabel)]
     if not image or not label:
-        raise DataError(f"expected an Image and a ClassLabel column, found {dict(kinds)}.")
-    # CIFAR-100 has a fine and a coarse label: the finest is the task.
+        raise DataError(f"the columns are {dict(kinds)}: expected an Image and a ClassLabel column.")
+    # CIFAR-100 has a fine and a coarse label: use the finest.
     finest = max(label, key=lambda name: int(kinds[name].num_classes))
     parts = [_part(part, image[0], finest) for part in (train, test)]
     return build_images(images(*parts), int(kinds[finest].num_classes))
@@ -52,17 +48,16 @@ def examples(train: Any, test: Any) -> tuple[Examples, Examples]:
 
 def _part(part: Any, image: str, label: str) -> tuple[Array, Array]:
     labels = np.asarray(part[label], dtype=np.int64)
-    inputs: Array | None = None
+    shape = _pixels(part[0][image]).shape
+    inputs = np.empty((len(labels), *shape), np.uint8)
     for row, picture in enumerate(part[image]):
-        pixels = np.asarray(picture)
-        pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
-        if inputs is None:
-            inputs = np.empty((len(labels), *pixels.shape), np.uint8)
-        if pixels.shape != inputs.shape[1:] or pixels.dtype != np.uint8:
-            raise DataError(
-                f"image {row} is {pixels.dtype} {pixels.shape}: expected uint8 {inputs.shape[1:]} as image 0."
-            )
+        pixels = _pixels(picture)
+        if pixels.shape != shape or pixels.dtype != np.uint8:
+            raise DataError(f"image {row} is {pixels.dtype} {pixels.shape}: expected uint8 {shape}.")
         inputs[row] = pixels
-    if inputs is None:
-        raise DataError("a part of the set has no examples: expected at least one in train and in test.")
     return inputs, labels
+
+
+def _pixels(picture: Any) -> Array:
+    pixels = np.asarray(picture)
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)

@@ -1,18 +1,17 @@
 """MNIST and Fashion-MNIST as idx or idx.gz files.
 
 idx: two zero bytes, the type (8 = uint8), the number of dimensions, each dimension as a big-endian uint32,
-then the bytes. Images are 0x00000803 [N, rows, columns], labels 0x00000801 [N].
+then the data. Images are 0x00000803 [N, rows, columns], labels 0x00000801 [N].
 """
 
 import gzip
 import hashlib
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from fedpara.data.sources import Array, Arrays, Layout, Source, fixed_files, images
+from fedpara.data.sources import Array, Arrays, Layout, Source, fixed_files, images, reading
 from fedpara.errors import DataError
 
 NAMES = (
@@ -24,27 +23,18 @@ NAMES = (
 
 
 def read_idx(path: Path, dimensions: int) -> Array:
-    """The uint8 array of `dimensions` dimensions in an idx file, packed with gzip or not."""
-    content = _content(path)
-    magic = bytes((0, 0, 8, dimensions))
-    header = 4 + 4 * dimensions
-    if content[:4] != magic:
-        raise DataError(
-            f"{path} is no idx file of {dimensions} dimensions: expected the magic 0x{magic.hex()}, "
-            f"found 0x{content[:4].hex()}."
-        )
-    shape = tuple(int(size) for size in np.frombuffer(content[4:header].ljust(4 * dimensions, b"\0"), ">u4"))
-    expected = header + int(np.prod(shape, dtype=object))
-    if len(content) != expected:
-        raise DataError(
-            f"{path} is damaged: its header announces {' x '.join(map(str, shape))} = {expected:,} bytes, "
-            f"found {len(content):,}. Take it from its publisher again."
-        )
-    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+    """The uint8 array in an idx file, which may be packed with gzip."""
+    with reading(path):
+        content = _content(path)
+        magic, header = bytes((0, 0, 8, dimensions)), 4 + 4 * dimensions
+        if content[:4] != magic:
+            raise ValueError(f"it starts with 0x{content[:4].hex()}: expected 0x{magic.hex()}")
+        shape = [int(size) for size in np.frombuffer(content[4:header], ">u4")]
+        return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 
 def source(name: str, page: str, places: Sequence[str], checksums: dict[str, tuple[str, ...]]) -> Source:
-    """The four files in any of `places`, folders below the data folder ('.' is the data folder itself)."""
+    """A source whose four files are in any of `places`, which are folders in the data folder ('.' is the folder)."""
 
     def layout(place: str) -> Layout:
         wanted = f"{place}/{{train,t10k}}-{{images-idx3,labels-idx1}}-ubyte[.gz]".removeprefix("./")
@@ -54,41 +44,18 @@ def source(name: str, page: str, places: Sequence[str], checksums: dict[str, tup
 
 
 def _read(name: str, files: Sequence[Path]) -> Arrays:
-    _refuse_the_other(name, files[1])
-
-    def part(image_file: Path, label_file: Path) -> tuple[Array, Array]:
-        inputs, labels = read_idx(image_file, 3), read_idx(label_file, 1)
-        if len(inputs) != len(labels):
-            raise DataError(
-                f"{image_file} has {len(inputs):,} images: expected as many as the {len(labels):,} labels "
-                f"of {label_file}."
-            )
-        return inputs[:, None], labels
-
-    return images(part(files[0], files[1]), part(files[2], files[3]))
-
-
-def _refuse_the_other(name: str, labels: Path) -> None:
-    """MNIST and Fashion-MNIST have the same file names: one is easily taken for the other."""
-    digest = hashlib.md5(_content(labels), usedforsecurity=False).hexdigest()
+    # MNIST and Fashion-MNIST have the same file names: one is easily taken for the other.
+    with reading(files[1]):
+        digest = hashlib.md5(_content(files[1]), usedforsecurity=False).hexdigest()
     for other in (MNIST, FASHION_MNIST):
         if other.name != name and digest in other.checksums[NAMES[1]]:
-            raise DataError(
-                f"{labels} belongs to {other.name}: {name} was asked for. Keep them in folders of their own."
-            )
+            raise DataError(f"{files[1]} is {other.name}, not {name}. Keep each set in its own folder.")
+    train, test = ((read_idx(files[i], 3)[:, None], read_idx(files[i + 1], 1)) for i in (0, 2))
+    return images(train, test)
 
 
 def _content(path: Path) -> bytes:
-    if path.suffix != ".gz":
-        return path.read_bytes()
-    try:
-        with gzip.open(path) as file:
-            return file.read()
-    except (EOFError, OSError, zlib.error) as error:
-        raise DataError(
-            f"{path} is damaged: {path.stat().st_size:,} bytes that are not a whole gzip file ({error}). "
-            "Take it from its publisher again."
-        ) from None
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
 
 MNIST = source(

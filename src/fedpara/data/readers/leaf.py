@@ -1,7 +1,7 @@
 """LEAF's FEMNIST json: {"users": [...], "num_samples": [...], "user_data": {user: {"x": [...], "y": [...]}}}.
 
-x are rows of 784 pixels from 0 (ink) to 1 (paper), y classes below 62. Writers are numbered in the order of
-the training files; a writer that has test data only comes after them.
+x are rows of 784 pixels from 0 (ink) to 1 (paper), y are classes below 62. Writers are numbered in the order of the
+training files; writers that only have test data come after them.
 """
 
 import json
@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from fedpara.data.sources import Array, Arrays, Finding, Layout, Source, fixed_files, images
-from fedpara.errors import DataError
+from fedpara.data.sources import Array, Arrays, Finding, Layout, Source, fixed_files, images, reading
 
 
 class _Floats(dict[str, float]):
-    """The float of a literal, each made once: 784 pixels an image have a few hundred values between them."""
+    """Converts each literal once: all pixels together have only a few hundred different values."""
 
     def __missing__(self, literal: str) -> float:
         self[literal] = value = float(literal)
@@ -42,18 +41,9 @@ def _part(files: Sequence[Path], writers: dict[str, int]) -> tuple[Array, Array,
 
 
 def _users(path: Path) -> list[tuple[str, Array, Array]]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file, parse_float=_Floats().__getitem__)
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path} is damaged: {path.stat().st_size:,} bytes that are not whole JSON ({error}). "
-            "Make it with LEAF again."
-        ) from None
-    try:
+    with reading(path), open(path, encoding="utf-8") as file:
+        content = json.load(file, parse_float=_Floats().__getitem__)
         return [(user, *_samples(content["user_data"][user])) for user in content["users"]]
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"{path} is not FEMNIST in LEAF's form: {error!r}.") from None
 
 
 def _samples(data: dict[str, Any]) -> tuple[Array, Array]:
@@ -62,7 +52,7 @@ def _samples(data: dict[str, Any]) -> tuple[Array, Array]:
     if len(x) != len(y) or (len(y) and (y.dtype.kind != "i" or y.ndim != 1)):
         raise ValueError(f"a user has {len(x)} images and labels {y.dtype} {y.shape}")
     if x.size and not (x.min() >= 0 and x.max() <= 1):
-        raise ValueError(f"pixels run from {x.min()} to {x.max()}, expected 0 to 1")
+        raise ValueError(f"pixels run from {x.min()} to {x.max()}: expected 0 to 1")
     return np.rint(x * 255).astype(np.uint8), y.astype(np.int64)
 
 

@@ -1,8 +1,8 @@
 """Read a publisher's pickle without unpickling it: dicts, lists, tuples, strings, numbers and arrays of bytes.
 
-A pickle is a program, and numpy's `__setstate__` trusts what it is given: a crafted dtype crashes the process. So the
-opcodes are parsed by `pickletools.genops`, which runs nothing, and interpreted here on a stack. No name is looked up
-and no object is built except those of the types above. An array is recognised by the calls that write one,
+A pickle is a program, and NumPy's `__setstate__` trusts its input: a crafted dtype crashes the process. So
+`pickletools.genops` parses the opcodes, which runs nothing, and this module interprets them on a stack. It imports no
+name and builds only objects of the types above. An array is recognised by the calls that restore one,
 
     _reconstruct(ndarray, (0,), b"b"), then its state (1, shape, dtype("u1"), fortran, content)
 
@@ -20,7 +20,7 @@ from fedpara.errors import DataError
 
 @dataclass
 class Block:
-    """An array of uint8 as plain bytes, in Fortran's order or in C's; `shape` is None until its state was read."""
+    """An array of uint8 as plain bytes, in Fortran or C order. `shape` is None until its state is read."""
 
     shape: tuple[int, ...] | None = None
     fortran: bool = False
@@ -29,7 +29,7 @@ class Block:
 
 @dataclass(frozen=True)
 class _Name:
-    """A global by its name: never imported."""
+    """The name of a global, which is never imported."""
 
     module: str
     name: str
@@ -51,15 +51,15 @@ _OF_BYTES = (3, "|", None, None, None, -1, -1, 0)
 
 
 def loads(content: bytes, where: str) -> Any:
-    """The object in `content`. DataError names `where` if the pickle is damaged or asks for anything else."""
+    """The object in `content`. The DataError for a damaged or unexpected pickle names `where`."""
     try:
         return _read(content)
     except DataError as error:
-        raise DataError(f"{where}: {error}. Take the file from its publisher again.") from None
+        raise DataError(f"{where}: {error}. Download the file again from its publisher.") from None
     except Exception as error:  # a damaged pickle can raise anything, but runs nothing
         raise DataError(
-            f"{where} is damaged: {len(content):,} bytes that are not a whole pickle ({error}). "
-            "Take the file from its publisher again."
+            f"{where} is damaged: its {len(content):,} bytes are not a complete pickle ({error}). "
+            "Download the file again from its publisher."
         ) from None
 
 
@@ -74,7 +74,7 @@ def _read(content: bytes) -> Any:
 
 
 class _Machine:
-    """The stack and the memo of a pickle, for the opcodes that plain containers and arrays need."""
+    """The stack and the memo of a pickle, with the opcodes of plain containers and arrays."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -96,9 +96,7 @@ class _Machine:
         elif name in _OPERATIONS:
             _OPERATIONS[name](self, argument)
         else:
-            raise DataError(
-                f"it uses the operation {name}: refused, only plain containers and bytes are read"
-            )
+            raise DataError(f"it uses the operation {name}: expected only plain containers and bytes")
 
     def pop(self, count: int) -> list[Any]:
         if len(self.stack) < count:
@@ -117,20 +115,20 @@ class _Machine:
 def _append(machine: _Machine, values: list[Any]) -> None:
     target = machine.stack[-1]
     if type(target) is not list:
-        raise ValueError("it appends to what is no list")
+        raise ValueError("it appends to something that is not a list")
     target += values
 
 
 def _set(machine: _Machine, values: list[Any]) -> None:
     target = machine.stack[-1]
-    # The hash of a tuple in a tuple in a tuple overflows the C stack: a key is a string.
+    # Only strings are keys: the hash of a deeply nested tuple overflows the C stack.
     if type(target) is not dict or not all(type(key) in (str, bytes) for key in values[::2]):
-        raise ValueError("it sets an item of what is no dict with strings as keys")
+        raise ValueError("it sets an item of something that is not a dict with string keys")
     target |= dict(zip(values[::2], values[1::2], strict=True))
 
 
 def _collect(start: list[Any] | dict[Any, Any], fill: Callable[[_Machine, list[Any]], None]) -> Any:
-    """LIST and DICT of protocol 0: a new container of all since the mark."""
+    """LIST and DICT of protocol 0: a new container of everything since the mark."""
 
     def operation(machine: _Machine, _: Any) -> None:
         values = machine.since_mark()
@@ -141,14 +139,14 @@ def _collect(start: list[Any] | dict[Any, Any], fill: Callable[[_Machine, list[A
 
 
 def _name(machine: _Machine, argument: Any) -> None:
-    """GLOBAL has both words as its argument, STACK_GLOBAL on the stack."""
+    """GLOBAL has module and name in its argument, STACK_GLOBAL has them on the stack."""
     module, name = machine.pop(2) if argument is None else argument.split(" ", 1)
     if type(module) is not str or type(name) is not str:
-        raise ValueError("it asks for a name that is no text")
+        raise ValueError("it asks for a name that is not text")
     found = _Name(module, name)
     if found not in _NAMES:
         raise DataError(
-            f"it asks for {found.module}.{found.name}: refused, only arrays of bytes and plain containers are read"
+            f"it asks for {found.module}.{found.name}: expected only arrays of bytes and plain containers"
         )
     machine.stack.append(found)
 
@@ -156,20 +154,20 @@ def _name(machine: _Machine, argument: Any) -> None:
 def _call(machine: _Machine, _: Any) -> None:
     function, arguments = machine.pop(2)
     if type(function) is not _Name or type(arguments) is not tuple:
-        raise ValueError("it calls what is no function")
+        raise ValueError("it calls something that is not a function")
     if function == _ENCODE and len(arguments) == 2 and all(type(argument) is str for argument in arguments):
         # How Python 3 writes bytes in protocol 2.
         if arguments[1] != "latin1":
-            raise DataError(f"encoding {arguments[1]!r} in a pickle: expected 'latin1'")
+            raise DataError(f"it has text in the encoding {arguments[1]!r}: expected 'latin1'")
         machine.stack.append(arguments[0].encode("latin1"))
     elif function == _DTYPE:
         if arguments != ("u1", False, True):
-            raise DataError("it holds an array of another type: expected uint8, the only one that is read")
+            raise DataError("it has an array of another type: expected uint8")
         machine.stack.append(_Byte())
     elif function in _RECONSTRUCT and arguments in ((_NDARRAY, (0,), "b"), (_NDARRAY, (0,), b"b")):
         machine.stack.append(Block())
     else:
-        raise ValueError("it makes a call that writes no array")
+        raise ValueError("it makes a call that does not restore an array")
 
 
 def _build(machine: _Machine, _: Any) -> None:
@@ -177,15 +175,15 @@ def _build(machine: _Machine, _: Any) -> None:
     machine.stack.append(target)
     if isinstance(target, _Byte):
         if state != _OF_BYTES:
-            raise DataError("its array has an altered type: refused, only plain uint8 is read")
+            raise DataError("its array has a modified type: expected plain uint8")
         return
     if not isinstance(target, Block):
-        raise ValueError("it sets the state of what is no array")
+        raise ValueError("it sets the state of something that is not an array")
     _, shape, kind, fortran, content = state
     content = content.encode("latin1") if type(content) is str else content
     whole = type(shape) is tuple and all(type(side) is int and side >= 0 for side in shape)
     if not whole or type(content) is not bytes or not isinstance(kind, _Byte) or type(fortran) is not bool:
-        raise DataError("its array is not plain bytes: refused, only uint8 is read")
+        raise DataError("its array is not plain bytes: expected uint8")
     if prod(shape) != len(content):
         raise ValueError(f"its array {shape} has {len(content):,} bytes")
     target.shape, target.fortran, target.content = shape, fortran, content

@@ -1,11 +1,11 @@
 """LEAF's Shakespeare: predict the next character of a role from the 80 before it.
 
-Preprocessing as LEAF's: newlines to spaces, runs of two or more spaces to one, every window of 80
-characters and the character after it. 1,129 roles have at least one, 4,226,158 together. Per role the first
-90% are train and the rest test. LEAF also drops the 79 windows that straddle the cut, and with them every
-role left without a test window; they are kept here: their labels are not in the training text either.
+Preprocessing follows LEAF: newlines become spaces, runs of spaces become one, and each window of 80 characters is an
+example whose label is the next character. 1,129 roles have at least one window; together they have 4,226,158. The
+first 90% of each role are train, the rest test. LEAF drops the 79 windows across the cut, and roles that are then left
+without a test window. They are kept here, since their labels are not in the training text either.
 
-The arrays are the text itself (4.3 MB) and the roles' lengths; windows are cut when the set is built.
+The arrays are the text itself (4.3 MB) and the lengths of the roles; the windows are cut when the set is built.
 """
 
 import re
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedpara.data.examples import Examples
-from fedpara.data.sources import Arrays, Finding, Layout, Source
+from fedpara.data.sources import Arrays, Finding, Layout, Source, reading
 from fedpara.errors import DataError
 
 ALL_LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
@@ -25,16 +25,16 @@ WINDOW = 80
 _IDS = bytes(max(ALL_LETTERS.find(chr(code)), 0) for code in range(256))
 
 
-def encode(text: str, where: str) -> bytes:
-    """The ids of a role's characters, after LEAF's clean-up of the white space."""
+def encode(text: str) -> bytes:
+    """The ids of a role's characters, after LEAF's whitespace clean-up."""
     text = re.sub("  +", " ", text.replace("\n", " "))
     if odd := sorted(set(text) - set(ALL_LETTERS)):
-        raise DataError(f"{where}: character {odd[0]!r} is not among LEAF's {len(ALL_LETTERS)} letters.")
+        raise ValueError(f"the character {odd[0]!r} is not one of LEAF's {len(ALL_LETTERS)}")
     return text.encode("ascii").translate(_IDS)
 
 
 def build(arrays: Arrays, classes: int) -> tuple[Examples, Examples]:
-    """Train and test windows, uint8 [N, 80], with the character after each as label and the role as owner."""
+    """Train and test windows, uint8 [N, 80]. The label is the next character, the owner is the role."""
     roles = torch.split(arrays["text"], arrays["lengths"].tolist())
     samples = arrays["lengths"] - WINDOW
     first = (0.9 * samples.double()).long().clamp(min=1)
@@ -57,15 +57,12 @@ def build(arrays: Arrays, classes: int) -> tuple[Examples, Examples]:
 def _read(files: Sequence[Path]) -> Arrays:
     roles: list[bytes] = []
     for path in files:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path} is damaged: expected text ({error}).") from None
-        role = encode(text, str(path))
+        with reading(path):
+            role = encode(path.read_text(encoding="utf-8"))
         if len(role) > WINDOW:
             roles.append(role)
     if not roles:
-        raise DataError(f"{files[0].parent}: expected roles of more than {WINDOW} characters, found none.")
+        raise DataError(f"{files[0].parent} has no role of more than {WINDOW} characters.")
     ids = np.frombuffer(b"".join(roles), np.uint8).copy()
     return {"text": torch.from_numpy(ids), "lengths": torch.tensor([len(role) for role in roles])}
 
