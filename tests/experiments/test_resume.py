@@ -288,7 +288,7 @@ def test_more_rounds_on_resume_are_the_rounds_of_a_longer_run(tmp_path, alone):
 
 @pytest.mark.parametrize("rounds", [0, 2])
 def test_fewer_rounds_than_are_done_are_refused(stopped, rounds):
-    with pytest.raises(ConfigError, match="expected at least"):
+    with pytest.raises(ConfigError, match=f"rounds is {rounds}: expected"):
         resume(stopped, rounds=rounds)
     assert read_config(stopped).rounds == 6
 

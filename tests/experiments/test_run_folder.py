@@ -126,6 +126,11 @@ def test_places_where_no_folder_can_be_are_refused(tmp_path):
     [
         {"dataset": "digit"},
         {"split": "owner"},
+        {"cohort": 101},
+        {"rounds": 0},
+        {"evaluate_every": 0},
+        {"max_share": 0.0},
+        {"target": 80.0},
         {"jacobian": 1.0},
         {"link_up": "float8"},
         {"scheme": "pfedpara", "target": 0.5},

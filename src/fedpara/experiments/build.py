@@ -1,5 +1,6 @@
-"""From an Experiment's words to the objects they mean."""
+"""Turn an Experiment into the objects that it names."""
 
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -22,7 +23,7 @@ from fedpara.wire import Link
 
 DEFAULT_GAMMA = 0.1
 CHUNK = 10_000
-"""Examples at a time: windows of a text share their memory, and all of them apart would be eighty times as much."""
+"""Examples per step of the digest. Windows of a text share memory; copying all of them needs 80 times as much."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +35,7 @@ class Parts:
 
     @cached_property
     def digest(self) -> str:
-        """Of all examples, whoever has them: two runs of one config and one digest are the same."""
+        """A digest of all examples. Two runs with the same config and the same digest are the same run."""
         digest = blake2b(digest_size=16)
         for examples in (self.data.train, self.task.test):
             if examples is not None:
@@ -75,9 +76,9 @@ def build_algorithm(experiment: Experiment) -> Algorithm:
 def build_scheme(experiment: Experiment) -> Scheme | None:
     """None for the original weights."""
     if experiment.scheme == "original":
-        for name in ("nonlinearity", "init"):
+        for name in ("gamma", "rank", "ratio", "nonlinearity", "init"):
             if getattr(experiment, name) is not None:
-                raise ConfigError(f"scheme 'original' has no factors and so no {name}: leave it out.")
+                raise ConfigError(f"scheme 'original' has no factors and therefore no {name}: leave it out.")
         return None
     sizes = {name: getattr(experiment, name) for name in ("gamma", "rank", "ratio")}
     given = {name: value for name, value in sizes.items() if value is not None} or {"gamma": DEFAULT_GAMMA}
@@ -86,7 +87,7 @@ def build_scheme(experiment: Experiment) -> Scheme | None:
             raise ConfigError("scheme 'lowrank' has no nonlinearity: leave it out.")
         return parameterization.LowRank(conv=experiment.conv, **given)  # type: ignore[arg-type]
     if "ratio" in given:
-        raise ConfigError(f"ratio sizes 'lowrank' only: give {experiment.scheme} a gamma or a rank.")
+        raise ConfigError(f"ratio applies to 'lowrank' only: give {experiment.scheme} a gamma or a rank.")
     kind = parameterization.SCHEMES[experiment.scheme]
     return kind(nonlinearity=experiment.nonlinearity, conv=experiment.conv, **given)  # type: ignore[call-arg, arg-type]
 
@@ -94,7 +95,7 @@ def build_scheme(experiment: Experiment) -> Scheme | None:
 def build_model(
     experiment: Experiment, classes: int, shape: tuple[int, ...], scheme: Scheme | None
 ) -> nn.Module:
-    """The model as it starts; the same seed gives the same numbers."""
+    """The initial model. The same seed gives the same numbers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(experiment.seed)
         model = models.build(experiment.model, classes=classes, shape=shape)
@@ -106,21 +107,25 @@ def build_model(
 
 
 def build_rule(experiment: Experiment, model: nn.Module, scheme: Scheme) -> Where | None:
-    """Which weights become factors: the model's own rule, or by `where`
+    """Which weights to factorize: the model's rule, or the one that `where` names.
 
-    every      all of two or more dimensions that become smaller
-    hybrid:N   all convolutions but the first N (Pufferfish)
-    early      all convolutions, ResNet's first two and 1x1 ones at gamma 1 (appendix D.2)
+    every      all weights of two or more dimensions that become smaller
+    hybrid:N   all convolutions except the first N (Pufferfish)
+    early      all convolutions; ResNet's first two and its 1x1 ones at gamma 1 (appendix D.2)
     """
     if experiment.where is None:
         return models.rule(experiment.model)
     if experiment.where == "every":
         return None
-    if experiment.where.startswith("hybrid:"):
-        return models.hybrid(model, int(experiment.where.removeprefix("hybrid:")))
+    if hybrid := re.fullmatch(r"hybrid:(\d+)", experiment.where):
+        return models.hybrid(model, int(hybrid[1]))
+    if experiment.where != "early":
+        raise ConfigError(
+            f"unknown where {experiment.where!r}: expected every, early, or hybrid:N such as hybrid:5."
+        )
     if not isinstance(scheme, parameterization.FedPara | parameterization.PFedPara) or scheme.gamma is None:
         raise ConfigError(
-            f"where 'early' gives ResNet's early layers gamma 1: expected a Hadamard scheme with a gamma, "
-            f"got {scheme}."
+            f"where 'early' gives ResNet's early layers gamma 1, but the scheme is {scheme}: expected fedpara or "
+            "pfedpara with a gamma."
         )
     return models.resnet_layers(replace(scheme, gamma=1.0), scheme)
