@@ -108,7 +108,7 @@ class Experiment:
                 raise ConfigError(f"{f.name} is {value!r}: expected {expected}.")
             known = CHOICES.get(f.name)
             if known and value is not None and value not in known:
-                raise ConfigError(f"unknown {f.name} {value!r}: {among(value, known)}")
+                raise ConfigError(f"unknown {f.name} {value!r}: {among(str(value), known)}")
         for name, (accepted, holds) in RULES.items():
             if not holds(self):
                 raise ConfigError(f"{name} is {getattr(self, name)}: expected {accepted}.")
