@@ -42,7 +42,7 @@ def test_every_takes_the_linear_layers_too():
 
 
 def test_early_needs_a_gamma():
-    with pytest.raises(ConfigError, match="expected fedpara or pfedpara with a gamma"):
+    with pytest.raises(ConfigError, match="needs fedpara or pfedpara with a gamma"):
         built(model="resnet18-tiny", scheme="lowrank", ratio=0.5, where="early")
 
 

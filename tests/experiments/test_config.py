@@ -294,7 +294,7 @@ def test_a_byte_order_mark_is_ignored(tmp_path):
 
 @pytest.mark.parametrize("words", [{"nonlinearity": "tanh"}, {"init": "he"}, {"gamma": 0.1}])
 def test_the_original_scheme_rejects_factor_options(words):
-    with pytest.raises(ConfigError, match="scheme 'original' has no factors and therefore no"):
+    with pytest.raises(ConfigError, match=r"scheme 'original' has no .*: leave it out"):
         build_scheme(Experiment(scheme="original", **words))
     changed = with_values(Experiment(scheme="fedpara", **words), {"scheme": "original"})
     assert build_scheme(changed) is None

@@ -1,7 +1,7 @@
 """Turn an Experiment into the objects that it names."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from hashlib import blake2b
 from os import PathLike
@@ -74,22 +74,20 @@ def build_algorithm(experiment: Experiment) -> Algorithm:
 
 
 def build_scheme(experiment: Experiment) -> Scheme | None:
-    """None for the original weights."""
-    if experiment.scheme == "original":
-        for name in ("gamma", "rank", "ratio", "nonlinearity", "init"):
-            if getattr(experiment, name) is not None:
-                raise ConfigError(f"scheme 'original' has no factors and therefore no {name}: leave it out.")
+    """The scheme, or None for the original weights."""
+    kind = parameterization.SCHEMES.get(experiment.scheme)
+    accepted = ("init", *(f.name for f in fields(kind))) if kind else ()
+    options = ("gamma", "rank", "ratio", "nonlinearity", "init")
+    given = {name: value for name in options if (value := getattr(experiment, name)) is not None}
+    for name in given:
+        if name not in accepted:
+            raise ConfigError(f"scheme {experiment.scheme!r} has no {name}: leave it out.")
+    if kind is None:
         return None
-    sizes = {name: getattr(experiment, name) for name in ("gamma", "rank", "ratio")}
-    given = {name: value for name, value in sizes.items() if value is not None} or {"gamma": DEFAULT_GAMMA}
-    if experiment.scheme == "lowrank":
-        if experiment.nonlinearity:
-            raise ConfigError("scheme 'lowrank' has no nonlinearity: leave it out.")
-        return parameterization.LowRank(conv=experiment.conv, **given)  # type: ignore[arg-type]
-    if "ratio" in given:
-        raise ConfigError(f"ratio applies to 'lowrank' only: give {experiment.scheme} a gamma or a rank.")
-    kind = parameterization.SCHEMES[experiment.scheme]
-    return kind(nonlinearity=experiment.nonlinearity, conv=experiment.conv, **given)  # type: ignore[call-arg, arg-type]
+    given.pop("init", None)  # for `build_model`
+    if not given.keys() & {"gamma", "rank", "ratio"}:
+        given["gamma"] = DEFAULT_GAMMA
+    return kind(conv=experiment.conv, **given)  # type: ignore[arg-type]
 
 
 def build_model(
@@ -124,8 +122,5 @@ def build_rule(experiment: Experiment, model: nn.Module, scheme: Scheme) -> Wher
             f"unknown where {experiment.where!r}: expected every, early, or hybrid:N such as hybrid:5."
         )
     if not isinstance(scheme, parameterization.FedPara | parameterization.PFedPara) or scheme.gamma is None:
-        raise ConfigError(
-            f"where 'early' gives ResNet's early layers gamma 1, but the scheme is {scheme}: expected fedpara or "
-            "pfedpara with a gamma."
-        )
+        raise ConfigError(f"where 'early' needs fedpara or pfedpara with a gamma: the scheme is {scheme}.")
     return models.resnet_layers(replace(scheme, gamma=1.0), scheme)

@@ -1,6 +1,7 @@
 """Which client holds which examples, and which examples score the models."""
 
 import numpy as np
+from torch import Tensor
 
 from fedpara import data
 from fedpara.data import Examples, FederatedData
@@ -39,15 +40,10 @@ def _scored_by_owner(
     narrow = experiment.test_owners == "training"
     if not (experiment.personal or narrow):
         return FederatedData(train, clients), test
-    if test.owners is None:
-        raise ConfigError(
-            f"the test examples of {experiment.dataset} have no owners, so the clients cannot be scored on their own: "
-            "set test_owners to 'all' and leave personal out."
-        )
-    assert train.owners is not None
-    theirs = data.by_owner(test.owners, roster=train.owners)
+    cure = "set test_owners to 'all' and leave personal out"
+    theirs = data.by_owner(_owners(experiment, test, cure), roster=train.owners)
     if experiment.split == "largest":
-        theirs = _largest_first(theirs, data.by_owner(train.owners))
+        theirs = _largest_first(theirs, data.by_owner(_owners(experiment, train)))
     theirs = theirs[: len(clients)]
     scored = test
     if narrow and len(theirs.indices) < len(test):
@@ -65,15 +61,18 @@ def _clients(experiment: Experiment, train: Examples) -> Partition:
         return data.dirichlet_capped(labels, n, experiment.alpha, seed)
     if experiment.split == "shards":
         return data.shards(labels, n, seed, experiment.classes_per_client)
-    if train.owners is None:
-        raise ConfigError(
-            f"the examples of {experiment.dataset} have no owners, which split {experiment.split!r} needs: choose iid, "
-            "dirichlet or shards."
-        )
-    owned = data.by_owner(train.owners)
+    owned = data.by_owner(_owners(experiment, train))
     if experiment.split == "largest":
         owned = _largest_first(owned, owned)
     return owned[:n]
+
+
+def _owners(
+    experiment: Experiment, examples: Examples, cure: str = "choose iid, dirichlet or shards"
+) -> Tensor:
+    if examples.owners is None:
+        raise ConfigError(f"{experiment.dataset} has no owners for split {experiment.split!r}: {cure}.")
+    return examples.owners
 
 
 def _largest_first(owners: Partition, training: Partition) -> Partition:
@@ -99,8 +98,7 @@ def _split_validation(
         training, held_out = data.split(clients, train.labels, fraction, experiment.seed, exact=True)
     if not len(held_out.indices):
         raise ConfigError(
-            f"validation is {fraction}, but no client of {experiment.dataset} has an example to spare: use fewer "
-            "clients, a larger fraction, or validation = 0."
+            f"validation is {fraction}, but no client has an example to spare: use fewer clients or a larger fraction."
         )
     return training, held_out
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fedpara.data import Examples, FederatedData
-from fedpara.errors import ConfigError, DataError, FedParaError
+from fedpara.errors import ConfigError, DataError
 from fedpara.experiments.config import Experiment
 
 OWN = "load:"
@@ -25,8 +25,6 @@ def read_own(dataset: str, node_config: Mapping[str, Any]) -> tuple[Examples, Ex
     function = _function(dataset)
     try:
         got = function(dict(node_config))
-    except FedParaError:
-        raise
     except Exception as error:
         raise DataError(f"{dataset} failed: {type(error).__name__}: {error}") from error
     match got:
@@ -41,13 +39,12 @@ def server_side(experiment: Experiment) -> tuple[FederatedData, Examples | None]
     """A federation without examples, since the nodes hold them, and the server's test set."""
     if experiment.engine != "flower":
         raise ConfigError(
-            f"dataset is {experiment.dataset!r}, which each Flower node reads itself: use --engine flower."
+            f"Flower nodes read dataset {experiment.dataset!r} themselves: use --engine flower."
         )
     if experiment.validation:
         raise ConfigError(
-            f"validation is {experiment.validation} and dataset is {experiment.dataset!r}, whose examples each node "
-            "reads itself: holding out some of them is not supported yet. Leave validation out, and let the function "
-            "return validation examples as its test data."
+            f"validation is not supported for dataset {experiment.dataset!r}: leave it out, and return validation "
+            "examples as the test data."
         )
     train, test = read_own(experiment.dataset, SERVER)
     nobody: list[list[int]] = [[] for _ in range(experiment.clients)]
