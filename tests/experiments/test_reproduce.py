@@ -220,9 +220,7 @@ def test_an_unreadable_folder_does_not_stop_the_others(whole, tmp_path):
 
 
 def test_a_usage_error_is_one_line(tmp_path):
-    with pytest.raises(
-        SystemExit, match=r"^python -m fedpara.experiments.reproduce: the paper has no 'nosuch'"
-    ):
+    with pytest.raises(SystemExit, match=r"^python -m fedpara.experiments.reproduce: unknown study 'nosuch'"):
         reproduce.main(["nosuch", "--out", str(tmp_path)])
 
 
