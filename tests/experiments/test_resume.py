@@ -294,18 +294,6 @@ def test_fewer_rounds_than_done_are_rejected(stopped, rounds):
     assert read_config(stopped).rounds == 6
 
 
-def test_a_target_ends_the_run_for_good(tmp_path):
-    experiment = Experiment(model="mlp", scheme="original", clients=10, rounds=40, lr=0.1, target=0.5)
-    summary = run(experiment, tmp_path / "run")
-    assert summary.accuracy >= 0.5
-    assert summary.rounds < 40
-    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    assert resume(tmp_path / "run").rounds == summary.rounds
-    assert resume(tmp_path / "run", rounds=50).rounds == summary.rounds
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
-    assert summary.reached(0.5)["round"] == summary.rounds
-
-
 def test_a_diverging_run_keeps_its_last_good_round(tmp_path):
     path = tmp_path / "run"
     experiment = Experiment(

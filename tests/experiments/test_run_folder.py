@@ -5,23 +5,19 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from fedpara.engines.memory import InMemory
 from fedpara.engines.progress import Progress, Round
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import Experiment, read_run, resume, run
 from fedpara.experiments.build import build
 from fedpara.experiments.run import lay_out
 from fedpara.experiments.storage.checkpoint import final_checkpoint
-from fedpara.experiments.storage.client_files import OnDisk, memory_file
 from fedpara.experiments.storage.jsonl import append_line, drop_rounds_after, read_lines
 from fedpara.experiments.storage.run_folder import RunFolder, create, metrics_of, open_run
 from fedpara.experiments.storage.summary import read_config
-from fedpara.experiments.storage.tensor_files import write_groups
 
 TINY = Experiment(
     model="mlp", scheme="original", clients=8, cohort=2, rounds=3, batch_size=32, epochs=None, steps=1
@@ -255,92 +251,14 @@ def test_a_line_with_nan_is_never_written(tmp_path):
         append_line(tmp_path / "m.jsonl", {"round": 1, "x": float("nan")})
 
 
-def groups(value, empty=()):
-    full = {"private": {"w.x2": torch.full((3,), value)}, "control": {"w": torch.full((2, 2), value)}}
-    return {name: {} if name in empty else members for name, members in full.items()}
-
-
-@pytest.mark.parametrize("empty", [(), ("private",), ("control",)])
-def test_on_disk_and_in_memory_agree(tmp_path, empty):
-    """Groups without tensors survive, as in SCAFFOLD with a model that has no private parts."""
-    disk, memory = OnDisk(tmp_path), InMemory()
-    for store in (disk, memory):
-        assert store.get(3) is None
-        store.put(3, 1, groups(1.0, empty))
-        store.put(3, 2, groups(2.0, empty))
-        store.put(1_234_567, 2, groups(5.0, empty))
-    for client in (3, 1_234_567):
-        a, b = disk.get(client), memory.get(client)
-        assert a.keys() == b.keys()
-        assert all(torch.equal(a[g][n], b[g][n]) for g in b for n in b[g])
-        assert {g: set(members) for g, members in a.items()} == {g: set(m) for g, m in b.items()}
-
-
-def value(store, client):
-    found = store.get(client)
-    return None if found is None else float(found["private"]["w.x2"][0])
-
-
-def files(folder: Path) -> set[str]:
-    return {path.name.split(".")[0] for path in folder.glob("*/*.safetensors")}
-
-
-def test_on_disk_falls_back_to_the_checkpoint(tmp_path):
-    disk = OnDisk(tmp_path)
-    disk.put(1, 1, groups(1.0))
-    disk.put(1, 3, groups(3.0))
-    disk.put(2, 3, groups(30.0))
-    assert (value(disk, 1), value(disk, 2)) == (3.0, 30.0)
-    again = OnDisk(tmp_path, checkpoint=2)
-    assert (value(again, 1), value(again, 2)) == (1.0, None)
-    assert files(tmp_path) == {"1-1"}
-
-
-def test_on_disk_keeps_the_files_of_two_checkpoints(tmp_path):
-    disk = OnDisk(tmp_path)
-    for t in range(1, 6):
-        disk.put(1, t, groups(float(t)))
-        if t == 2:
-            disk.put(2, t, groups(20.0))
-        disk.settle(t - 1)
-    assert files(tmp_path) == {"1-4", "1-5", "2-2"}
-    for checkpoint, expected in ((5, 5.0), (4, 4.0)):
-        assert value(OnDisk(tmp_path, checkpoint), 1) == expected
-        assert value(OnDisk(tmp_path, checkpoint), 2) == 20.0
-
-
-def test_a_memory_under_another_name_is_rejected(tmp_path):
-    disk = OnDisk(tmp_path)
-    disk.put(7, 1, groups(1.0))
-    disk.put(8, 1, groups(2.0))
-    file = memory_file(tmp_path, 8, 1)
-    shutil.copyfile(memory_file(tmp_path, 7, 1), file)
-    with pytest.raises(RunError, match=r"is the memory of client 7, round 1: expected that of client 8"):
-        disk.get(8)
-    file.rename(memory_file(tmp_path, 7, 2))
-    with pytest.raises(RunError, match="expected that of client 7, round 2"):
-        OnDisk(tmp_path, 2).get(7)
-    write_groups(memory_file(tmp_path, 7, 2), groups(3.0))  # as an earlier version wrote it
-    assert OnDisk(tmp_path, 2).get(7).keys() == groups(3.0).keys()
-
-
-def test_a_damaged_memory_is_rejected_by_name(tmp_path):
-    disk = OnDisk(tmp_path)
-    disk.put(7, 1, groups(1.0))
-    (path,) = tmp_path.glob("*/*")
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(RunError, match=str(path)):
-        disk.get(7)
-
-
 def test_only_clients_with_a_memory_have_a_file(tmp_path, finished):
     assert not (finished / "clients").exists()
     scaffold = Experiment(**{**vars(TINY), "algorithm": "scaffold", "rounds": 4})
     run(scaffold, tmp_path / "run")
     folder = open_run(tmp_path / "run", scaffold, DATA)
     versions: dict[int, int] = {}
-    for name in files(tmp_path / "run" / "clients"):
-        client = int(name.split("-")[0])
+    for path in (tmp_path / "run" / "clients").glob("*/*.safetensors"):
+        client = int(path.stem.split("-")[0])
         versions[client] = versions.get(client, 0) + 1
         assert folder.memory.get(client).keys() == {"private", "control"}
     folder.close()
@@ -367,3 +285,15 @@ def test_a_target_is_met_at_equality(tmp_path):
     met = run(replace(TINY, rounds=1), tmp_path / "a").accuracy
     assert run(replace(TINY, target=met), tmp_path / "b").rounds == 1
     assert resume(tmp_path / "b").rounds == 1
+
+
+def test_a_target_ends_the_run_for_good(tmp_path):
+    experiment = Experiment(model="mlp", scheme="original", clients=10, rounds=40, lr=0.1, target=0.5)
+    summary = run(experiment, tmp_path / "run")
+    assert summary.accuracy >= 0.5
+    assert summary.rounds < 40
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert resume(tmp_path / "run").rounds == summary.rounds
+    assert resume(tmp_path / "run", rounds=50).rounds == summary.rounds
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    assert summary.reached(0.5)["round"] == summary.rounds
