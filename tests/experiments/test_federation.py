@@ -173,7 +173,7 @@ def test_the_test_set_is_whole_if_all_owners_train():
 def test_test_data_without_owners_cannot_be_narrowed():
     train, test = data.load("generated:femnist")
     unowned = replace(test, owners=None)
-    with pytest.raises(ConfigError, match=r"has no owners.*test_owners to 'all'"):
+    with pytest.raises(ConfigError, match=r"have no owners.*test_owners to 'all'"):
         build_federation(FEMNIST, train, unowned)
     assert same(build_federation(replace(FEMNIST, test_owners="all"), train, unowned)[1], test)
 

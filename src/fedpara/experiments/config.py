@@ -121,7 +121,7 @@ class Experiment:
 
     @property
     def identity(self) -> str:
-        """A digest of every field that decides the result: all but FREE, and LATER fields where they are used."""
+        """A digest of the fields that decide the result: not FREE ones, and LATER ones only if they differ."""
         values = {name: value for name, value in asdict(self).items() if name not in FREE}
         if self.split not in OWNED or self.personal:
             values["test_owners"] = LATER["test_owners"]  # the field has no effect on the scores

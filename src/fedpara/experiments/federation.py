@@ -1,7 +1,6 @@
 """Which client holds which examples, and which examples score the models."""
 
 import numpy as np
-from torch import Tensor
 
 from fedpara import data
 from fedpara.data import Examples, FederatedData
@@ -40,10 +39,13 @@ def _scored_by_owner(
     narrow = experiment.test_owners == "training"
     if not (experiment.personal or narrow):
         return FederatedData(train, clients), test
-    cure = "set test_owners to 'all' and leave personal out"
-    theirs = data.by_owner(_owners(experiment, test, cure), roster=train.owners)
+    if test.owners is None:
+        raise ConfigError(
+            f"the test examples of {experiment.dataset} have no owners: set test_owners to 'all' and leave personal out."
+        )
+    theirs = data.by_owner(test.owners, roster=train.owners)
     if experiment.split == "largest":
-        theirs = _largest_first(theirs, data.by_owner(_owners(experiment, train)))
+        theirs = _largest_first(theirs, _by_owner(experiment, train))
     theirs = theirs[: len(clients)]
     scored = test
     if narrow and len(theirs.indices) < len(test):
@@ -61,18 +63,18 @@ def _clients(experiment: Experiment, train: Examples) -> Partition:
         return data.dirichlet_capped(labels, n, experiment.alpha, seed)
     if experiment.split == "shards":
         return data.shards(labels, n, seed, experiment.classes_per_client)
-    owned = data.by_owner(_owners(experiment, train))
+    owned = _by_owner(experiment, train)
     if experiment.split == "largest":
         owned = _largest_first(owned, owned)
     return owned[:n]
 
 
-def _owners(
-    experiment: Experiment, examples: Examples, cure: str = "choose iid, dirichlet or shards"
-) -> Tensor:
-    if examples.owners is None:
-        raise ConfigError(f"{experiment.dataset} has no owners for split {experiment.split!r}: {cure}.")
-    return examples.owners
+def _by_owner(experiment: Experiment, train: Examples) -> Partition:
+    if train.owners is None:
+        raise ConfigError(
+            f"the examples of {experiment.dataset} have no owners: choose iid, dirichlet or shards."
+        )
+    return data.by_owner(train.owners)
 
 
 def _largest_first(owners: Partition, training: Partition) -> Partition:

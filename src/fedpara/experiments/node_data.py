@@ -47,8 +47,8 @@ def server_side(experiment: Experiment) -> tuple[FederatedData, Examples | None]
             "examples as the test data."
         )
     train, test = read_own(experiment.dataset, SERVER)
-    nobody: list[list[int]] = [[] for _ in range(experiment.clients)]
-    return FederatedData(train.subset([]), nobody, test_clients=nobody if experiment.personal else None), test
+    empty: list[list[int]] = [[] for _ in range(experiment.clients)]
+    return FederatedData(train.subset([]), empty, test_clients=empty if experiment.personal else None), test
 
 
 def _function(dataset: str) -> Callable[[dict[str, Any]], Any]:

@@ -122,9 +122,6 @@ class RunFolder:
     def metrics(self) -> list[dict[str, Any]]:
         return read_lines(self.path / "metrics.jsonl")
 
-    def timing(self) -> list[dict[str, Any]]:
-        return read_lines(self.path / "timing.jsonl")
-
     def _newest_checkpoint(self) -> Progress | None:
         """The newest checkpoint that is intact with everything it refers to. Nothing on disk changes before."""
         paths = checkpoint_files(self.path)

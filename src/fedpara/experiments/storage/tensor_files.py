@@ -117,7 +117,7 @@ def _read(path: Path) -> _Content:
 
 
 def _read_message_layout(path: Path) -> tuple[str, _Content] | None:
-    """(the digest in the file, its content). None if the file has the other layout, or none."""
+    """(the digest in the file, its content). None if the file does not have this layout."""
     try:
         header, data = tensors.split_index(np.fromfile(path, np.uint8).data)
     except OSError as error:
