@@ -41,7 +41,7 @@ def _scored_by_owner(
         return FederatedData(train, clients), test
     if test.owners is None:
         raise ConfigError(
-            f"the test examples of {experiment.dataset} have no owners: set test_owners to 'all' and leave personal out."
+            f"the test examples of {experiment.dataset} have no owners: set test_owners to 'all', without personal."
         )
     theirs = data.by_owner(test.owners, roster=train.owners)
     if experiment.split == "largest":
