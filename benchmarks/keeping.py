@@ -53,7 +53,7 @@ def seconds(name: str, rounds: int = 10) -> tuple[list[float], list[float]]:
         def end(result: Round) -> None:
             began = time.perf_counter()
             if synced:
-                memory.secure(result.number, result.kept)
+                memory.secure(result.number, result.memories)
             syncing.append(time.perf_counter() - began)
             memory.settle(result.number - 1)
             ended.append(time.perf_counter())

@@ -34,7 +34,7 @@ from fedpara.errors import RunError
 from fedpara.experiments import Experiment
 from fedpara.experiments.build import build
 from fedpara.experiments.storage.checkpoint import CHECKPOINT, PREVIOUS, Checkpoint, read_checkpoint
-from fedpara.experiments.storage.client_files import kept_file, kept_files
+from fedpara.experiments.storage.client_files import memory_file, memory_files
 from fedpara.experiments.storage.jsonl import raw_lines
 from fedpara.experiments.storage.run_folder import open_run
 from fedpara.files import PART
@@ -106,7 +106,7 @@ class Folder:
         checkpoints = self.checkpoints()
         newest = self.newest = checkpoints[0][1].round if checkpoints else 0
         self.count = len(checkpoints)
-        for _, round, file in list(kept_files(self.path / "clients")):
+        for _, round, file in list(memory_files(self.path / "clients")):
             if round > newest and rng.random() < 0.7:
                 self.damage(file, rng)
         for file in list(self.path.rglob(PART)):
@@ -135,7 +135,7 @@ class Folder:
             self.damage(metrics, rng, after=len(b"".join(raw_lines(metrics)[: newest.round - 1])))
 
     def _counted_on(self, checkpoint: Checkpoint) -> set[Path]:
-        return {kept_file(self.path / "clients", *entry) for entry in checkpoint.kept.items()}
+        return {memory_file(self.path / "clients", *entry) for entry in checkpoint.memories.items()}
 
 
 def opened(folder: Folder, data: str) -> str:

@@ -14,7 +14,7 @@ from fedpara.engines.progress import Progress
 from fedpara.experiments import Experiment, run
 from fedpara.experiments.build import build
 from fedpara.experiments.storage.checkpoint import Checkpoint, final_checkpoint, write_checkpoint
-from fedpara.experiments.storage.client_files import kept_file
+from fedpara.experiments.storage.client_files import memory_file
 from fedpara.experiments.storage.tensor_files import named_digest, read_groups, write_groups
 
 PERSONAL = {"model": "mlp", "scheme": "pfedpara", "clients": 2, "cohort": 2, "epochs": None, "steps": 1}
@@ -118,15 +118,15 @@ def write_server_note(folder, round):
     (folder / "nodes.txt").write_text("abc\n")
     (folder / "clients" / "0").mkdir(parents=True)
     note = {ACCEPTED: {"round": torch.tensor(round)}}
-    write_groups(kept_file(folder / "clients", 0, round), note)
+    write_groups(memory_file(folder / "clients", 0, round), note)
     newest = final_checkpoint(folder)
-    newest.digests[0] = named_digest(kept_file(folder / "clients", 0, round))
+    newest.digests[0] = named_digest(memory_file(folder / "clients", 0, round))
     write_checkpoint(folder, newest)
 
 
 def test_another_clients_file_is_rejected(cli, tmp_path):
     run(Experiment(**PERSONAL, rounds=1), tmp_path / "run")
-    paths = [kept_file(tmp_path / "run" / "clients", client, 1) for client in range(2)]
+    paths = [memory_file(tmp_path / "run" / "clients", client, 1) for client in range(2)]
     shutil.copyfile(*paths)
     code, _, err = cli("export", "run", "--client", 1)
     assert (code, "client 0, round 1: expected that of client 1" in " ".join(err.split())) == (1, True)
@@ -135,10 +135,10 @@ def test_another_clients_file_is_rejected(cli, tmp_path):
 def test_another_runs_file_is_rejected(cli, tmp_path):
     """A whole file of this client and round, but not the one in the checkpoint."""
     run(Experiment(**PERSONAL, rounds=1), tmp_path / "run")
-    path = kept_file(tmp_path / "run" / "clients", 0, 1)
+    path = memory_file(tmp_path / "run" / "clients", 0, 1)
     groups = read_groups(path)
     next(iter(groups["private"].values())).add_(1)
-    write_groups(path, groups, whose=(0, 1))
+    write_groups(path, groups, origin=(0, 1))
     code, _, err = cli("export", "run", "--client", 0)
     assert code == 1
     assert "0-1.safetensors is not the file that the checkpoint" in " ".join(err.split())
@@ -146,9 +146,9 @@ def test_another_runs_file_is_rejected(cli, tmp_path):
 
 def test_an_older_file_does_not_replace_a_missing_newest_one(cli, tmp_path):
     run(Experiment(**PERSONAL, rounds=3), tmp_path / "run")
-    kept = final_checkpoint(tmp_path / "run").kept
+    kept = final_checkpoint(tmp_path / "run").memories
     client, round = next((c, r) for c, r in kept.items() if r == 3)
-    path = kept_file(tmp_path / "run" / "clients", client, round)
+    path = memory_file(tmp_path / "run" / "clients", client, round)
     path.rename(path.with_name(f"{client}-{round - 1}.safetensors"))
     code, _, err = cli("export", "run", "--client", client)
     assert code == 1

@@ -41,7 +41,7 @@ BAD = {
     "flag": (["run", "--round", "3"], 2, "--round"),
     "command": (["ran"], 2, "ran"),
     "tracker": (["run", "--track", "visdom"], 2, "unknown tracker 'visdom'"),
-    "preset and config": (["run", "quickstart", "--config", "x"], 2, "not both"),
+    "preset and config": (["run", "quickstart", "--config", "x"], 2, "both given"),
     "preset and scheme": (["run", "quickstart", "--scheme", "fedpara"], 2, "compares schemes itself"),
     "config": (["run", "--config", "nowhere.toml"], 2, "No such file"),
     "resume": (["resume", "nowhere"], 2, "no config.toml"),
@@ -143,7 +143,7 @@ def test_an_invalid_world_size(cli, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "two")
     code, out, err = cli("inspect", "mlp")
     assert (code, out) == (2, "")
-    assert "WORLD_SIZE is 'two' in the environment" in err
+    assert "WORLD_SIZE is 'two'" in err
 
 
 def test_a_preset_is_not_written_into_a_run_folder(cli, tmp_path):
@@ -151,7 +151,7 @@ def test_a_preset_is_not_written_into_a_run_folder(cli, tmp_path):
     before = sorted(path.name for path in (tmp_path / "a").iterdir())
     code, out, err = cli("run", "quickstart", "--out", "a")
     assert (code, out) == (2, "")
-    assert "a holds a run already, and nothing is overwritten" in err
+    assert "a already holds a run" in err
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == before
 
 

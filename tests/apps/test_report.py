@@ -20,7 +20,7 @@ def runs(tmp_path_factory):
     ("name", "starts"),
     [
         ("page.html", "<!doctype html>"),
-        ("page.md", "# The paper, run here"),
+        ("page.md", "# Reproduction of the paper"),
         ("page.csv", "study,row,column,paper,ours"),
         ("page.tex", "% rank-histogram"),
     ],

@@ -87,16 +87,16 @@ def test_the_list_shows_every_name_and_its_cost(cli):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "which table or figure"),
+        ([], "name a table or figure"),
         (["capacity-cn"], "did you mean 'capacity-cnn'"),
         (["optimizers", "--scale", "small"], "expected paper or tiny"),
         (["optimizers", "--seeds", "0"], "seeds"),
-        (["optimizers", "--only", "zzz"], "one of the 5 names: cifar10-iid-vgg16-"),
+        (["optimizers", "--only", "zzz"], "The 5 runs are cifar10-iid-vgg16-"),
         (
             ["optimizers", "table-sizes", "--only", "zzz"],
-            "no run of optimizers, table-sizes has that in its name",
+            "no run of optimizers, table-sizes has this in its name",
         ),
-        (["table-sizes", "--only", "zzz"], "table-sizes needs no run"),
+        (["table-sizes", "--only", "zzz"], "table-sizes is computed and needs no run"),
     ],
 )
 def test_mistakes(cli, tmp_path, arguments, says):

@@ -59,9 +59,7 @@ def test_out_of_memory_stops_only_its_own_run(cli, monkeypatch, tmp_path, error)
     code, _, err = cli("resume", "runs", "--rounds", "2")
     assert (code, read_run(tmp_path / "runs/b").rounds) == (1, 2)
     said = err.splitlines()[-1]
-    assert said.startswith(
-        "fedpara: 1 of 2 runs failed, the others are done. a: the memory ran out in runs/a ("
-    )
+    assert said.startswith("fedpara: 1 of 2 runs failed, the others are done. a: runs/a ran out of memory (")
     assert "3.78 TiB" in said
 
 

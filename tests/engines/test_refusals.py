@@ -275,7 +275,7 @@ def test_a_diverging_run_stops_and_names_the_client_and_the_round(world, scheme)
             on_round=seen.append,
         )
     assert all(tensor.isfinite().all() for result in seen for tensor in result.progress.x.values())
-    taken = {client for result in seen for client in result.kept}
+    taken = {client for result in seen for client in result.memories}
     assert {client for client in range(6) if memory.get(client) is not None} == taken
 
 
@@ -297,7 +297,7 @@ def test_one_client_that_diverges_is_refused_and_the_round_goes_on(world, name):
     for result in run.rounds:
         assert [client for client, _ in result.refused] == [BAD]
         assert result.refused[0][1].startswith("it diverged: its ")
-        assert result.kept == tuple(client for client in range(6) if client != BAD)
+        assert result.memories == tuple(client for client in range(6) if client != BAD)
     assert memory.get(BAD) is None
     assert all(tensor.isfinite().all() for tensor in run.state.values())
 
@@ -360,7 +360,7 @@ def test_too_few_replies_leave_no_client_changed(world):
     )
     assert result.notes == ("round 1 had 3 of 4 usable updates: the model stays unchanged",)
     assert seen.kept == [[]]
-    assert result.kept == ()
+    assert result.memories == ()
 
 
 def test_a_refused_client_is_not_among_those_that_keep(world):
@@ -368,7 +368,7 @@ def test_a_refused_client_is_not_among_those_that_keep(world):
     session = world.session(world.model("pfedpara"))
     _, engine = tampered(world, session, HANDS["cut"][0])
     (result,) = run_rounds(session, engine, Schedule(1, 6, 4, world.federation.size), personal=False)
-    assert result.kept == tuple(client for client in CHOSEN if client != BAD)
+    assert result.memories == tuple(client for client in CHOSEN if client != BAD)
 
 
 def test_a_client_that_never_answers_was_sent_the_model(world):

@@ -1,4 +1,4 @@
-"""An experiment in words: what is written is read, what cannot work is said, with its line."""
+"""Experiment: configs survive a write and a read, and mistakes are rejected with their line."""
 
 import re
 import tomllib
@@ -41,7 +41,7 @@ mus = st.none() | st.floats(0, 1e10) | st.sampled_from([1, np.float32(0.1), np.f
 
 @settings(deadline=None, max_examples=100)
 @given(values=st.fixed_dictionaries({}, optional=maybe), work=work, mu=mus)
-def test_what_is_written_is_read(tmp_path_factory, values, work, mu):
+def test_a_config_survives_a_write_and_a_read(tmp_path_factory, values, work, mu):
     values |= work
     if mu is not None:
         values |= {"algorithm": "fedprox", "options": {"mu": mu}}
@@ -53,17 +53,12 @@ def test_what_is_written_is_read(tmp_path_factory, values, work, mu):
 
 
 @pytest.mark.parametrize("work", [{"epochs": 2, "steps": 3}, {"epochs": None}])
-def test_epochs_or_steps_are_one_of_the_two_before_anything_is_trained(work):
+def test_epochs_and_steps_exclude_each_other(work):
     with pytest.raises(ConfigError, match="expected one of the two"):
-        Experiment(**work)
+        build_algorithm(Experiment(**work))
 
 
-def test_an_option_is_named_by_a_word():
-    with pytest.raises(ConfigError, match="an option is named 1: expected a word"):
-        Experiment(options={1: 2.0})
-
-
-def test_every_preset_is_written_and_read(tmp_path):
+def test_every_preset_survives_a_write_and_a_read(tmp_path):
     for each in PRESETS.values():
         for experiment in each.runs.values():
             (tmp_path / "config.toml").write_text(to_toml(experiment))
@@ -119,7 +114,7 @@ OTHER = {
 }
 
 
-def test_the_identity_is_of_everything_but_the_free_fields():
+def test_the_identity_covers_every_field_except_the_free_ones():
     assert OTHER.keys() == {field.name for field in fields(Experiment)}
     base = Experiment(algorithm="fedprox", split="owner")
     for name, value in OTHER.items():
@@ -136,43 +131,30 @@ BAD = {
     "engine": ("seqential", "did you mean 'sequential'"),
     "share": ("fedpr", "did you mean 'fedper'"),
     "augment": ("crop_flip", "did you mean 'crop-flip'"),
-    "clients": (0, "at least 1"),
-    "cohort": (101, "a cohort of 101 from 100 clients"),
-    "rounds": (0, "at least 1"),
-    "evaluate_every": (0, "at least 1"),
-    "alpha": (0.0, "expected a positive number"),
     "data_fraction": (0.0, "above 0 and at most 1"),
-    "validation": (1.0, "a share below 1, such as 0.1"),
+    "validation": (1.0, "a fraction below 1, such as 0.1"),
     "weights": ("exampels", "did you mean 'examples'"),
-    "max_share": (0.0, "above 0 and at most 1, such as 0.2"),
     "test_owners": ("trained", "did you mean 'training'"),
-    "target": (80.0, "at most 1, such as 0.8"),
+    "keep": (101, "1 to the number of clients"),
     "seed": (1 << 63, "0 to 2^63 - 1"),
     "lr": ("fast", "expected float"),
+    "gamma": ("small", "expected float."),
     "personal": (1, "expected bool"),
     "batch_size": (2.5, "expected int"),
-    "gamma": (True, "expected float or nothing"),
     "options": ({"mu": 0.1}, "fedavg has no hyper-parameter 'mu'"),
 }
 
 
 @pytest.mark.parametrize("name", sorted(BAD))
-def test_a_value_that_cannot_work_is_refused_where_it_is_given(name):
+def test_a_bad_value_is_rejected(name):
     value, text = BAD[name]
     with pytest.raises(ConfigError, match=re.escape(text)):
         Experiment(**{name: value})
 
 
-@pytest.mark.parametrize("value", [float("nan"), -1.0, 0])
-def test_alpha_is_above_zero(value):
-    with pytest.raises(ConfigError, match="alpha is"):
-        Experiment(alpha=value)
-
-
-@pytest.mark.parametrize("options", [{"mu": -1.0}, {"local": 1.0}, {"name": 1.0}, {"mu": float("nan")}])
-def test_the_algorithms_own_options_are_checked(options):
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        Experiment(algorithm="fedprox", options=options)
+def test_the_algorithms_options_are_checked():
+    with pytest.raises(ConfigError, match="mu"):
+        Experiment(algorithm="fedprox", options={"mu": -1.0})
 
 
 @pytest.mark.parametrize(
@@ -182,24 +164,22 @@ def test_the_algorithms_own_options_are_checked(options):
         ("# a comment\n\n  colour = 'red'\n", 3, "unknown key 'colour'"),
         ("cohort = 5\n'clinets' = 3\n", 2, "did you mean 'clients'?"),
         ("rounds = 3\nlr = 'fast'\n", 2, "lr is 'fast': expected float"),
-        ("rounds = 3\nalpha = -1\n", 2, "alpha is -1"),
+        ("rounds = 3\nvalidation = -1\n", 2, "validation is -1"),
         ("rounds = 3\nscheme = 'fedpera'\n", 2, "unknown scheme 'fedpera'"),
         ("algorithm = 'fedprox'\n[options]\nnu = 1.0\n", 3, "no hyper-parameter 'nu'"),
         ("algorithm = 'fedprox'\noptions.nu = 1.0\n", 2, "no hyper-parameter 'nu'"),
-        ("clients = 3\n", None, "a cohort of 10 from 3 clients"),
     ],
 )
-def test_a_config_file_is_refused_with_its_line(tmp_path, text, line, says):
+def test_a_mistake_in_a_config_file_is_reported_with_its_line(tmp_path, text, line, says):
     path = tmp_path / "my.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         read_toml(path)
-    where = f"{path}, line {line}: " if line else f"{path}: "
-    assert str(caught.value).startswith(where)
+    assert str(caught.value).startswith(f"{path}, line {line}: ")
     assert says in str(caught.value)
 
 
-def test_what_is_no_config_file_is_refused(tmp_path):
+def test_files_that_are_not_configs_are_rejected(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         read_toml(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="Is a directory"):
@@ -208,11 +188,11 @@ def test_what_is_no_config_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"is not TOML: .*line 1"):
         read_toml(tmp_path / "torn.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="not text"):
+    with pytest.raises(ConfigError, match="is not TOML"):
         read_toml(tmp_path / "binary.toml")
 
 
-def test_one_size_replaces_another():
+def test_a_given_size_replaces_the_one_in_the_base():
     base = Experiment(gamma=0.3)
     assert with_values(base, {"rank": 4}) == replace(base, gamma=None, rank=4)
     assert with_values(base, {"scheme": "original"}).gamma is None
@@ -221,12 +201,7 @@ def test_one_size_replaces_another():
     assert with_values(base, {}) == base
 
 
-def test_the_original_has_no_size():
-    with pytest.raises(ConfigError, match="leave them out"):
-        Experiment(scheme="original", gamma=0.1)
-
-
-def test_words_become_the_schemes_they_name():
+def test_scheme_names_become_schemes():
     assert build_scheme(Experiment(scheme="original")) is None
     assert build_scheme(Experiment()) == FedPara(gamma=0.1)
     assert build_scheme(Experiment(rank=3, nonlinearity="tanh")) == FedPara(rank=3, nonlinearity="tanh")
@@ -237,7 +212,7 @@ def test_words_become_the_schemes_they_name():
             build_scheme(Experiment(**wrong))
 
 
-def test_words_become_the_algorithm_and_its_local_part():
+def test_fields_become_the_algorithm_and_its_local_part():
     words = {"lr": 0.3, "lr_decay": 0.9, "batch_size": 7, "momentum": 0.5, "weight_decay": 0.1}
     words |= {"clip": 2.0, "jacobian": 1.0, "jacobian_norm": "squared", "epochs": 3}
     local = build_algorithm(Experiment(algorithm="fedprox", options={"mu": 0.7}, **words)).local
@@ -257,21 +232,25 @@ def test_words_become_the_algorithm_and_its_local_part():
         {"clients": 5000},
         {"lr": -1.0},
         {"momentum": 1.0},
+        {"clients": 0},
+        {"alpha": 0.0},
+        {"where": "first"},
+        {"where": "hybrid:x"},
     ],
 )
-def test_what_only_shows_when_it_is_built_is_refused_too(words):
+def test_build_rejects_bad_values(words):
     with pytest.raises((ConfigError, SchemeError)):
         build(Experiment(**words))
 
 
-def test_a_share_of_the_data_is_a_share_of_every_client():
+def test_data_fraction_applies_to_each_client():
     whole, half = (build(Experiment(clients=10, data_fraction=f)).data for f in (1.0, 0.5))
     for client in range(10):
         assert half.size(client) == max(1, round(whole.size(client) / 2))
         assert set(half.clients[client].tolist()) <= set(whole.clients[client].tolist())
 
 
-def test_the_seed_decides_the_model_and_the_split():
+def test_the_seed_determines_the_model_and_the_split():
     parts = [build(Experiment(model="mlp", scheme="original", clients=10, seed=s)) for s in (0, 0, 1)]
     weights = [part.task.model.state_dict()["fc1.weight"] for part in parts]
     assert (weights[0] == weights[1]).all()
@@ -280,63 +259,48 @@ def test_the_seed_decides_the_model_and_the_split():
     assert parts[0].data.clients != parts[2].data.clients
 
 
-def test_presets_are_found_by_their_nearest_name():
+def test_an_unknown_preset_suggests_the_nearest_name():
     assert set(preset("quickstart").runs) == {"original", "lowrank", "fedpara", "pfedpara"}
     with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
         preset("quikstart")
 
 
-def test_toml_is_what_it_says():
-    """config.toml is for people and other programs too."""
+def test_config_toml_is_plain_toml():
     written = tomllib.loads(to_toml(Experiment(gamma=0.25, algorithm="fedprox", options={"mu": 0.5})))
     assert written["gamma"] == 0.25
     assert written["options"] == {"mu": 0.5}
     assert "rank" not in written
 
 
-def test_a_whole_number_and_the_same_float_are_one_experiment():
+def test_an_int_and_the_equal_float_are_the_same_experiment():
     whole = Experiment(lr=1, alpha=1, algorithm="fedprox", options={"mu": 1})
     assert whole.identity == Experiment(lr=1.0, alpha=1.0, algorithm="fedprox", options={"mu": 1.0}).identity
     assert type(whole.lr) is type(whole.options["mu"]) is float
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("lr = 1" + "0" * 400, "lr is a number of 401 digits"),
-        ("algorithm = 'fedprox'\n[options]\nmu = 1" + "0" * 400, "mu is a number of 401 digits"),
-        ("seed = 1" + "0" * 5000, "is not TOML"),
-        ("lr = " + "[" * 20_000, "is not TOML"),
-        ("epochs = 2\nsteps = 3", "epochs is 2 and steps is 3: expected one of the two"),
-    ],
-    ids=["digits", "option", "more digits", "brackets", "both"],
+    "text", ["seed = 1" + "0" * 5000, "lr = " + "[" * 20_000], ids=["digits", "brackets"]
 )
-def test_what_python_chokes_on_is_refused(tmp_path, text, says):
+def test_a_hostile_config_file_is_rejected(tmp_path, text):
     (tmp_path / "config.toml").write_text(text)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match="is not TOML"):
         read_toml(tmp_path / "config.toml")
 
 
-def test_an_editors_mark_at_the_beginning_is_no_mistake(tmp_path):
+def test_a_byte_order_mark_is_ignored(tmp_path):
     (tmp_path / "config.toml").write_text("\ufefflr = 0.5\n", encoding="utf-8")
     assert read_toml(tmp_path / "config.toml").lr == 0.5
 
 
-@pytest.mark.parametrize("words", [{"nonlinearity": "tanh"}, {"init": "he"}])
-def test_the_original_has_no_factors_to_set(words):
-    with pytest.raises(ConfigError, match="scheme 'original' has no factors and so no"):
+@pytest.mark.parametrize("words", [{"nonlinearity": "tanh"}, {"init": "he"}, {"gamma": 0.1}])
+def test_the_original_scheme_rejects_factor_options(words):
+    with pytest.raises(ConfigError, match=r"scheme 'original' has no .*: leave it out"):
         build_scheme(Experiment(scheme="original", **words))
     changed = with_values(Experiment(scheme="fedpara", **words), {"scheme": "original"})
     assert build_scheme(changed) is None
 
 
-@pytest.mark.parametrize("words", [{"lr": 1e308}, {"weight_decay": 1e300}, {"batch_size": 10**23}])
-def test_numbers_beyond_their_type_are_refused(words):
-    with pytest.raises(ConfigError, match=f"{next(iter(words))} is .*: expected"):
-        build_algorithm(Experiment(**words))
-
-
-def test_the_digest_is_of_the_examples_bytes():
+def test_the_digest_covers_the_bytes_of_the_examples():
     parts = build(Experiment(model="mlp", scheme="original"))
     train = parts.data.train
     other = replace(train, inputs=train.inputs + (torch.arange(len(train)) == 7)[:, None, None, None])

@@ -1,4 +1,4 @@
-"""Who trains on what and is scored on what: a validation part, and the test data of the owners that train."""
+"""Which examples clients train on and are scored on: validation, and the test data of the training owners."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ FEMNIST = Experiment(
 
 
 def parts(experiment):
-    """(federation, what scores the global model) on the experiment's own data."""
+    """(federation, examples that score the global model) of the experiment."""
     return build_federation(experiment, *data.load(experiment.dataset))
 
 
@@ -34,7 +34,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("split", ["iid", "dirichlet", "dirichlet-capped", "shards"])
-def test_a_tenth_of_every_client_is_held_out_and_scored(split):
+def test_validation_holds_out_a_tenth_of_every_client(split):
     train, _ = data.load("digits")
     whole, _ = parts(replace(DIGITS, split=split))
     kept, scored = parts(replace(DIGITS, split=split, validation=0.1))
@@ -48,7 +48,7 @@ def test_a_tenth_of_every_client_is_held_out_and_scored(split):
     assert not kept.has_personal
 
 
-def test_the_held_out_part_is_by_class_and_by_the_seed():
+def test_validation_is_stratified_and_seeded():
     train, _ = data.load("digits")
     experiment = replace(DIGITS, split="iid", clients=2, cohort=2, validation=0.2)
     found = [parts(replace(experiment, seed=seed))[0] for seed in (0, 0, 1)]
@@ -58,17 +58,17 @@ def test_the_held_out_part_is_by_class_and_by_the_seed():
     assert (scored.labels.bincount() - expected).abs().max() < 4
 
 
-def test_a_client_of_one_example_keeps_it():
+def test_a_client_keeps_its_only_example():
     count = len(data.load("digits")[0])
     federation, scored = parts(replace(DIGITS, clients=1000, cohort=5, split="iid", validation=0.5))
     sizes = np.array([federation.size(i) for i in range(1000)])
     assert sizes.min() == 1
     assert len(scored) + sizes.sum() == count
-    with pytest.raises(ConfigError, match=r"no client of digits has an example to spare: use fewer clients"):
+    with pytest.raises(ConfigError, match=r"no client has an example to spare: use fewer clients"):
         parts(replace(DIGITS, clients=count, cohort=5, split="iid", validation=0.1))
 
 
-def test_the_data_are_thinned_before_a_part_is_held_out():
+def test_data_fraction_applies_before_validation():
     half = parts(replace(DIGITS, data_fraction=0.5))[0]
     kept, scored = parts(replace(DIGITS, data_fraction=0.5, validation=0.1))
     assert all(set(b) < set(a) for a, b in zip(indices(half), indices(kept), strict=True))
@@ -76,7 +76,7 @@ def test_the_data_are_thinned_before_a_part_is_held_out():
 
 
 @pytest.mark.parametrize("experiment", [DIGITS, FEMNIST], ids=["by class", "by owner"])
-def test_a_personal_model_is_scored_on_its_clients_held_out_part(experiment):
+def test_personal_models_are_scored_on_the_held_out_examples(experiment):
     experiment = replace(experiment, personal=True)
     train, test = data.load(experiment.dataset)
     whole = build_federation(experiment, train, test)[0]
@@ -90,7 +90,7 @@ def test_a_personal_model_is_scored_on_its_clients_held_out_part(experiment):
 
 
 def test_a_validation_run_never_sees_the_test_set(tmp_path, monkeypatch):
-    """Another test set changes no bit of it, and every bit of what a test run scores."""
+    """Another test set changes no score of it, but those of a test run."""
     train, test = data.load("digits")
     experiment = replace(DIGITS, rounds=2, steps=2, epochs=None, personal=True)
 
@@ -104,8 +104,8 @@ def test_a_validation_run_never_sees_the_test_set(tmp_path, monkeypatch):
     assert scores(0, 0.0) != scores(1, 0.0)
 
 
-def test_held_out_text_stands_in_no_window_that_is_trained_on():
-    """Windows overlap: the labels of those held out are the ends of the texts."""
+def test_held_out_text_is_in_no_training_window():
+    """Windows overlap: the held-out labels are at the ends of the texts."""
     texts = torch.randint(0, 80, (3, 280), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     windows = Examples(
         texts.unfold(1, 80, 1)[:, :-1].reshape(-1, 80),
@@ -124,8 +124,8 @@ def test_held_out_text_stands_in_no_window_that_is_trained_on():
         assert sorted(scored.labels.tolist()) == sorted(windows.labels[place >= 180].tolist())
 
 
-def test_the_public_pieces_make_the_same_run(tmp_path):
-    """As the docstring of `data.split` says."""
+def test_the_public_functions_give_the_same_run(tmp_path):
+    """As in the docstring of `data.split`."""
     train, _ = data.load("digits")
     clients = data.dirichlet(train.labels, clients=10, alpha=0.5, seed=0)
     kept, held = data.split(clients, train.labels, 0.1, seed=0, exact=True)
@@ -143,15 +143,13 @@ def test_the_public_pieces_make_the_same_run(tmp_path):
     assert by_hand.accuracy == run(experiment, tmp_path / "run").accuracy
 
 
-def test_nodes_own_data_have_no_validation_part_yet():
-    with pytest.raises(
-        ConfigError, match=r"validation is 0.1 and dataset is 'load:a.b:c'.*not supported yet"
-    ):
+def test_data_of_nodes_cannot_be_held_out():
+    with pytest.raises(ConfigError, match=r"validation is not supported for dataset 'load:a.b:c'"):
         build(Experiment(dataset="load:a.b:c", engine="flower", validation=0.1))
 
 
 @pytest.mark.parametrize("changes", [{"clients": 5}, {"clients": 8, "keep": 5}, {"split": "largest"}])
-def test_the_test_set_is_that_of_the_owners_that_train(changes):
+def test_the_test_set_is_of_the_training_owners(changes):
     experiment = replace(FEMNIST, **changes)
     _, test = data.load("generated:femnist")
     federation, scored = parts(experiment)
@@ -166,7 +164,7 @@ def test_the_test_set_is_that_of_the_owners_that_train(changes):
     assert {o for i in range(5) for o in personal.client_test(i).owners.tolist()} == training
 
 
-def test_where_all_owners_train_the_test_set_is_whole():
+def test_the_test_set_is_whole_if_all_owners_train():
     _, test = data.load("generated:femnist")
     assert same(parts(replace(FEMNIST, clients=12))[1], test)
     assert same(parts(replace(FEMNIST, split="iid"))[1], test)
@@ -175,13 +173,13 @@ def test_where_all_owners_train_the_test_set_is_whole():
 def test_test_data_without_owners_cannot_be_narrowed():
     train, test = data.load("generated:femnist")
     unowned = replace(test, owners=None)
-    with pytest.raises(ConfigError, match=r"does not say who owns its test examples.*test_owners to 'all'"):
+    with pytest.raises(ConfigError, match=r"have no owners.*test_owners to 'all'"):
         build_federation(FEMNIST, train, unowned)
     assert same(build_federation(replace(FEMNIST, test_owners="all"), train, unowned)[1], test)
 
 
-def test_a_folder_of_before_goes_on_as_it_began(tmp_path):
-    """Its config says nothing of `test_owners`; it was scored on all, and is to the end."""
+def test_a_folder_without_test_owners_resumes_unchanged(tmp_path):
+    """Earlier versions scored the test data of all owners and had no such field."""
     experiment = replace(FEMNIST, rounds=1, steps=1, epochs=None, test_owners="all")
     run(experiment, tmp_path / "run")
     config = tmp_path / "run" / "config.toml"

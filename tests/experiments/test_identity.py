@@ -1,4 +1,4 @@
-"""Golden: kept runs keep their identity when a field is added, and old folders mean what they meant."""
+"""Golden: a new config field changes neither the identity of old runs nor their meaning."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +12,8 @@ from fedpara.experiments.storage.summary import read_config
 RESULTS = Path(__file__).parents[2] / "results"
 
 
-def test_golden_a_field_that_was_added_later_leaves_the_identity_of_runs_without_it():
-    """The digests of two experiments, as they were before the first such field."""
+def test_golden_identities_survive_new_fields():
+    """The identities of two experiments from before the first such field."""
     assert LATER.keys() == {"validation", "weights", "max_share", "test_owners"}
     assert Experiment().identity == "d9146da9ccc93a55"
     before = Experiment(split="owner", dataset="femnist", model="mlp", test_owners="all")
@@ -22,22 +22,22 @@ def test_golden_a_field_that_was_added_later_leaves_the_identity_of_runs_without
 
 
 @pytest.mark.parametrize("changes", [{"split": "iid"}, {"personal": True}])
-def test_whose_test_data_it_is_counts_only_where_it_decides_a_score(changes):
+def test_test_owners_counts_only_if_it_affects_a_score(changes):
     base = replace(Experiment(split="largest"), **changes)
     assert replace(base, test_owners="all").identity == base.identity
 
 
-def test_golden_every_kept_run_has_the_identity_its_folder_is_named_by():
+def test_golden_archived_runs_match_their_folder_names():
     folders = sorted(path.parent for path in (RESULTS / "paper").glob("*/config.toml"))
     assert len(folders) > 80
     assert [f.name[-6:] for f in folders] == [read_config(f).identity[:6] for f in folders]
 
 
 @pytest.mark.parametrize(("said", "found"), [("", "all"), ('test_owners = "training"\n', "training")])
-def test_a_run_folder_of_before_was_scored_on_all_owners(tmp_path, said, found):
-    """And a config that someone gives to a new run means the default."""
+def test_an_old_run_folder_was_scored_on_all_owners(tmp_path, said, found):
+    """A config for a new run uses the default instead."""
     (tmp_path / "config.toml").write_text(f'split = "owner"\n{said}')
     assert read_config(tmp_path).test_owners == found
     assert read_toml(tmp_path / "config.toml").test_owners == "training"
     (tmp_path / "config.toml").write_text(f'split = "iid"\n{said}')
-    assert read_config(tmp_path) == read_toml(tmp_path / "config.toml"), "there it makes no difference"
+    assert read_config(tmp_path) == read_toml(tmp_path / "config.toml"), "the field has no effect"

@@ -39,14 +39,14 @@ HYPER = {
 }
 
 
-def test_every_table_and_figure_has_its_name():
+def test_every_table_and_figure_has_a_name():
     assert list(paper.STUDIES) == NAMES
     with pytest.raises(ConfigError, match="did you mean 'gamma-sweep'"):
         paper.study("gama-sweep")
 
 
 @pytest.mark.parametrize("setting", HYPER)
-def test_the_hyper_parameters_are_the_papers(setting):
+def test_the_hyper_parameters_match_the_paper(setting):
     column = "capacity-lstm" if setting.startswith("Shake") else "capacity-cnn"
     (e,) = (
         cell.experiments[0]
@@ -60,7 +60,7 @@ def test_the_hyper_parameters_are_the_papers(setting):
     assert (e.jacobian, e.nonlinearity) == (recipe.get("jacobian", 0.0), recipe.get("nonlinearity"))
 
 
-def test_personal_runs_are_ten_clients_in_every_round():
+def test_personal_runs_train_ten_clients_in_every_round():
     for e in paper.runs("personalization").values():
         assert (e.cohort, e.keep or e.clients, e.rounds, e.epochs, e.batch_size) == (10, 10, 100, 5, 10)
         assert e.lr_decay == 0.999
@@ -69,13 +69,13 @@ def test_personal_runs_are_ten_clients_in_every_round():
         assert e.nonlinearity is None
 
 
-def test_what_the_paper_leaves_open_is_the_same_for_every_scheme():
-    """Two runs of one setting and network differ only in what their study compares."""
+def test_our_choices_are_the_same_for_every_scheme():
+    """Two runs of the same setting and network differ only in what their study compares."""
     own = {"scheme", "gamma", "ratio", "conv", "where", "init", "nonlinearity", "jacobian", "share"}
     own |= {"algorithm", "options", "link_up", "rounds"}
     groups: dict[tuple, set[str]] = {}
     for e in EVERY:
-        if e.algorithm != "fedadam":  # which has a learning rate of its own
+        if e.algorithm != "fedadam":  # it has its own learning rate
             rest = {k: v for k, v in asdict(e).items() if k not in own}
             groups.setdefault((e.dataset, e.split, e.data_fraction, e.model), set()).add(
                 str(sorted(rest.items()))
@@ -90,28 +90,28 @@ def test_low_rank_starts_from_its_own_default():
     assert {e.init for e in cnn if e.scheme == "fedpara"} == {"he:1.4"}
 
 
-def test_images_are_split_as_by_the_papers_source_and_text_is_scored_on_who_trains():
+def test_splits_and_test_owners_of_the_studies():
     assert {e.split for e in EVERY if e.dataset.startswith("ci")} == {"iid", "dirichlet-capped"}
     assert {e.test_owners for e in EVERY} == {"training"}
 
 
-def test_what_a_correction_replaced_is_another_run():
-    """Of each kind that was corrected, and of no other; personal scores were right."""
+def test_a_correction_makes_a_new_run():
+    """Only corrected experiments have an older version. Personal scores were right."""
     old = {e.identity: superseded(e) for e in EVERY}
     for e in EVERY:
-        kept = old[e.identity]
+        older = old[e.identity]
         text = e.dataset == "shakespeare" and e.split == "owner"
         wrong = (e.split == "dirichlet-capped", text, e.scheme == "lowrank" and e.model.startswith("vgg16"))
-        assert (kept is not None) == any(wrong)
-        if kept is not None:
-            assert kept.identity not in old
-            assert kept.split == ("dirichlet" if wrong[0] else e.split)
-            assert kept.test_owners == ("all" if wrong[1] else "training")
-            assert kept.init == ("he:1.4" if wrong[2] else e.init)
-            assert paper.run_name(kept) != paper.run_name(e)
+        assert (older is not None) == any(wrong)
+        if older is not None:
+            assert older.identity not in old
+            assert older.split == ("dirichlet" if wrong[0] else e.split)
+            assert older.test_owners == ("all" if wrong[1] else "training")
+            assert older.init == ("he:1.4" if wrong[2] else e.init)
+            assert paper.run_name(older) != paper.run_name(e)
 
 
-def test_the_name_of_a_run_says_which_dirichlet_and_that_it_is_a_validation_run():
+def test_run_names_tell_splits_and_validation_runs_apart():
     e = next(e for e in EVERY if e.split == "dirichlet-capped")
     names = [paper.run_name(x) for x in (e, replace(e, split="dirichlet"), replace(e, validation=0.1))]
     assert "-noniid-capped-" in names[0]
@@ -132,7 +132,7 @@ def test_studies_share_their_runs():
     assert not identities("capacity-cnn", seed=0) & identities("capacity-cnn", seed=1)
 
 
-def test_a_run_folder_has_one_name_and_it_is_a_safe_one():
+def test_run_names_are_unique_and_safe():
     names = {paper.run_name(e): e.identity for e in EVERY}
     assert len(names) == len({e.identity for e in EVERY}) > 90
     assert all(
@@ -144,7 +144,7 @@ TOLERANCE = {
     "rank-histogram": 0.0,
     "table-sizes": 0.03,  # 16,384 is printed as 16 K
     "gamma-sizes": 0.004,
-    "round-time": 0.011,  # its own rows disagree by as much: see wire/meter.py
+    "round-time": 0.011,  # the paper's rows disagree by as much: see wire/meter.py
     "quantization": 0.002,
     "pufferfish": 0.02,
     "lstm": 0.02,
@@ -153,7 +153,7 @@ TOLERANCE = {
 
 
 @pytest.mark.parametrize("name", TOLERANCE)
-def test_what_needs_no_training_matches_the_paper(name):
+def test_computed_numbers_match_the_paper(name):
     computed = [cell for cell in paper.study(name).cells if not cell.experiments and cell.paper is not None]
     assert computed
     for cell in computed:
@@ -161,13 +161,13 @@ def test_what_needs_no_training_matches_the_paper(name):
         assert value == pytest.approx(cell.paper, rel=TOLERANCE[name]), f"{cell.row}, {cell.column}"
 
 
-def test_the_studies_without_training_have_none():
+def test_some_studies_need_no_training():
     bare = [name for name in NAMES if not paper.runs(name)]
     assert bare == ["rank-histogram", "table-sizes", "gamma-sizes", "round-time"]
 
 
 @pytest.mark.parametrize("row", ["FedAvg", "SCAFFOLD", "FedDyn"])
-def test_traffic_is_what_a_run_really_sends(row, tmp_path):
+def test_traffic_matches_a_run(row, tmp_path):
     study = paper.study("optimizers").changed(paper.changes(scale="tiny"))
     (e,) = (c.experiments[0] for c in study.cells if (c.row, c.column) == (row, "accuracy"))
     sent = run(e, tmp_path / "run")
@@ -179,8 +179,7 @@ def test_traffic_is_what_a_run_really_sends(row, tmp_path):
 
 
 @pytest.mark.parametrize("link", ["float32", "float16"])
-def test_traffic_counts_the_buffers_of_batchnorm_as_they_travel(link, tmp_path):
-    """Exactly, whatever the link is."""
+def test_traffic_includes_the_buffers_of_batchnorm(link, tmp_path):
     (e,) = (e for e in paper.runs("resnet", scale="tiny").values() if e.scheme == "original")
     e = replace(e, link_up=link, link_down=link, rounds=1, batch_size=8)
     line = run(e, tmp_path / "run").metrics[0]
@@ -188,7 +187,7 @@ def test_traffic_counts_the_buffers_of_batchnorm_as_they_travel(link, tmp_path):
     assert abs(line["up"] - traffic(e).up * e.cohort) <= 8 * e.cohort, "but for a client's number"
 
 
-def test_sizes_are_those_of_the_built_model():
+def test_sizes_match_the_built_model():
     from fedpara.experiments.build import build_model, build_scheme
 
     for e in paper.runs("pufferfish", scale="tiny").values():
@@ -202,7 +201,7 @@ def test_a_paper_run_of_vgg16_takes_minutes():
     assert gpu_minutes(e) == pytest.approx(256_000 * 0.75 / 60_000)
 
 
-def test_the_runner_needs_no_library_of_the_command_line(tmp_path):
+def test_the_runner_needs_no_command_line_packages(tmp_path):
     code = """
 import sys
 for name in ("typer", "rich", "click", "matplotlib", "sklearn", "PIL"):

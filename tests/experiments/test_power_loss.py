@@ -1,4 +1,4 @@
-"""A run folder puts on the disk what it counts on, and verifies it when it is opened."""
+"""A run folder syncs what its checkpoint refers to, and verifies it when it is opened."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ from fedpara.errors import RunError
 from fedpara.experiments import Experiment, read_run, resume, run
 from fedpara.experiments.storage import checkpoint
 from fedpara.experiments.storage.checkpoint import NEXT, PREVIOUS, final_checkpoint, read_checkpoint
-from fedpara.experiments.storage.client_files import OnDisk, kept_file
+from fedpara.experiments.storage.client_files import OnDisk, memory_file
 from fedpara.experiments.storage.tensor_files import read_groups, read_tensors, write_groups, write_tensors
 from fedpara.files import write_bytes
 
@@ -69,11 +69,11 @@ def ends_like(path, reference):
         assert (path / name).read_bytes() == (reference / name).read_bytes()
 
 
-def counted_on(path, rounds):
-    """The file of a client that the newest checkpoint counts on, kept in one of these rounds."""
-    kept = final_checkpoint(path).kept
-    client = next(client for client, round in sorted(kept.items()) if round in rounds)
-    return kept_file(path / "clients", client, kept[client])
+def referred_to(path, rounds):
+    """A memory file that the newest checkpoint refers to, of one of these rounds."""
+    memories = final_checkpoint(path).memories
+    client = next(client for client, round in sorted(memories.items()) if round in rounds)
+    return memory_file(path / "clients", client, memories[client])
 
 
 def flip(path):
@@ -83,11 +83,11 @@ def flip(path):
 
 
 def another(path):
-    """A whole file of that client and round, with other numbers."""
+    """An intact file of that client and round, with other numbers."""
     client, round = map(int, path.stem.split("-"))
     groups = read_groups(path)
     next(iter(groups["control"].values())).add_(1)
-    write_groups(path, groups, whose=(client, round))
+    write_groups(path, groups, origin=(client, round))
 
 
 DAMAGE = {
@@ -101,27 +101,27 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_client_file_takes_the_run_back_one_checkpoint(stopped, alone, damage):
-    file = counted_on(stopped, [STOPPED])
+def test_a_damaged_memory_file_makes_the_run_fall_back(stopped, alone, damage):
+    file = referred_to(stopped, [STOPPED])
     damage(file)
     resume(stopped)
     ends_like(stopped, alone)
     log = (stopped / "log.txt").read_text()
     (line,) = [line for line in log.splitlines() if str(file) in line]
-    assert f"The checkpoint before it, of round {STOPPED - 1}, is used." in line
+    assert f"Falling back to the previous checkpoint, of round {STOPPED - 1}." in line
     assert f"resumed after round {STOPPED - 1}" in log
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_file_that_both_checkpoints_count_on_is_refused_by_name(stopped, alone, damage):
-    """Also where that client would not be asked again."""
-    file = counted_on(stopped, range(1, STOPPED - 1))
+def test_a_damaged_file_of_both_checkpoints_is_rejected_by_name(stopped, alone, damage):
+    """Even if that client is not in a later cohort."""
+    file = referred_to(stopped, range(1, STOPPED - 1))
     whole = file.read_bytes()
     damage(file)
     (stopped / "clients" / "0" / ".ab.part.safetensors").write_bytes(b"torn")
     before = content(stopped)
     with pytest.raises(
-        RunError, match=rf"no checkpoint in .* can be used: .*{file}.*The folder was left as it is"
+        RunError, match=rf"no checkpoint in .* can be used: .*{file}.*The folder is unchanged"
     ):
         resume(stopped)
     assert content(stopped) == before
@@ -130,9 +130,11 @@ def test_a_damaged_file_that_both_checkpoints_count_on_is_refused_by_name(stoppe
     ends_like(stopped, alone)
 
 
-def test_only_files_that_the_checkpoint_names_are_read(stopped, alone):
-    kept = {kept_file(stopped / "clients", *entry) for entry in final_checkpoint(stopped).kept.items()}
-    older = {*(stopped / "clients").glob("*/*.safetensors")} - kept
+def test_only_files_that_the_checkpoint_refers_to_are_read(stopped, alone):
+    current = {
+        memory_file(stopped / "clients", *entry) for entry in final_checkpoint(stopped).memories.items()
+    }
+    older = {*(stopped / "clients").glob("*/*.safetensors")} - current
     assert older
     for file in older:
         file.write_bytes(b"")
@@ -140,8 +142,7 @@ def test_only_files_that_the_checkpoint_names_are_read(stopped, alone):
     ends_like(stopped, alone)
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_two(stopped, alone, monkeypatch):
-    """Until the new one is whole, none is given up."""
+def test_a_failed_checkpoint_write_leaves_both_old_ones(stopped, alone, monkeypatch):
     rounds = [final_checkpoint(stopped).round, read_checkpoint(stopped / PREVIOUS).round]
 
     def full(*words):
@@ -167,16 +168,16 @@ def without_digests(path):
         write_tensors(path / name, state, metadata)
 
 
-def test_a_checkpoint_of_an_earlier_version_goes_on_and_gets_digests(stopped, alone):
+def test_a_checkpoint_without_digests_is_resumed_and_gets_them(stopped, alone):
     without_digests(stopped)
     resume(stopped)
     ends_like(stopped, alone)
 
 
 @pytest.mark.parametrize("name", ["emptied", "cut", "zeroed", "flipped", "lost"])
-def test_damage_is_seen_without_digests_too(stopped, alone, name):
+def test_damage_is_detected_without_digests_too(stopped, alone, name):
     without_digests(stopped)
-    DAMAGE[name](counted_on(stopped, [STOPPED]))
+    DAMAGE[name](referred_to(stopped, [STOPPED]))
     resume(stopped)
     ends_like(stopped, alone)
 
@@ -189,27 +190,27 @@ def change(path, line):
     path.write_bytes(b"".join(lines))
 
 
-def test_a_changed_number_of_the_last_round_is_computed_again(stopped, alone):
+def test_a_changed_number_of_the_last_round_is_recomputed(stopped, alone):
     change(stopped / "metrics.jsonl", STOPPED - 1)
     resume(stopped)
     ends_like(stopped, alone)
-    assert "do not match its digest: they were changed" in (stopped / "log.txt").read_text()
+    assert "do not match their digest in the checkpoint" in (stopped / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("path", ["stopped", "finished"])
-def test_a_changed_number_of_an_earlier_round_is_refused_by_name(stopped, path):
+def test_a_changed_number_of_an_earlier_round_is_rejected_by_name(stopped, path):
     if path == "finished":
         resume(stopped)
     change(stopped / "metrics.jsonl", 1)
     before = content(stopped)
-    with pytest.raises(RunError, match=r"the first \d lines of .*metrics\.jsonl do not match its digest"):
+    with pytest.raises(RunError, match=r"the first \d lines of .*metrics\.jsonl do not match their digest"):
         resume(stopped)
     assert content(stopped) == before
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "timing.jsonl"])
 @pytest.mark.parametrize("end", [bytes(100), bytes(50) + b'tes": []}\n', b'{"round": 5\n'], ids=range(3))
-def test_an_end_that_a_power_loss_left_is_dropped(stopped, alone, name, end):
+def test_a_damaged_tail_is_dropped(stopped, alone, name, end):
     with (stopped / name).open("ab") as file:
         file.write(end)
     resume(stopped)
@@ -217,8 +218,8 @@ def test_an_end_that_a_power_loss_left_is_dropped(stopped, alone, name, end):
     assert len(read_run(stopped).timing) == SHORT.rounds
 
 
-def test_a_first_line_that_a_power_loss_damaged_is_written_again(stopped, alone):
-    """Before the first checkpoint there is one line at most."""
+def test_a_damaged_first_line_is_written_again(stopped, alone):
+    """Before the first checkpoint there is at most one line."""
     for file in [*stopped.glob("checkpoint.*"), *(stopped / "clients").glob("*/*")]:
         file.unlink()
     for name in ("metrics.jsonl", "timing.jsonl"):
@@ -227,15 +228,15 @@ def test_a_first_line_that_a_power_loss_damaged_is_written_again(stopped, alone)
     ends_like(stopped, alone)
 
 
-def test_a_line_may_say_more_than_its_readers_need(stopped):
+def test_a_line_may_have_more_fields(stopped):
     path = stopped / "metrics.jsonl"
     line = json.loads(path.read_bytes().splitlines()[0])
     path.write_text(json.dumps(line | {"personal": {"clients": 10}}) + "\n")
     assert read_run(stopped).metrics == [line | {"personal": {"clients": 10}}]
 
 
-def test_three_kills_with_damaged_files_resume_or_are_refused():
-    """Real SIGKILLs, then files damaged as a power loss would. The benchmark does a hundred."""
+def test_killed_and_damaged_runs_resume_or_are_rejected():
+    """Real SIGKILLs and then damage as from a power loss. The benchmark does a hundred."""
     done = subprocess.run(
         [sys.executable, POWER_LOSS, "--kills", "3"], capture_output=True, text=True, check=False
     )
@@ -246,7 +247,7 @@ def test_three_kills_with_damaged_files_resume_or_are_refused():
 
 @pytest.fixture
 def events(monkeypatch):
-    """What is put on the disk and what takes its name, in order."""
+    """Every sync and rename, in order."""
     seen = []
     fsync, replace = os.fsync, os.replace
 
@@ -264,7 +265,7 @@ def events(monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
-def test_clients_files_are_on_the_disk_before_their_checkpoint(tmp_path, events):
+def test_memory_files_are_synced_before_their_checkpoint(tmp_path, events):
     path = tmp_path / "run"
     run(SHORT, path)
     checkpoints = [
@@ -286,7 +287,7 @@ def test_clients_files_are_on_the_disk_before_their_checkpoint(tmp_path, events)
     assert ("sync", str(tmp_path)) in events[: checkpoints[0]], "the folder's own name"
 
 
-def test_a_disk_that_is_full_when_files_are_synced_is_named(tmp_path, monkeypatch):
+def test_a_full_disk_at_the_sync_is_reported_with_the_file(tmp_path, monkeypatch):
     disk = OnDisk(tmp_path)
     disk.put(7, 1, {"private": {"w": torch.ones(2)}})
 
@@ -299,7 +300,7 @@ def test_a_disk_that_is_full_when_files_are_synced_is_named(tmp_path, monkeypatc
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
-def test_a_durable_file_has_its_name_on_the_disk(tmp_path, events):
+def test_a_durable_write_syncs_the_folder_too(tmp_path, events):
     write_bytes(tmp_path / "a", b"content")
     content, name, folder = events
     assert (content[0], name, folder) == ("sync", ("name", str(tmp_path / "a")), ("sync", str(tmp_path)))

@@ -1,4 +1,4 @@
-"""Contract: a study killed at any round goes on, nothing is run twice, and its table is the same."""
+"""Contract: a killed study resumes, runs nothing twice, and gives the same table."""
 
 import json
 import logging
@@ -10,8 +10,8 @@ import pytest
 from fedpara.errors import ConfigError, RunError, UsageError
 from fedpara.experiments import Experiment, paper, read_run, resume
 from fedpara.experiments.config import to_toml
-from fedpara.experiments.reproduce import carry_out, jobs, save_finished
-from fedpara.experiments.storage.catalog import Library, cut, refuse_own, save_small
+from fedpara.experiments.reproduce import archive_finished, carry_out, jobs
+from fedpara.experiments.storage.catalog import Library, archive_run, cut, refuse_own
 from fedpara.experiments.storage.summary import Summary
 from fedpara.report.tables import NOT_RUN, table_of
 
@@ -26,7 +26,7 @@ class Stop(Exception):
 
 
 class Rounds:
-    """Every round that is run, and a stop before one of them is watched to its end."""
+    """Records every round, and stops the study after `stop_at` of them."""
 
     def __init__(self, stop_at=None):
         self.seen, self.stop_at = [], stop_at
@@ -47,14 +47,14 @@ def texts(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The study in one go: (folder, rounds)."""
+    """The uninterrupted study: (folder, rounds)."""
     folder, rounds = tmp_path_factory.mktemp("whole"), Rounds()
     carry_out([STUDY], out=folder, begin=rounds, **TINY)
     return folder, rounds
 
 
 @pytest.mark.parametrize("stop_at", [1, 4, 5])
-def test_a_cut_study_goes_on_and_runs_nothing_twice(whole, tmp_path, stop_at):
+def test_a_stopped_study_resumes_and_runs_nothing_twice(whole, tmp_path, stop_at):
     first, second = Rounds(stop_at), Rounds()
     with pytest.raises(Stop):
         carry_out([STUDY], out=tmp_path, begin=first, **TINY)
@@ -72,16 +72,16 @@ def test_a_finished_study_runs_nothing(whole):
     assert {summary.rounds for summary in found} == {2}
 
 
-def test_asked_for_another_engine_a_finished_study_says_which_one_ran(whole, caplog):
+def test_a_finished_study_names_the_engine_that_ran(whole, caplog):
     caplog.set_level(logging.INFO, "fedpara")
     carry_out([STUDY], out=whole[0], **{**TINY, "engine": "batched"})
     assert len(caplog.messages) == 4
     assert all("not run again; it ran sequential: " in text for text in caplog.messages)
 
 
-def test_the_small_form_is_a_finished_run(whole, tmp_path):
-    """No checkpoint, no clients' memory; the same table, and nothing is run again."""
-    kept = save_finished(whole[0], tmp_path / "results")
+def test_an_archived_run_counts_as_finished(whole, tmp_path):
+    """It has no checkpoint and no client memories, and gives the same table."""
+    kept = archive_finished(whole[0], tmp_path / "results")
     assert len(kept) == 4
     for path in kept:
         assert {file.name for file in path.iterdir()} == {
@@ -96,45 +96,39 @@ def test_the_small_form_is_a_finished_run(whole, tmp_path):
     assert texts(tmp_path / "results") == texts(whole[0])
 
 
-def test_the_small_form_of_another_run_is_not_overwritten(whole, tmp_path):
+def test_an_archived_run_does_not_overwrite_another(whole, tmp_path):
     first, second = sorted(path for path in whole[0].iterdir() if path.is_dir())[:2]
-    small = save_small(first, tmp_path / "small")
-    assert save_small(first, tmp_path / "small") == small
+    small = archive_run(first, tmp_path / "small")
+    assert archive_run(first, tmp_path / "small") == small
     before = (small / "metrics.jsonl").read_bytes()
     another = shutil.copytree(second, tmp_path / first.name)
-    with pytest.raises(ConfigError, match=r"holds another run than .* nothing is overwritten"):
-        save_small(another, tmp_path / "small")
-    (another / "environment.json").write_text("{")
-    with pytest.raises(RunError, match=r"environment.json cannot be read"):
-        save_small(another, tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"already holds another run than"):
+        archive_run(another, tmp_path / "small")
     assert (small / "metrics.jsonl").read_bytes() == before
-    assert not (tmp_path / "elsewhere").exists()
 
 
-def test_the_small_form_is_never_cut_back(whole, tmp_path):
-    """Opening it to go on would drop every round after a checkpoint it does not have."""
+def test_an_archived_run_cannot_be_resumed(whole, tmp_path):
+    """Opening it would drop every round, since it has no checkpoint."""
     run = next(path for path in whole[0].iterdir() if path.is_dir())
-    small = save_small(run, tmp_path)
+    small = archive_run(run, tmp_path)
     before = (small / "metrics.jsonl").read_bytes()
-    with pytest.raises(RunError, match="cannot go on"):
+    with pytest.raises(RunError, match="cannot be resumed"):
         resume(small, rounds=3)
     assert (small / "metrics.jsonl").read_bytes() == before
 
 
-def test_nor_is_one_of_a_single_round(whole, tmp_path):
-    """Which a kill before the first checkpoint leaves too, beside model.json and data.json."""
+def test_an_archived_run_of_one_round_cannot_be_resumed(whole, tmp_path):
+    """A kill before the first checkpoint leaves one line too, but beside model.json and data.json."""
     (one,) = carry_out([STUDY], out=tmp_path / "out", **{**TINY, "only": PFEDPARA, "rounds": 1})
-    small = save_small(one.path, tmp_path / "small")
+    small = archive_run(one.path, tmp_path / "small")
     before = {path: path.read_bytes() for path in small.iterdir()}
-    with pytest.raises(
-        RunError, match=r"has 1 round and no checkpoint\.safetensors: it is kept for reading and cannot go on"
-    ):
+    with pytest.raises(RunError, match=r"has 1 round and no checkpoint\.safetensors: it is an archived run"):
         resume(small, rounds=3)
     assert {path: path.read_bytes() for path in small.iterdir()} == before
 
 
-def test_more_rounds_than_a_small_form_has_are_run_anew(whole, tmp_path):
-    save_finished(whole[0], tmp_path / "results")
+def test_more_rounds_than_an_archived_run_has_start_a_new_run(whole, tmp_path):
+    archive_finished(whole[0], tmp_path / "results")
     rounds = Rounds()
     given = {**TINY, "only": PFEDPARA, "rounds": 3, "kept": (tmp_path / "results",)}
     found = carry_out([STUDY], out=tmp_path / "out", begin=rounds, **given)
@@ -142,7 +136,7 @@ def test_more_rounds_than_a_small_form_has_are_run_anew(whole, tmp_path):
     assert [summary.rounds for summary in found] == [3]
 
 
-def test_a_longer_run_holds_the_shorter_one(whole):
+def test_a_longer_run_contains_the_shorter_one(whole):
     (job,) = jobs([STUDY], Library.of(whole[0]), seeds=1, rounds=1, scale="tiny", only=PFEDPARA)
     assert job.found is not None
     assert [line["round"] for line in job.found.metrics] == [1]
@@ -151,8 +145,8 @@ def test_a_longer_run_holds_the_shorter_one(whole):
     assert job.begun is not None
 
 
-def test_a_longer_run_that_was_not_scored_there_does_not_hold_the_shorter_one(whole):
-    """Every fifth round of a paper's run is scored: cut to three lines it has no accuracy."""
+def test_a_longer_run_needs_a_score_at_the_shorter_ones_end(whole):
+    """Only every fifth round of a paper run is scored: cut to three rounds it has no accuracy."""
     library = Library.of(whole[0])
     (job,) = jobs([STUDY], library, seeds=1, rounds=2, scale="tiny", only=PFEDPARA)
     first, last = job.found.metrics
@@ -161,10 +155,10 @@ def test_a_longer_run_that_was_not_scored_there_does_not_hold_the_shorter_one(wh
     assert rare.find(job.experiment) == run
     (shorter,) = jobs([STUDY], rare, seeds=1, rounds=1, scale="tiny", only=PFEDPARA)
     assert shorter.found is None
-    assert shorter.begun is None, "it is further than that and cannot go back"
+    assert shorter.begun is None, "it is already longer"
 
 
-def test_going_on_to_more_rounds_keeps_the_first(whole, tmp_path):
+def test_more_rounds_continue_the_run(whole, tmp_path):
     carry_out([STUDY], out=tmp_path, **{**TINY, "only": PFEDPARA})
     rounds = Rounds()
     given = {**TINY, "only": PFEDPARA, "rounds": 3}
@@ -174,21 +168,21 @@ def test_going_on_to_more_rounds_keeps_the_first(whole, tmp_path):
     assert read_run(folder).rounds == 3
 
 
-def test_what_is_not_there_is_said_so(whole):
+def test_missing_runs_are_marked(whole):
     found = texts(whole[0])
     scenarios = [cell.column for cell in paper.study(STUDY).cells]
     for column, text in zip(scenarios, found, strict=True):
         assert (text == NOT_RUN) == column.startswith(("Scenario 1", "Scenario 2"))
 
 
-def test_first_seeds_come_before_second_ones():
+def test_all_first_seeds_come_before_the_second_ones():
     seeds = [job.experiment.seed for job in jobs(["techniques", "optimizers"], Library({}), seeds=2)]
     assert seeds == sorted(seeds)
     assert seeds.count(0) == seeds.count(1) > 5
 
 
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
-    """A learning rate of the recipe that is too high for one method must not cost a night."""
+    """One diverging method must not cost a night."""
     (broken,) = jobs([STUDY], Library({}), seeds=1, scale="tiny", only="mnist-shards-mlp-original-share-none")
     folder = tmp_path / broken.name
     folder.mkdir()
@@ -203,7 +197,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
         carry_out([STUDY], out=tmp_path, **{**TINY, "only": broken.name})
 
 
-def test_a_folder_that_cannot_be_read_stops_no_other_run(whole, tmp_path):
+def test_an_unreadable_folder_does_not_stop_the_others(whole, tmp_path):
     shutil.copytree(whole[0], tmp_path / "out")
     own, other = sorted(path for path in (tmp_path / "out").iterdir() if path.is_dir())[:2]
     other = other.rename(other.with_name("another"))
@@ -219,12 +213,12 @@ def test_a_folder_that_cannot_be_read_stops_no_other_run(whole, tmp_path):
     ):
         carry_out([STUDY], out=tmp_path / "out", **given)
     with pytest.raises(RunError, match="2 runs cannot be read; the others are kept"):
-        save_finished(tmp_path / "out", tmp_path / "small")
+        archive_finished(tmp_path / "out", tmp_path / "small")
     assert len([*(tmp_path / "small").iterdir()]) == 3
 
 
-def test_the_furthest_folder_that_can_go_on_does(tmp_path):
-    """Any checkpoint will do; without one only a run that has no round yet."""
+def test_the_resumable_folder_with_the_most_rounds_is_chosen(tmp_path):
+    """A folder without a checkpoint is resumable only before its first round."""
     experiment = Experiment()
 
     def begun(*found):
@@ -241,34 +235,29 @@ def test_the_furthest_folder_that_can_go_on_does(tmp_path):
     assert begun(("a", 2, newest), ("b", 4, previous), ("c", 3, newest), ("small", 5)) == tmp_path / "b"
 
 
-def test_the_small_form_is_not_written_over_its_run(tmp_path):
-    with pytest.raises(ConfigError, match=r"lies in .* already: choose another folder"):
-        save_small(tmp_path / "run", tmp_path)
-
-
-def test_the_small_form_does_not_say_where_things_lay(tmp_path):
+def test_an_archived_run_has_no_absolute_paths(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text(to_toml(Experiment()))
     (run / "environment.json").write_text(
         '{"command": ["/home/me/bin/fedpara", "run", "--out", "/home/me/a"]}'
     )
-    small = save_small(run, tmp_path / "small")
+    small = archive_run(run, tmp_path / "small")
     assert json.loads((small / "environment.json").read_text())["command"] == ["fedpara", "run", "--out", "a"]
 
 
-def test_what_is_a_runs_own_is_refused_by_any_way_there(tmp_path):
+def test_files_of_a_run_are_protected_through_links_too(tmp_path):
     run = tmp_path / "run"
     (run / "clients").mkdir(parents=True)
     for name in ("config.toml", "environment.json"):
         (run / name).touch()
     (tmp_path / "link").symlink_to(run / "clients")
     for place in (run / "nodes-abc" / "a.html", run / "clients" / "a.html", tmp_path / "link" / "a.html"):
-        with pytest.raises(UsageError, match="a name of the run's own"):
+        with pytest.raises(UsageError, match="belongs to the run in"):
             refuse_own(place)
     refuse_own(run / "a.html")
 
 
-def test_a_run_that_is_cut_took_the_time_of_its_rounds(tmp_path):
+def test_a_cut_run_counts_the_time_of_its_rounds(tmp_path):
     lines = [{"round": t, "seconds": float(t)} for t in (1, 2, 3)]
     assert cut(Summary(tmp_path, Experiment(), lines, lines), 2).seconds == 3.0

@@ -1,4 +1,4 @@
-"""A run that was stopped goes on to the same bits: kills, damage, more rounds, targets."""
+"""A resumed run ends with the same bits as an uninterrupted one."""
 
 import json
 import re
@@ -68,7 +68,7 @@ def stopped(tmp_path):
 
 
 def ends_like(path, reference, prolonged=False):
-    """Bit for bit. A prolonged run also has everyone's score in the round at which it ended first."""
+    """Bit for bit. A prolonged run also has everyone's score in the round where it first ended."""
     a, b = (read_tensors(p / "checkpoint.safetensors") for p in (path, reference))
     if prolonged:
         ours, theirs = (read_run(p).metrics for p in (path, reference))
@@ -88,7 +88,7 @@ def log(path):
     return (path / "log.txt").read_text()
 
 
-def test_a_stopped_run_goes_on_to_the_same_bits(stopped, alone):
+def test_a_stopped_run_resumes_to_the_same_bits(stopped, alone):
     assert "stopped: Stop" in log(stopped)
     resume(stopped)
     ends_like(stopped, alone)
@@ -101,43 +101,43 @@ def test_a_stopped_run_goes_on_to_the_same_bits(stopped, alone):
     [
         (
             {"threads": 99},
-            r"begun with threads 99, here \d+: .* may differ in their last bits. OMP_NUM_THREADS=99",
+            r"the run began with threads 99, now \d+: .* may differ in their last bits. Set OMP_NUM_THREADS=99",
         ),
-        ({"torch": "1.0"}, r"begun with torch 1.0, here .* may differ in their last bits.$"),
+        ({"torch": "1.0"}, r"the run began with torch 1.0, now .* may differ in their last bits.$"),
     ],
 )
-def test_other_threads_or_another_torch_are_told(stopped, caplog, changed, says):
+def test_a_changed_thread_count_or_torch_is_reported(stopped, caplog, changed, says):
     environment = json.loads((stopped / "environment.json").read_text())
     (stopped / "environment.json").write_text(json.dumps(environment | changed))
     resume(stopped)
     assert [text for text in caplog.messages if re.match(says, text)]
-    assert "begun with" in log(stopped)
+    assert "the run began with" in log(stopped)
     caplog.clear()
-    resume(stopped)  # it is finished, so nothing runs
-    assert "begun with" not in caplog.text
+    resume(stopped)  # the run is finished
+    assert "the run began with" not in caplog.text
 
 
-def test_the_same_threads_and_torch_need_no_word(tmp_path, caplog):
+def test_an_unchanged_environment_is_not_reported(tmp_path, caplog):
     lay_out(SHORT, tmp_path / "run")
     resume(tmp_path / "run")
-    assert "begun with" not in caplog.text
+    assert "the run began with" not in caplog.text
 
 
-def test_a_run_laid_out_and_resumed_is_the_same_run(tmp_path, alone):
+def test_a_folder_laid_out_and_resumed_is_the_same_run(tmp_path, alone):
     lay_out(SHORT, tmp_path / "run")
     assert read_run(tmp_path / "run").rounds == 0
     resume(tmp_path / "run")
     ends_like(tmp_path / "run", alone)
 
 
-def test_a_finished_run_is_left_as_it_is(alone):
+def test_a_finished_run_is_not_changed(alone):
     before = {p: p.read_bytes() for p in alone.iterdir() if p.is_file() and p.name != "log.txt"}
     assert resume(alone).rounds == 6
     assert {p: p.read_bytes() for p in alone.iterdir() if p.is_file() and p.name != "log.txt"} == before
 
 
-def test_a_run_killed_five_times_goes_on_to_the_same_bits():
-    """Real SIGKILLs, in time and in the middle of writing. The benchmark does fifty."""
+def test_a_run_killed_five_times_resumes_to_the_same_bits():
+    """Real SIGKILLs, at random times and in the middle of a write. The benchmark does fifty."""
     done = subprocess.run([sys.executable, CRASH, "--kills", "5"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line for line in done.stdout.splitlines() if re.search(r"\d+ of \d+$", line)]
@@ -148,16 +148,16 @@ def test_a_run_killed_five_times_goes_on_to_the_same_bits():
 
 
 @pytest.mark.parametrize("length", [0, 100, -1])
-def test_a_truncated_checkpoint_falls_back_to_the_one_before(stopped, alone, length):
+def test_a_truncated_checkpoint_falls_back_to_the_previous_one(stopped, alone, length):
     checkpoint = stopped / "checkpoint.safetensors"
     checkpoint.write_bytes(checkpoint.read_bytes()[:length])
     resume(stopped)
     ends_like(stopped, alone)
-    assert "The checkpoint before it, of round 3, is used." in log(stopped)
+    assert "Falling back to the previous checkpoint, of round 3." in log(stopped)
     assert "resumed after round 3" in log(stopped)
 
 
-def test_a_flipped_bit_in_a_checkpoint_is_seen(stopped, alone):
+def test_a_flipped_bit_in_a_checkpoint_is_detected(stopped, alone):
     checkpoint = stopped / "checkpoint.safetensors"
     content = bytearray(checkpoint.read_bytes())
     content[-5] ^= 4
@@ -167,8 +167,8 @@ def test_a_flipped_bit_in_a_checkpoint_is_seen(stopped, alone):
     assert "does not match its digest" in log(stopped)
 
 
-def test_the_good_checkpoint_is_not_buried_under_the_damaged_one(stopped, alone, monkeypatch):
-    """After the fall back the run is stopped again before the next round: round 3 must still be there."""
+def test_a_damaged_checkpoint_does_not_replace_the_intact_one(stopped, alone, monkeypatch):
+    """The run falls back and is stopped again before the next round: round 3 must still be there."""
     (stopped / "checkpoint.safetensors").write_bytes(b"torn")
     with monkeypatch.context() as patched:
         patched.setattr(RUN, "_play", lambda *_: (_ for _ in ()).throw(Stop))
@@ -181,17 +181,19 @@ def test_the_good_checkpoint_is_not_buried_under_the_damaged_one(stopped, alone,
     ends_like(stopped, alone)
 
 
-def test_a_checkpoint_moved_aside_and_not_yet_replaced_is_found(stopped, alone):
-    """The moment between the two moves of a checkpoint."""
+def test_the_previous_checkpoint_alone_is_enough(stopped, alone):
+    """The moment between the two renames of `write_checkpoint`."""
     (stopped / "checkpoint.safetensors").replace(stopped / "checkpoint.previous.safetensors")
     resume(stopped)
     ends_like(stopped, alone)
 
 
-def test_both_checkpoints_damaged_is_the_end(stopped):
+def test_two_damaged_checkpoints_are_rejected(stopped):
     for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
         (stopped / name).write_bytes((stopped / name).read_bytes()[:-9])
-    with pytest.raises(RunError, match=r"no checkpoint in .* can be used.*Start the run anew"):
+    with pytest.raises(
+        RunError, match=r"no checkpoint in .* can be used.*start the run again in a new folder"
+    ):
         resume(stopped)
     assert read_run(stopped).rounds == 4
 
@@ -206,22 +208,22 @@ def test_both_checkpoints_damaged_is_the_end(stopped):
         pytest.param(lambda lines: lines[:-5], id="the last line cut"),
     ],
 )
-def test_metrics_cut_anywhere_are_made_whole(stopped, alone, cut):
+def test_truncated_metrics_are_repaired(stopped, alone, cut):
     metrics = stopped / "metrics.jsonl"
     metrics.write_bytes(cut(metrics.read_bytes()))
     resume(stopped)
     ends_like(stopped, alone)
 
 
-def test_metrics_that_lack_rounds_of_both_checkpoints_are_refused(stopped):
+def test_metrics_that_lack_rounds_of_both_checkpoints_are_rejected(stopped):
     metrics = stopped / "metrics.jsonl"
     metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:1]))
     with pytest.raises(RunError, match=r"metrics\.jsonl lacks rounds"):
         resume(stopped)
 
 
-def test_what_clients_kept_after_the_checkpoint_is_forgotten(stopped, alone):
-    """As if the kill had come after the clients' files and before the checkpoint."""
+def test_memories_newer_than_the_checkpoint_are_removed(stopped, alone):
+    """As if the kill came after the memory files and before the checkpoint."""
     newest = sorted((stopped / "clients").glob("*/*-4.safetensors"))
     assert newest
     for path in newest:
@@ -233,20 +235,19 @@ def test_what_clients_kept_after_the_checkpoint_is_forgotten(stopped, alone):
 
 
 @pytest.mark.parametrize("lose", ["*", "0/1-*"], ids=["all", "all of one"])
-def test_what_clients_kept_is_missed(stopped, lose):
-    """Silently, they would begin again."""
+def test_missing_memories_are_rejected(stopped, lose):
+    """Otherwise those clients would silently start again."""
     lost = sorted((stopped / "clients").glob(f"{lose}/*" if lose == "*" else lose))
     assert lost
     for path in lost:
         path.unlink()
     there = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
-    with pytest.raises(RunError, match=r"what client \d+ kept of round \d cannot be used: .* is missing\."):
+    with pytest.raises(RunError, match=r"the memory of client \d+, round \d cannot be used: .* is missing\."):
         resume(stopped)
     assert {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()} == there
 
 
-def test_what_clients_keep_comes_and_goes_with_its_checkpoint(stopped, alone):
-    """The checkpoint before expects the files before."""
+def test_the_previous_checkpoint_uses_the_previous_memories(stopped, alone):
     (stopped / "checkpoint.safetensors").unlink()
     for path in (stopped / "clients").glob("*/*-4.safetensors"):
         path.unlink()
@@ -254,21 +255,21 @@ def test_what_clients_keep_comes_and_goes_with_its_checkpoint(stopped, alone):
     ends_like(stopped, alone)
 
 
-def test_a_run_without_memory_expects_none(tmp_path):
+def test_a_run_without_memories_resumes(tmp_path):
     plain = replace(SHORT, scheme="original", algorithm="fedavg", init=None, rounds=2)
     run(plain, str(tmp_path / "run"))
     assert resume(str(tmp_path / "run"), rounds=3).rounds == read_run(str(tmp_path / "run")).rounds == 3
     assert "clients" not in read_tensors(tmp_path / "run" / "checkpoint.safetensors")[0]
 
 
-def test_a_refused_folder_is_left_as_it_was(alone, tmp_path):
-    kept = tmp_path / "kept"
-    kept.mkdir()
+def test_an_archived_run_is_rejected_unchanged(alone, tmp_path):
+    archived = tmp_path / "archived"
+    archived.mkdir()
     for name in ("config.toml", "metrics.jsonl", "timing.jsonl"):
-        shutil.copy(alone / name, kept)
-    with pytest.raises(RunError, match="it is kept for reading"):
-        resume(kept)
-    assert {path.name for path in kept.iterdir()} == {"config.toml", "metrics.jsonl", "timing.jsonl"}
+        shutil.copy(alone / name, archived)
+    with pytest.raises(RunError, match="it is an archived run"):
+        resume(archived)
+    assert {path.name for path in archived.iterdir()} == {"config.toml", "metrics.jsonl", "timing.jsonl"}
 
 
 def test_a_folder_may_be_moved(stopped, alone, tmp_path):
@@ -277,7 +278,7 @@ def test_a_folder_may_be_moved(stopped, alone, tmp_path):
     ends_like(tmp_path / "elsewhere", alone)
 
 
-def test_more_rounds_on_resume_are_the_rounds_of_a_longer_run(tmp_path, alone):
+def test_a_prolonged_run_is_a_longer_run(tmp_path, alone):
     path = tmp_path / "run"
     run(replace(SHORT, rounds=3), path)
     with pytest.raises(Stop):
@@ -288,25 +289,13 @@ def test_more_rounds_on_resume_are_the_rounds_of_a_longer_run(tmp_path, alone):
 
 
 @pytest.mark.parametrize("rounds", [0, 2])
-def test_fewer_rounds_than_are_done_are_refused(stopped, rounds):
-    with pytest.raises(ConfigError, match="expected at least"):
+def test_fewer_rounds_than_done_are_rejected(stopped, rounds):
+    with pytest.raises(ConfigError, match=f"rounds is {rounds}: expected"):
         resume(stopped, rounds=rounds)
     assert read_config(stopped).rounds == 6
 
 
-def test_a_target_ends_the_run_and_a_resumed_one_stays_ended(tmp_path):
-    experiment = Experiment(model="mlp", scheme="original", clients=10, rounds=40, lr=0.1, target=0.5)
-    summary = run(experiment, tmp_path / "run")
-    assert summary.accuracy >= 0.5
-    assert summary.rounds < 40
-    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    assert resume(tmp_path / "run").rounds == summary.rounds
-    assert resume(tmp_path / "run", rounds=50).rounds == summary.rounds
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
-    assert summary.reached(0.5)["round"] == summary.rounds
-
-
-def test_a_diverging_run_leaves_its_last_good_round(tmp_path):
+def test_a_diverging_run_keeps_its_last_good_round(tmp_path):
     path = tmp_path / "run"
     experiment = Experiment(
         model="mlp", scheme="original", clients=10, cohort=5, rounds=30, lr=1e6, epochs=None, steps=1
@@ -325,7 +314,7 @@ def test_a_diverging_run_leaves_its_last_good_round(tmp_path):
     assert read_run(path).rounds == failed - 1
 
 
-def test_other_examples_than_it_was_begun_with_are_refused(stopped, alone, monkeypatch):
+def test_different_examples_are_rejected(stopped, alone, monkeypatch):
     load = data.load
 
     def changed(name, data_dir=None):
@@ -336,19 +325,19 @@ def test_other_examples_than_it_was_begun_with_are_refused(stopped, alone, monke
 
     with monkeypatch.context() as other:
         other.setattr(data, "load", changed)
-        with pytest.raises(RunError, match="begun with other examples than those that are read now"):
+        with pytest.raises(RunError, match="was started with different examples"):
             resume(stopped)
     resume(stopped)
     ends_like(stopped, alone)
 
 
-def test_a_folder_from_before_the_digest_goes_on(stopped, alone):
+def test_a_folder_without_data_json_resumes(stopped, alone):
     (stopped / "data.json").unlink()
     resume(stopped)
     ends_like(stopped, alone)
 
 
-def test_a_copy_among_the_clients_files_is_not_one_of_them(stopped, alone):
+def test_a_copy_of_a_memory_file_is_ignored(stopped, alone):
     path = next((stopped / "clients").glob("*/*.safetensors"))
     copy = path.with_name(f"{path.stem} (copy).safetensors")
     shutil.copy(path, copy)

@@ -1,27 +1,23 @@
-"""A run is a folder: what lies in it, who may open it, and what of it may be damaged."""
+"""Run folders: their files, who may open them, and which damage they survive."""
 
 import json
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from fedpara.engines.memory import InMemory
 from fedpara.engines.progress import Progress, Round
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import Experiment, read_run, resume, run
 from fedpara.experiments.build import build
 from fedpara.experiments.run import lay_out
 from fedpara.experiments.storage.checkpoint import final_checkpoint
-from fedpara.experiments.storage.client_files import OnDisk, kept_file
-from fedpara.experiments.storage.jsonl import append_line, keep_rounds, read_lines
+from fedpara.experiments.storage.jsonl import append_line, drop_rounds_after, read_lines
 from fedpara.experiments.storage.run_folder import RunFolder, create, metrics_of, open_run
 from fedpara.experiments.storage.summary import read_config
-from fedpara.experiments.storage.tensor_files import write_groups
 
 TINY = Experiment(
     model="mlp", scheme="original", clients=8, cohort=2, rounds=3, batch_size=32, epochs=None, steps=1
@@ -49,7 +45,7 @@ def finished(tmp_path_factory):
     return path
 
 
-def test_a_run_folder_holds_what_it_says(finished):
+def test_a_run_folder_has_the_documented_files(finished):
     assert {entry.name for entry in finished.iterdir()} == FILES
     assert read_config(finished) == TINY
     assert json.loads((finished / "model.json").read_text()) == MODEL
@@ -59,7 +55,7 @@ def test_a_run_folder_holds_what_it_says(finished):
     assert "engine sequential (auto was asked for)" in (finished / "log.txt").read_text()
 
 
-def test_a_line_of_metrics_is_a_round(finished):
+def test_metrics_have_one_line_per_round(finished):
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [1, 2, 3]
     for line in lines:
@@ -71,7 +67,7 @@ def test_a_line_of_metrics_is_a_round(finished):
     assert lines[-1]["total_down"] == sum(line["down"] for line in lines)
 
 
-def test_a_summary_reads_them(finished):
+def test_a_summary_reads_the_metrics(finished):
     summary = read_run(finished)
     assert (summary.rounds, summary.experiment) == (3, TINY)
     assert summary.accuracy == summary.metrics[-1]["accuracy"]
@@ -93,26 +89,25 @@ def round_of(**values):
     return Round(progress, (0, 1), **{"train_loss": 1.0, "bytes_up": 10, "bytes_down": 20, **values})
 
 
-def test_numbers_json_has_no_word_for_are_left_out():
+def test_nan_and_infinity_become_null():
     line = metrics_of(round_of(train_loss=float("nan"), loss=float("inf"), accuracy=0.5))
     assert (line["train_loss"], line["loss"], line["accuracy"]) == (None, None, 0.5)
     json.dumps(line, allow_nan=False)
 
 
-def test_a_folder_that_holds_a_run_is_refused_with_the_command_to_go_on(finished):
+def test_a_used_folder_is_rejected_with_the_resume_command(finished):
     before = {path: path.read_bytes() for path in finished.iterdir() if path.is_file()}
     with pytest.raises(ConfigError, match=f"fedpara resume {finished}"):
         run(TINY, finished)
     assert {path: path.read_bytes() for path in finished.iterdir() if path.is_file()} == before
 
 
-def test_places_where_no_folder_can_be_are_refused(tmp_path):
+def test_unusable_places_are_rejected(tmp_path):
     file = tmp_path / "file"
     file.write_text("mine")
-    with pytest.raises(ConfigError, match="is a file: a run needs a folder"):
-        run(TINY, file)
-    with pytest.raises(ConfigError, match="cannot be made"):
-        run(TINY, file / "below")
+    for place in (file, file / "below"):
+        with pytest.raises(ConfigError, match="cannot be made"):
+            run(TINY, place)
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "thesis.tex").touch()
     with pytest.raises(ConfigError, match="not empty and holds no run"):
@@ -126,6 +121,11 @@ def test_places_where_no_folder_can_be_are_refused(tmp_path):
     [
         {"dataset": "digit"},
         {"split": "owner"},
+        {"cohort": 101},
+        {"rounds": 0},
+        {"evaluate_every": 0},
+        {"max_share": 0.0},
+        {"target": 80.0},
         {"jacobian": 1.0},
         {"link_up": "float8"},
         {"scheme": "pfedpara", "target": 0.5},
@@ -143,7 +143,7 @@ def test_a_mistake_leaves_no_folder_behind(tmp_path, words):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_kill_left_before_the_config_is_as_good_as_empty(tmp_path):
+def test_a_folder_killed_before_its_config_counts_as_empty(tmp_path):
     for name in ("environment.json", "model.json", ".0123abcd.part.toml", ".lock"):
         (tmp_path / name).write_text("torn")
     create(tmp_path, TINY, MODEL, DATA).close()
@@ -151,7 +151,7 @@ def test_what_a_kill_left_before_the_config_is_as_good_as_empty(tmp_path):
     assert not list(tmp_path.glob(".*.part*"))
 
 
-def test_a_folder_that_is_no_run_cannot_be_resumed(tmp_path):
+def test_only_run_folders_can_be_resumed(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigError, match=r"no config\.toml"):
             resume(path)
@@ -166,7 +166,7 @@ sys.stdin.read()
 """
 
 
-def test_two_processes_cannot_hold_one_folder(tmp_path):
+def test_two_processes_cannot_open_one_folder(tmp_path):
     path = tmp_path / "run"
     lay_out(TINY, path)
     other = [sys.executable, "-c", HOLDER, str(path / ".lock")]
@@ -182,7 +182,7 @@ def test_two_processes_cannot_hold_one_folder(tmp_path):
     assert resume(path).rounds == 3
 
 
-def test_a_folder_that_could_not_be_opened_is_let_go(tmp_path):
+def test_a_folder_that_cannot_be_opened_is_unlocked(tmp_path):
     path = tmp_path / "run"
     run(TINY, path)
     good = (path / "checkpoint.safetensors").read_bytes()
@@ -194,7 +194,7 @@ def test_a_folder_that_could_not_be_opened_is_let_go(tmp_path):
     assert resume(path).rounds == 3
 
 
-def test_a_checkpoint_of_another_config_is_refused(tmp_path):
+def test_a_checkpoint_of_another_config_is_rejected(tmp_path):
     path = tmp_path / "run"
     run(TINY, path)
     config = path / "config.toml"
@@ -203,16 +203,16 @@ def test_a_checkpoint_of_another_config_is_refused(tmp_path):
         resume(path)
 
 
-def test_lines_that_a_kill_cut_short_are_dropped(tmp_path):
+def test_truncated_lines_are_dropped(tmp_path):
     path = tmp_path / "m.jsonl"
     for t in range(1, 5):
         append_line(path, {"round": t, "x": 0.1 * t})
     whole = path.read_bytes()
-    keep_rounds(path, 4)
+    drop_rounds_after(path, 4)
     assert path.read_bytes() == whole
     path.write_bytes(whole[:-3])
     assert [line["round"] for line in read_lines(path)] == [1, 2, 3]
-    keep_rounds(path, 2)
+    drop_rounds_after(path, 2)
     assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:2])
     assert read_lines(tmp_path / "none.jsonl") == []
 
@@ -221,7 +221,7 @@ DEEP = b"[" * 200_000 + b"\n"
 
 
 @pytest.mark.parametrize("damage", [b"{\n", b"3\n", b'{"x": 1}\n', b"\xff\n", b"\n", DEEP], ids=range(6))
-def test_lines_damaged_otherwise_are_named(tmp_path, damage):
+def test_damaged_lines_are_rejected_by_name(tmp_path, damage):
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"round": 1}\n' + damage + b'{"round": 2}\n')
     with pytest.raises(RunError, match=r"m\.jsonl is damaged"):
@@ -237,7 +237,7 @@ def test_lines_damaged_otherwise_are_named(tmp_path, damage):
         ("timing.jsonl", {"round": 3, "seconds": None}, "seconds"),
     ],
 )
-def test_a_line_without_what_its_readers_need_is_named(finished, tmp_path, name, line, lacks):
+def test_a_line_without_required_fields_is_rejected_by_name(finished, tmp_path, name, line, lacks):
     shutil.copytree(finished, tmp_path / "run")
     path = tmp_path / "run" / name
     kept = path.read_bytes().splitlines(keepends=True)[:2]
@@ -251,94 +251,14 @@ def test_a_line_with_nan_is_never_written(tmp_path):
         append_line(tmp_path / "m.jsonl", {"round": 1, "x": float("nan")})
 
 
-def groups(value, empty=()):
-    full = {"private": {"w.x2": torch.full((3,), value)}, "control": {"w": torch.full((2, 2), value)}}
-    return {name: {} if name in empty else members for name, members in full.items()}
-
-
-@pytest.mark.parametrize("empty", [(), ("private",), ("control",)])
-def test_memory_on_disk_is_memory(tmp_path, empty):
-    """A group without tensors is a group all the same: SCAFFOLD of a model with nothing private."""
-    disk, memory = OnDisk(tmp_path), InMemory()
-    for store in (disk, memory):
-        assert store.get(3) is None
-        store.put(3, 1, groups(1.0, empty))
-        store.put(3, 2, groups(2.0, empty))
-        store.put(1_234_567, 2, groups(5.0, empty))
-    for client in (3, 1_234_567):
-        a, b = disk.get(client), memory.get(client)
-        assert a.keys() == b.keys()
-        assert all(torch.equal(a[g][n], b[g][n]) for g in b for n in b[g])
-        assert {g: set(members) for g, members in a.items()} == {g: set(m) for g, m in b.items()}
-
-
-def value(store, client):
-    found = store.get(client)
-    return None if found is None else float(found["private"]["w.x2"][0])
-
-
-def files(folder: Path) -> set[str]:
-    return {path.name.split(".")[0] for path in folder.glob("*/*.safetensors")}
-
-
-def test_memory_on_disk_goes_back_to_the_checkpoint(tmp_path):
-    disk = OnDisk(tmp_path)
-    disk.put(1, 1, groups(1.0))
-    disk.put(1, 3, groups(3.0))
-    disk.put(2, 3, groups(30.0))
-    assert (value(disk, 1), value(disk, 2)) == (3.0, 30.0)
-    again = OnDisk(tmp_path, checkpoint=2)
-    assert (value(again, 1), value(again, 2)) == (1.0, None)
-    assert files(tmp_path) == {"1-1"}
-
-
-def test_memory_on_disk_keeps_what_two_checkpoints_need_and_no_more(tmp_path):
-    disk = OnDisk(tmp_path)
-    for t in range(1, 6):
-        disk.put(1, t, groups(float(t)))
-        if t == 2:
-            disk.put(2, t, groups(20.0))
-        disk.settle(t - 1)
-    assert files(tmp_path) == {"1-4", "1-5", "2-2"}
-    for checkpoint, expected in ((5, 5.0), (4, 4.0)):
-        assert value(OnDisk(tmp_path, checkpoint), 1) == expected
-        assert value(OnDisk(tmp_path, checkpoint), 2) == 20.0
-
-
-def test_memory_on_disk_under_anothers_name_is_named(tmp_path):
-    disk = OnDisk(tmp_path)
-    disk.put(7, 1, groups(1.0))
-    disk.put(8, 1, groups(2.0))
-    file = kept_file(tmp_path, 8, 1)
-    shutil.copyfile(kept_file(tmp_path, 7, 1), file)
-    with pytest.raises(
-        RunError, match=r"holds what was kept by client 7, round 1: expected that of client 8"
-    ):
-        disk.get(8)
-    file.rename(kept_file(tmp_path, 7, 2))
-    with pytest.raises(RunError, match="expected that of client 7, round 2"):
-        OnDisk(tmp_path, 2).get(7)
-    write_groups(kept_file(tmp_path, 7, 2), groups(3.0))  # as an earlier version wrote it
-    assert OnDisk(tmp_path, 2).get(7).keys() == groups(3.0).keys()
-
-
-def test_memory_on_disk_that_is_damaged_is_named(tmp_path):
-    disk = OnDisk(tmp_path)
-    disk.put(7, 1, groups(1.0))
-    (path,) = tmp_path.glob("*/*")
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(RunError, match=str(path)):
-        disk.get(7)
-
-
-def test_only_those_who_keep_something_have_a_file(tmp_path, finished):
+def test_only_clients_with_a_memory_have_a_file(tmp_path, finished):
     assert not (finished / "clients").exists()
     scaffold = Experiment(**{**vars(TINY), "algorithm": "scaffold", "rounds": 4})
     run(scaffold, tmp_path / "run")
     folder = open_run(tmp_path / "run", scaffold, DATA)
     versions: dict[int, int] = {}
-    for name in files(tmp_path / "run" / "clients"):
-        client = int(name.split("-")[0])
+    for path in (tmp_path / "run" / "clients").glob("*/*.safetensors"):
+        client = int(path.stem.split("-")[0])
         versions[client] = versions.get(client, 0) + 1
         assert folder.memory.get(client).keys() == {"private", "control"}
     folder.close()
@@ -346,8 +266,8 @@ def test_only_those_who_keep_something_have_a_file(tmp_path, finished):
     assert max(versions.values()) <= 2
 
 
-def test_a_server_with_an_empty_group_comes_back(tmp_path):
-    """Local with SCAFFOLD: the server's control is there and holds nothing."""
+def test_an_empty_group_of_the_server_survives(tmp_path):
+    """Local with SCAFFOLD: the server's control has no tensors."""
     folder = create(tmp_path / "run", TINY, MODEL, DATA)
     progress = Progress(
         1, {}, {"bn.count": torch.tensor(4)}, {"control": {}, "m": {"w": torch.ones(1)}}, 5, 6
@@ -361,7 +281,19 @@ def test_a_server_with_an_empty_group_comes_back(tmp_path):
     assert (again.round, again.bytes_up, again.bytes_down, again.x) == (1, 5, 6, {})
 
 
-def test_a_target_that_is_just_met_is_met(tmp_path):
+def test_a_target_is_met_at_equality(tmp_path):
     met = run(replace(TINY, rounds=1), tmp_path / "a").accuracy
     assert run(replace(TINY, target=met), tmp_path / "b").rounds == 1
     assert resume(tmp_path / "b").rounds == 1
+
+
+def test_a_target_ends_the_run_for_good(tmp_path):
+    experiment = Experiment(model="mlp", scheme="original", clients=10, rounds=40, lr=0.1, target=0.5)
+    summary = run(experiment, tmp_path / "run")
+    assert summary.accuracy >= 0.5
+    assert summary.rounds < 40
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert resume(tmp_path / "run").rounds == summary.rounds
+    assert resume(tmp_path / "run", rounds=50).rounds == summary.rounds
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    assert summary.reached(0.5)["round"] == summary.rounds

@@ -1,4 +1,4 @@
-"""Properties of the files with tensors in a run folder: what was written is read, and nothing else is."""
+"""Tensor files of a run folder: what was written is read back, and changed files are rejected."""
 
 import pytest
 import torch
@@ -6,12 +6,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fedpara.errors import RunError
-from fedpara.experiments.storage import tensor_files
 from fedpara.experiments.storage.tensor_files import read_tensors, write_tensors
 from fedpara.wire import tensors
 
 
-def test_a_checkpoint_is_an_ordinary_safetensors_file_with_a_digest(tmp_path):
+def test_a_tensor_file_is_plain_safetensors_with_a_digest(tmp_path):
     path = tmp_path / "t.safetensors"
     write_tensors(path, {"a": torch.arange(6.0).reshape(2, 3).T, "b": torch.tensor(3)}, {"round": "1"})
     state, metadata = read_tensors(path)
@@ -35,7 +34,7 @@ def test_a_checkpoint_is_an_ordinary_safetensors_file_with_a_digest(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [0, 7, 8, 40, -1])
-def test_a_file_cut_short_is_named(tmp_path, cut):
+def test_a_truncated_file_is_rejected_by_name(tmp_path, cut):
     path = tmp_path / "t.safetensors"
     write_tensors(path, {"a": torch.arange(6.0)}, {"é": "ü"})
     assert read_tensors(path)[1] == {"é": "ü"}
@@ -44,7 +43,7 @@ def test_a_file_cut_short_is_named(tmp_path, cut):
         read_tensors(path)
 
 
-def test_a_file_may_hold_no_tensor_and_many_types(tmp_path):
+def test_a_file_may_be_empty_or_hold_many_types(tmp_path):
     path = tmp_path / "t.safetensors"
     for state in ({}, {"e": torch.empty(0, 3), "z": torch.tensor(True), "b": torch.ones(3).half()}):
         write_tensors(path, state, {})
@@ -56,7 +55,7 @@ def test_a_file_may_hold_no_tensor_and_many_types(tmp_path):
         )
 
 
-def test_what_no_message_can_hold_is_kept_all_the_same(tmp_path, monkeypatch):
+def test_tensors_that_no_message_can_hold_are_written_too(tmp_path, monkeypatch):
     path = tmp_path / "t.safetensors"
     odd = {"a": torch.randn(3, dtype=torch.complex64), "b": torch.tensor([1, 2]).to(torch.uint16)}
     write_tensors(path, odd, {"round": "1"})
@@ -79,13 +78,14 @@ def test_what_no_message_can_hold_is_kept_all_the_same(tmp_path, monkeypatch):
 
 def test_a_file_of_an_earlier_version_is_read(tmp_path):
     path, state = tmp_path / "t.safetensors", {"a": torch.arange(3.0)}
-    save_file(state, path, {"round": "1", "sha256": tensor_files._digest_of_each(state)})
+    digest = "908c0d0e3e6b499896e37215f48ac4ce1ea8a7834879fadc22ec43d9927c1953"
+    save_file(state, path, {"round": "1", "sha256": digest})
     found, metadata = read_tensors(path)
     assert torch.equal(found["a"], state["a"])
     assert metadata == {"round": "1"}
 
 
-def test_nothing_stands_before_the_metadata(tmp_path):
+def test_an_entry_before_the_metadata_is_rejected(tmp_path):
     path = tmp_path / "t.safetensors"
     write_tensors(path, {"a": torch.arange(2.0)}, {})
     content = path.read_bytes()
@@ -97,7 +97,7 @@ def test_nothing_stands_before_the_metadata(tmp_path):
         read_tensors(path)
 
 
-def test_a_header_nested_without_end_is_refused(tmp_path):
+def test_a_deeply_nested_header_is_rejected(tmp_path):
     header = b'{"__metadata__":' + b"[" * 200_000
     path = tmp_path / "t.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)

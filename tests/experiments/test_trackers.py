@@ -1,4 +1,4 @@
-"""Trackers, read back with their own readers: the numbers are those of metrics.jsonl."""
+"""Trackers: what their own readers return matches metrics.jsonl."""
 
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ NAMES = {"accuracy", "loss", "train_loss", "bytes_up", "bytes_down", "seconds"}
 
 
 def tracked(kind, path):
-    """Two rounds, then two more after a resume, both tracked."""
+    """Two tracked rounds, and two more after a resume."""
     first = replace(TINY, rounds=2)
     with tracker(kind, path, asdict(first)) as log:
         run(first, path / "run", on_round=log)
@@ -26,7 +26,7 @@ def tracked(kind, path):
 
 
 def expected(metrics):
-    """(step, value) by name, as metrics.jsonl has them."""
+    """(step, value) by name, as in metrics.jsonl."""
     fields = {"accuracy": "accuracy", "loss": "loss", "train_loss": "train_loss"}
     fields |= {"bytes_up": "total_up", "bytes_down": "total_down"}
     return {
@@ -67,7 +67,7 @@ def test_mlflow_reads_what_was_logged(tmp_path, monkeypatch):
         assert sorted((point.step, point.value) for point in history) == points
 
 
-def test_a_package_that_is_not_installed_is_named_with_the_cure(tmp_path):
+def test_a_missing_package_is_reported_with_the_install_command(tmp_path):
     if find_spec("wandb") is not None:
         pytest.skip("wandb is installed here: its absence cannot be shown")
     with pytest.raises(MissingExtraError, match=r"needs the package wandb: pip install"):
@@ -77,19 +77,19 @@ def test_a_package_that_is_not_installed_is_named_with_the_cure(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_tracker_is_refused_with_the_known_ones():
+def test_an_unknown_tracker_is_rejected():
     with pytest.raises(ConfigError, match="none, tensorboard, mlflow, wandb"):
         require("visdom")
 
 
-def test_no_tracker_leaves_no_trace(tmp_path):
+def test_tracker_none_writes_nothing(tmp_path):
     require("none")
     with tracker("none", tmp_path, {}) as log:
         run(TINY, tmp_path / "run", on_round=log)
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 
-def test_what_was_not_measured_is_not_logged(tmp_path):
+def test_missing_scores_are_not_logged(tmp_path):
     seen = []
     run(TINY, tmp_path / "run", on_round=lambda result, timing: seen.append(scalars(result, timing)))
     assert "accuracy" not in seen[0]

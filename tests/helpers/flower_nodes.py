@@ -1,13 +1,13 @@
 """Flower nodes inside this process, and the same experiments on the sequential engine."""
 
 import torch
-from fedpara.engines.sequential import Sequential
 
 import fedpara
 from fedpara.apps.flower.host import host_on
 from fedpara.apps.flower.node import respond
 from fedpara.engines.flower.policy import Policy
 from fedpara.engines.flower.rpc import Request, from_packet
+from fedpara.engines.local.engine import Sequential
 from fedpara.experiments import Experiment
 from fedpara.experiments.run import lay_out, resume
 from fedpara.experiments.storage.checkpoint import final_checkpoint

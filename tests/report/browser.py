@@ -1,6 +1,6 @@
-"""A headless Chromium, driven through its DevTools session over a pipe: one JSON message, one zero byte.
+"""A headless Chromium, controlled by DevTools messages over a pipe: JSON, each followed by a zero byte.
 
-python tests/report/browser.py page.html docs     two pictures of the page: docs/page.png and docs/page-phone.png
+python tests/report/browser.py page.html docs     two screenshots: docs/page.png and docs/page-phone.png
 """
 
 import base64
@@ -57,14 +57,14 @@ class Browser:
         return dict(answer["result"])
 
     def run(self, expression: str) -> Any:
-        """The value of a JavaScript expression; an exception in it is an error here."""
+        """The value of a JavaScript expression. AssertionError if it throws."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise AssertionError(answer["exceptionDetails"])
         return answer["result"].get("value")
 
     def settle(self) -> None:
-        """Two frames: what was asked for is drawn."""
+        """Wait two frames, until everything is drawn."""
         self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def move(self, x: float, y: float) -> None:
@@ -72,7 +72,7 @@ class Browser:
         self.settle()
 
     def click(self, selector: str) -> None:
-        """A real press and release in the middle of the first element that fits."""
+        """Press and release the mouse in the middle of the first matching element."""
         x, y = self.middle(selector)
         self.move(x, y)
         for kind in ("mousePressed", "mouseReleased"):
@@ -130,7 +130,7 @@ class Browser:
 
 
 def pictures(page: Path, folder: Path) -> None:
-    """A desktop in the light and a phone in the dark, each with the mouse on the curves."""
+    """Screenshots of a light desktop and a dark phone, each with the mouse on the curves."""
     with tempfile.TemporaryDirectory() as profile:
         window = Browser(page, Path(profile))
         for name, width, height, scheme in (("page", 1200, 900, "light"), ("page-phone", 390, 844, "dark")):

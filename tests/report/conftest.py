@@ -1,4 +1,4 @@
-"""Runs to report on: the miniature of Table 2a on CIFAR-10 IID, two seeds."""
+"""Runs to report: the miniature of Table 2a on CIFAR-10 IID with two seeds."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: it draws, answers to the mouse, fits a phone, and nothing goes wrong."""
+"""The page in a real browser: it draws, reacts to the mouse, fits a phone, and logs no errors."""
 
 import importlib.util
 import shutil
@@ -30,7 +30,7 @@ def curves(window):
     return window.run("[...document.querySelectorAll('#chart .curve')].map(c => c.dataset.series)")
 
 
-def test_hovering_shows_every_series_at_that_place(opened):
+def test_hovering_shows_every_series(opened):
     assert sorted(curves(opened)) == ["FedPara γ 0.1", "low-rank", "original"]
     assert opened.run("document.querySelector('.tip').hidden")
     x, y = opened.middle("#chart svg")
@@ -45,7 +45,7 @@ def test_hovering_shows_every_series_at_that_place(opened):
     assert opened.errors == []
 
 
-def test_the_legend_hides_a_series_and_brings_it_back(opened):
+def test_the_legend_hides_and_shows_a_series(opened):
     first = opened.run("document.querySelector('#legend button').innerText.trim()")
     opened.click("#legend button")
     assert first not in curves(opened)
@@ -68,7 +68,7 @@ def test_every_axis_and_log_scale_draws(opened):
             )
             assert "NaN" not in points
             lines.add(points)
-    assert len(lines) == 2 * len(axes), "each is another picture"
+    assert len(lines) == 2 * len(axes), "each draws a different chart"
     opened.click("#axis button:nth-child(1)")
     assert opened.errors == []
 
@@ -85,7 +85,7 @@ def test_a_number_opens_its_runs(opened):
 
 
 @pytest.mark.parametrize("width", [360, 768, 1400])
-def test_it_fits_its_window(opened, width):
+def test_the_page_fits_its_window(opened, width):
     opened.resize(width, 800)
     opened.settle()
     assert opened.run("document.documentElement.scrollWidth") <= width
@@ -95,7 +95,7 @@ def test_it_fits_its_window(opened, width):
     assert opened.errors == []
 
 
-def test_light_and_dark(opened):
+def test_the_theme_follows_the_system_and_the_button(opened):
     def shade():
         return opened.run("getComputedStyle(document.body).backgroundColor")
 
@@ -111,7 +111,7 @@ def test_light_and_dark(opened):
     assert opened.errors == []
 
 
-def test_tables_are_the_ones_of_the_terminal(opened, tables):
+def test_tables_match_those_of_the_terminal(opened, tables):
     for table in tables:
         shown = opened.run(
             f"[...document.querySelectorAll('#{table.study.name} td.ours')].map(c => c.textContent)"
@@ -121,7 +121,7 @@ def test_tables_are_the_ones_of_the_terminal(opened, tables):
     assert opened.errors == []
 
 
-def test_a_folder_named_like_a_script_blanks_nothing(runs, tmp_path):
+def test_a_folder_named_like_a_script_does_not_blank_the_page(runs, tmp_path):
     for path in runs.iterdir():
         shutil.copytree(path, tmp_path / "<!--<script>" / path.name)
     file = tmp_path / "page.html"

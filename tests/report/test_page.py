@@ -1,4 +1,4 @@
-"""The page is one file that needs nothing else."""
+"""The report page is one self-contained file."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def content(text):
 
 
 def test_nothing_is_fetched(text):
-    """The one address is a name, that of the SVG vocabulary."""
+    """The only URL is the SVG namespace."""
     assert set(re.findall(r"https?://[^\s\"'<)]+", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(
         r"\bimport\b[^;]*from|@import|fetch\(|XMLHttpRequest|<link[^>]+stylesheet|src=", text
@@ -35,7 +35,7 @@ def test_nothing_is_fetched(text):
     assert len(text.encode()) < 5_000_000
 
 
-def test_it_holds_every_table_and_run(text, library, tables):
+def test_the_page_has_every_table_and_run(text, library, tables):
     found = content(text)
     assert [table["name"] for table in found["tables"]] == [table.study.name for table in tables]
     assert set(found["runs"]) == {library.name_of(run) for run in library}
@@ -48,7 +48,7 @@ def test_it_holds_every_table_and_run(text, library, tables):
     assert "torch" in some["environment"]
 
 
-def test_a_table_of_miniatures_says_so(text, tables):
+def test_a_table_of_miniatures_is_marked(text, tables):
     for shown, table in zip(content(text)["tables"], tables, strict=True):
         assert (table.caveat != "") == any(entry.seeds for entry in table.entries)
         if table.caveat:
@@ -68,8 +68,8 @@ def test_seeds_are_one_series_with_a_range(text, library):
     assert sorted(labels) == ["FedPara γ 0.1", "low-rank", "original"]
 
 
-def test_seeds_are_averaged_by_round_also_where_one_was_prolonged(library):
-    """Scored every 5 rounds and at its end: a run to 7 that went on to 15 has one score more than a run to 15."""
+def test_seeds_are_averaged_by_round_even_if_one_was_prolonged(library):
+    """Scored every 5 rounds and at the end: a run prolonged from 7 to 15 rounds has one more score."""
     some = next(iter(library))
     scores = {0: {5: 0.5, 7: 0.9, 10: 0.6, 15: 0.7}, 1: {5: 0.3, 10: 0.4, 15: 0.5}}
     runs = {}
@@ -93,7 +93,7 @@ def test_a_seed_without_a_common_round_is_left_out_of_the_curve(library):
     assert aligned([replace(first, metrics=[])]) == []
 
 
-def test_validation_scores_have_a_panel_of_their_own(library):
+def test_validation_scores_have_their_own_panel(library):
     some = next(iter(library))
     held = replace(
         some, experiment=replace(some.experiment, validation=0.1), path=some.path.with_name("held")
@@ -127,7 +127,7 @@ def test_points_add_up_to_the_runs_bytes(library):
     assert found.compute[-1] == pytest.approx(run.seconds / run.experiment.cohort)
 
 
-def test_a_refused_clients_bytes_are_its_own(library):
+def test_rejected_clients_count_for_the_bytes(library):
     run = next(iter(library))
     refused = [{"client": 3, "reason": "it sent no reply"}]
     lines = [{**line, "clients": line["clients"] - 1, "refused": refused} for line in run.metrics]
@@ -137,7 +137,7 @@ def test_a_refused_clients_bytes_are_its_own(library):
 
 
 def test_personal_models_are_compared_on_the_clients_own_data(library):
-    """FedAvg's accuracy is the whole test set's: among personal models its curve is the one before local training."""
+    """FedAvg's accuracy is on the whole test set. Among personal models, its curve is before local training."""
     run = next(iter(library))
     lines = [{**line, "accuracy": 0.1, "before": 0.6, "after": 0.7} for line in run.metrics]
     for changes, expected in (({"share": "all"}, 60.0), ({"share": "none"}, 10.0)):
@@ -145,13 +145,13 @@ def test_personal_models_are_compared_on_the_clients_own_data(library):
         assert set(points(replace(run, experiment=experiment, metrics=lines)).accuracy) == {expected}
 
 
-def test_labels_tell_series_apart(library):
+def test_labels_are_unique_in_a_panel(library):
     series = all_series(library)
     assert len({(one.panel, one.label) for one in series}) == len(series)
     assert {label_of(run.experiment) for run in library} == {"FedPara γ 0.1", "low-rank", "original"}
 
 
-def test_runs_of_one_name_in_two_folders_are_told_apart(library, tmp_path):
+def test_runs_of_one_name_in_two_folders_get_unique_names(library, tmp_path):
     first, second, third = list(library)[:3]
     places = {"m1/runs/x": first, "m2/runs/x": second, "runs/y": third}
     for place, run in places.items():
@@ -166,8 +166,8 @@ def test_runs_of_one_name_in_two_folders_are_told_apart(library, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["</script><b>", "<!--<script>", "<!-- <SCRIPT "])
-def test_a_name_can_neither_end_the_script_nor_keep_it_open(library, tables, name):
-    """After "<!--<script" a browser takes the next "</script>" for the inner one's end, and shows no page."""
+def test_a_title_can_neither_end_the_script_nor_keep_it_open(library, tables, name):
+    """After "<!--<script", the next "</script>" ends only the inner one, and the page stays blank."""
     wild = [replace(t, study=replace(t.study, title=name)) for t in tables]
     text = page(library, wild)
     data = text.split('<script id="data" type="application/json">')[1].split("</script>")[0]
@@ -175,7 +175,7 @@ def test_a_name_can_neither_end_the_script_nor_keep_it_open(library, tables, nam
     assert json.loads(data)["tables"][0]["title"] == name
 
 
-def test_nor_can_a_folders_name(runs, tmp_path):
+def test_a_folder_name_cannot_keep_the_script_open(runs, tmp_path):
     for path in runs.iterdir():
         shutil.copytree(path, tmp_path / "<!--<script>" / path.name)
     found = Library.of(tmp_path)

@@ -21,7 +21,7 @@ from fedpara.errors import FedParaError, RunError, UsageError, in_a_line
 from fedpara.experiments.build import build_model, build_scheme
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.storage.checkpoint import Checkpoint, final_checkpoint
-from fedpara.experiments.storage.client_files import kept_file
+from fedpara.experiments.storage.client_files import memory_file
 from fedpara.experiments.storage.node_memory import NodeMemory
 from fedpara.experiments.storage.run_folder import NODES
 from fedpara.experiments.storage.summary import read_config
@@ -129,14 +129,14 @@ def _own_state(path: Path, client: int | None, newest: Checkpoint) -> State:
 
 
 def _private_state(path: Path, client: int | None, newest: Checkpoint) -> State:
-    kept = newest.kept
+    kept = newest.memories
     if client is None or client not in kept:
         few = ", ".join(map(str, sorted(kept)[:FEW])) + (", ..." if len(kept) > FEW else "")
         problem = "has a model per client" if client is None else f"has no model of client {client}"
         raise UsageError(
             f"{path} {problem}: expected --client with one of the {len(kept)} that took part ({few})."
         )
-    file = kept_file(path / "clients", client, kept[client])
+    file = memory_file(path / "clients", client, kept[client])
     groups = read_groups(file, (client, kept[client]), newest.digests.get(client))
     if ACCEPTED in groups:
         groups = _node_memory(path, client, int(groups[ACCEPTED]["round"]))

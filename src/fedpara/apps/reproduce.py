@@ -15,7 +15,7 @@ from fedpara.errors import UsageError
 from fedpara.experiments import Experiment
 from fedpara.experiments.paper import STUDIES, Study, merged, study
 from fedpara.experiments.paper.sizes import gpu_minutes, total_bytes
-from fedpara.experiments.reproduce import carry_out, jobs, save_finished
+from fedpara.experiments.reproduce import archive_finished, carry_out, jobs
 from fedpara.experiments.run import OnRound
 from fedpara.experiments.storage.catalog import Library
 from fedpara.report.figures import study_figure
@@ -66,7 +66,7 @@ def reproduce(
     if join().rank:
         return
     if keep is not None:
-        save_finished(out, keep)
+        archive_finished(out, keep)
     library = Library.of(out, results)
     shown: list[tuple[Table, Path | None]] = []
     for one in studies:

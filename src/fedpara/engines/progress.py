@@ -49,7 +49,7 @@ class Round:
     before: float | None = None
     after: float | None = None
     notes: tuple[str, ...] = field(default=())
-    kept: tuple[int, ...] = ()  # clients whose memories are now of this round
+    memories: tuple[int, ...] = ()  # the clients whose memories are of this round
     everyone: Everyone | None = None  # at the end of a run whose clients have test data
 
     @property

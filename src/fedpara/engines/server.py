@@ -111,7 +111,7 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
         down,
         tuple(got.refused),
         notes=tuple(got.notes),
-        kept=tuple(reply.client for reply in got.replies) if session.stateful else (),
+        memories=tuple(reply.client for reply in got.replies) if session.stateful else (),
     )
     result = _evaluated(session, engine, schedule, got.replies if scored else [], result)
     return _with_everyone(session, engine, schedule, result) if personal and schedule.ends(result) else result

@@ -1,6 +1,7 @@
-"""From an Experiment's words to the objects they mean."""
+"""Turn an Experiment into the objects that it names."""
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from hashlib import blake2b
 from os import PathLike
@@ -22,7 +23,7 @@ from fedpara.wire import Link
 
 DEFAULT_GAMMA = 0.1
 CHUNK = 10_000
-"""Examples at a time: windows of a text share their memory, and all of them apart would be eighty times as much."""
+"""Examples per step of the digest. Windows of a text share memory; copying all of them needs 80 times as much."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +35,7 @@ class Parts:
 
     @cached_property
     def digest(self) -> str:
-        """Of all examples, whoever has them: two runs of one config and one digest are the same."""
+        """A digest of all examples. Two runs with the same config and the same digest are the same run."""
         digest = blake2b(digest_size=16)
         for examples in (self.data.train, self.task.test):
             if examples is not None:
@@ -73,28 +74,26 @@ def build_algorithm(experiment: Experiment) -> Algorithm:
 
 
 def build_scheme(experiment: Experiment) -> Scheme | None:
-    """None for the original weights."""
-    if experiment.scheme == "original":
-        for name in ("nonlinearity", "init"):
-            if getattr(experiment, name) is not None:
-                raise ConfigError(f"scheme 'original' has no factors and so no {name}: leave it out.")
+    """The scheme, or None for the original weights."""
+    kind = parameterization.SCHEMES.get(experiment.scheme)
+    accepted = ("init", *(f.name for f in fields(kind))) if kind else ()
+    options = ("gamma", "rank", "ratio", "nonlinearity", "init")
+    given = {name: value for name in options if (value := getattr(experiment, name)) is not None}
+    for name in given:
+        if name not in accepted:
+            raise ConfigError(f"scheme {experiment.scheme!r} has no {name}: leave it out.")
+    if kind is None:
         return None
-    sizes = {name: getattr(experiment, name) for name in ("gamma", "rank", "ratio")}
-    given = {name: value for name, value in sizes.items() if value is not None} or {"gamma": DEFAULT_GAMMA}
-    if experiment.scheme == "lowrank":
-        if experiment.nonlinearity:
-            raise ConfigError("scheme 'lowrank' has no nonlinearity: leave it out.")
-        return parameterization.LowRank(conv=experiment.conv, **given)  # type: ignore[arg-type]
-    if "ratio" in given:
-        raise ConfigError(f"ratio sizes 'lowrank' only: give {experiment.scheme} a gamma or a rank.")
-    kind = parameterization.SCHEMES[experiment.scheme]
-    return kind(nonlinearity=experiment.nonlinearity, conv=experiment.conv, **given)  # type: ignore[call-arg, arg-type]
+    given.pop("init", None)  # for `build_model`
+    if not given.keys() & {"gamma", "rank", "ratio"}:
+        given["gamma"] = DEFAULT_GAMMA
+    return kind(conv=experiment.conv, **given)  # type: ignore[arg-type]
 
 
 def build_model(
     experiment: Experiment, classes: int, shape: tuple[int, ...], scheme: Scheme | None
 ) -> nn.Module:
-    """The model as it starts; the same seed gives the same numbers."""
+    """The initial model. The same seed gives the same numbers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(experiment.seed)
         model = models.build(experiment.model, classes=classes, shape=shape)
@@ -106,21 +105,22 @@ def build_model(
 
 
 def build_rule(experiment: Experiment, model: nn.Module, scheme: Scheme) -> Where | None:
-    """Which weights become factors: the model's own rule, or by `where`
+    """Which weights to factorize: the model's rule, or the one that `where` names.
 
-    every      all of two or more dimensions that become smaller
-    hybrid:N   all convolutions but the first N (Pufferfish)
-    early      all convolutions, ResNet's first two and 1x1 ones at gamma 1 (appendix D.2)
+    every      all weights of two or more dimensions that become smaller
+    hybrid:N   all convolutions except the first N (Pufferfish)
+    early      all convolutions; ResNet's first two and its 1x1 ones at gamma 1 (appendix D.2)
     """
     if experiment.where is None:
         return models.rule(experiment.model)
     if experiment.where == "every":
         return None
-    if experiment.where.startswith("hybrid:"):
-        return models.hybrid(model, int(experiment.where.removeprefix("hybrid:")))
-    if not isinstance(scheme, parameterization.FedPara | parameterization.PFedPara) or scheme.gamma is None:
+    if hybrid := re.fullmatch(r"hybrid:(\d+)", experiment.where):
+        return models.hybrid(model, int(hybrid[1]))
+    if experiment.where != "early":
         raise ConfigError(
-            f"where 'early' gives ResNet's early layers gamma 1: expected a Hadamard scheme with a gamma, "
-            f"got {scheme}."
+            f"unknown where {experiment.where!r}: expected every, early, or hybrid:N such as hybrid:5."
         )
+    if not isinstance(scheme, parameterization.FedPara | parameterization.PFedPara) or scheme.gamma is None:
+        raise ConfigError(f"where 'early' needs fedpara or pfedpara with a gamma: the scheme is {scheme}.")
     return models.resnet_layers(replace(scheme, gamma=1.0), scheme)

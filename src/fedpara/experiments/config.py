@@ -1,37 +1,49 @@
-"""Experiment: one run, written down. Strings become objects in `build.py` and nowhere else."""
+"""Experiment: the configuration of one run. `build.py` turns its strings into objects."""
 
 import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from inspect import formatannotation
 from numbers import Real
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from fedpara import algorithms, models
+from fedpara.algorithms.core import Weighting
 from fedpara.choices import ENGINES, SPLITS
 from fedpara.engines.settings import Precision, Share
 from fedpara.engines.task import Augment
 from fedpara.errors import ConfigError, among
 
-SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
 OWNED = ("owner", "largest")
 """Splits whose clients are the owners of the examples."""
-WEIGHTS = ("examples", "uniform")
-TEST_OWNERS = ("training", "all")
-WHERE = r"every|early|hybrid:\d+"
 
-# What may differ between a run and its continuation: a run's last round is always evaluated, and an engine or a
-# precision rounds in its own way.
+CHOICES: dict[str, Sequence[str]] = {
+    "scheme": ("original", "lowrank", "fedpara", "pfedpara"),
+    "split": SPLITS,
+    "model": models.names(),
+    "algorithm": algorithms.names(),
+    "engine": ENGINES,
+    "precision": get_args(Precision),
+    "share": get_args(Share),
+    "augment": get_args(Augment),
+    "weights": get_args(Weighting),
+    "test_owners": ("training", "all"),
+}
+"""Accepted values by field. A field with the default None may also be left out."""
+
+# A resumed run may change these fields. They leave the computation as it is: engines and precisions differ only in
+# rounding, and the last round of a run is always evaluated.
 FREE = ("rounds", "engine", "precision", "target")
 
-# Fields that were added after runs had been kept, each with the value that all those runs had. Such a field counts
-# for the identity only where its value differs from this one: so every kept run keeps its identity.
+# Fields that are younger than some finished runs, with the value that those runs used. Such a field enters the
+# identity only if its value differs, so that the identities of the older runs stay valid.
 LATER: dict[str, Any] = {"validation": 0.0, "weights": "examples", "max_share": None, "test_owners": "all"}
 
-_SPEAKS_OF = r"^(\w+) is |^unknown key '([^']+)'|^unknown (\w+) |hyper-parameter '([^']+)'"
+_FIELD_IN_ERROR = r"^(\w+) is |^unknown key '([^']+)'|^unknown (\w+) |hyper-parameter '([^']+)'"
 
 
 @dataclass(frozen=True)
@@ -39,24 +51,24 @@ class Experiment:
     dataset: str = "digits"
     model: str = "cnn"
     scheme: str = "fedpara"  # original, lowrank, fedpara, pfedpara
-    gamma: float | None = None  # 0.1 where neither rank nor ratio is given
+    gamma: float | None = None  # 0.1 if rank and ratio are not given either
     rank: int | None = None
     ratio: float | None = None  # lowrank only
     nonlinearity: str | None = None  # tanh
     conv: str = "tensor"  # or reshape
-    init: str | None = None  # fan_out, calibrated, he, he:1.4; each scheme has its own default
-    where: str | None = None  # every, early, hybrid:N in place of the model's own rule (`build_rule`)
+    init: str | None = None  # fan_out, calibrated, he, he:1.4; the default depends on the scheme
+    where: str | None = None  # every, early or hybrid:N override the model's rule (`build_rule`)
     algorithm: str = "fedavg"
-    options: dict[str, float] = field(default_factory=dict, hash=False)  # the algorithm's own: mu, alpha, ...
+    options: dict[str, float] = field(default_factory=dict, hash=False)  # of the algorithm: mu, alpha, ...
     share: str = "all"  # fedper: all but the last layer; none: Local
     split: str = "dirichlet"  # one of SPLITS; largest: the owners with the most examples
     alpha: float = 0.5  # of the Dirichlet splits
     clients: int = 100
-    keep: int | None = None  # of these only the first so many are in the federation
+    keep: int | None = None  # use only the first `keep` clients
     classes_per_client: int = 2  # of the shards split
     data_fraction: float = 1.0  # of each client's training examples
     validation: float = (
-        0.0  # hold out this share of each client's examples, and score them in place of the test set
+        0.0  # fraction of each client's examples to hold out and score instead of the test set
     )
     test_owners: str = "training"  # owner and largest: whose test examples score the global model; or all
     personal: bool = False  # score each client's own model on its own test data
@@ -75,89 +87,57 @@ class Experiment:
     augment: str = "none"  # or crop-flip
     link_up: str = "float32"
     link_down: str = "float32"
-    weights: str = "examples"  # how updates are weighted in the mean: by examples, or uniform
+    weights: str = "examples"  # weight updates by their number of examples, or uniform
     max_share: float | None = None  # the largest share of a round's weight that one client may have
-    max_norm: float | None = None  # refuse updates further than this from the model
+    max_norm: float | None = None  # reject updates further than this from the model
     evaluate_every: int = 1
-    target: float | None = None  # stop once this accuracy is met
+    target: float | None = None  # stop at this accuracy
     seed: int = 0
     engine: str = "auto"
     precision: str | None = None  # float32, tf32, bfloat16: of the batched engine on a GPU
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
         for f in fields(self):
-            value = getattr(self, f.name)
-            _check_type(f.name, value, hints[f.name])
-            if float in (hints[f.name], *get_args(hints[f.name])) and value is not None:
-                object.__setattr__(self, f.name, _as_float(f.name, value))
-        options = {name: _as_float(str(name), value) for name, value in self.options.items()}
+            value: Any = getattr(self, f.name)
+            if isinstance(value, int) and float in (f.type, *get_args(f.type)):
+                value = float(value)  # 1 and 1.0 are the same experiment
+                object.__setattr__(self, f.name, value)
+            if not isinstance(value, dict if f.name == "options" else f.type):  # type: ignore[arg-type]
+                expected = formatannotation(f.type).removesuffix(" | None")
+                raise ConfigError(f"{f.name} is {value!r}: expected {expected}.")
+            known = CHOICES.get(f.name)
+            if known and value is not None and value not in known:
+                raise ConfigError(f"unknown {f.name} {value!r}: {among(str(value), known)}")
+        for name, (accepted, holds) in RULES.items():
+            if not holds(self):
+                raise ConfigError(f"{name} is {getattr(self, name)}: expected {accepted}.")
+        given: dict[str, Any] = self.options
+        options = {name: float(v) if isinstance(v, Real) else v for name, v in given.items()}
         object.__setattr__(self, "options", options)
-        if self.steps is not None and self.epochs == Experiment.epochs:  # as `Local` takes it
+        algorithms.build(self.algorithm, algorithms.Local(), **options)
+        if self.steps is not None and self.epochs == Experiment.epochs:  # as in `Local`
             object.__setattr__(self, "epochs", None)
-        if (self.epochs is None) == (self.steps is None):
-            raise ConfigError(f"epochs is {self.epochs} and steps is {self.steps}: expected one of the two.")
-        _known("scheme", self.scheme, SCHEMES)
-        _known("split", self.split, SPLITS)
-        _known("model", self.model, models.names())
-        _known("algorithm", self.algorithm, algorithms.names())
-        _known("engine", self.engine, ENGINES)
-        if self.precision is not None:
-            _known("precision", self.precision, get_args(Precision))
-        _known("share", self.share, get_args(Share))
-        _known("augment", self.augment, get_args(Augment))
-        _known("weights", self.weights, WEIGHTS)
-        _known("test_owners", self.test_owners, TEST_OWNERS)
-        _check_options(self.algorithm, self.options)
-        if self.where is not None and not re.fullmatch(WHERE, self.where):
-            raise ConfigError(
-                f"unknown where {self.where!r}: expected every, early, or hybrid:5 with any number."
-            )
-        if self.scheme == "original" and any(v is not None for v in (self.gamma, self.rank, self.ratio)):
-            raise ConfigError("scheme 'original' has no gamma, rank or ratio: leave them out.")
-        for name in ("clients", "cohort", "rounds", "evaluate_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}: expected at least 1.")
-        if self.split not in OWNED and self.cohort > self.clients:
-            raise ConfigError(
-                f"a cohort of {self.cohort} from {self.clients} clients: expected no more than there are."
-            )
-        if self.keep is not None and not self.cohort <= self.keep <= self.clients:
-            raise ConfigError(
-                f"keep is {self.keep}: expected at least the cohort of {self.cohort} and at most the "
-                f"{self.clients} clients."
-            )
-        if not self.alpha > 0:
-            raise ConfigError(
-                f"alpha is {self.alpha}: expected a positive number. Small is skewed, large is even."
-            )
-        if not 0 < self.data_fraction <= 1:
-            raise ConfigError(f"data_fraction is {self.data_fraction}: expected above 0 and at most 1.")
-        if not 0 <= self.validation < 1:
-            raise ConfigError(
-                f"validation is {self.validation}: expected 0 (score the test set) or a share below 1, such as 0.1."
-            )
-        if self.max_share is not None and not 0 < self.max_share <= 1:
-            raise ConfigError(f"max_share is {self.max_share}: expected above 0 and at most 1, such as 0.2.")
-        if self.target is not None and not 0 < self.target <= 1:
-            raise ConfigError(
-                f"target is {self.target}: expected an accuracy above 0 and at most 1, such as 0.8."
-            )
-        if not 0 <= self.seed < 1 << 63:
-            raise ConfigError(f"seed is {self.seed}: expected 0 to 2^63 - 1.")
 
     @property
     def identity(self) -> str:
-        """A digest of everything that decides what is computed. FREE fields may change on resume: engines and
-        precisions compute the same and round differently. LATER fields count where they are used.
-        """
+        """A digest of the fields that decide the result: not FREE ones, and LATER ones only if they differ."""
         values = {name: value for name, value in asdict(self).items() if name not in FREE}
-        if (
-            self.split not in OWNED or self.personal
-        ):  # no such owners, or each client is scored on its own data
-            values["test_owners"] = LATER["test_owners"]
+        if self.split not in OWNED or self.personal:
+            values["test_owners"] = LATER["test_owners"]  # the field has no effect on the scores
         decisive = {name: v for name, v in values.items() if name not in LATER or v != LATER[name]}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+RULES: dict[str, tuple[str, Callable[[Experiment], bool]]] = {
+    "keep": ("1 to the number of clients", lambda e: e.keep is None or 1 <= e.keep <= e.clients),
+    "data_fraction": ("a number above 0 and at most 1", lambda e: 0 < e.data_fraction <= 1),
+    "validation": (
+        "0 (score the test set) or a fraction below 1, such as 0.1",
+        lambda e: 0 <= e.validation < 1,
+    ),
+    "seed": ("0 to 2^63 - 1", lambda e: 0 <= e.seed < 1 << 63),
+}
+"""Accepted ranges that nothing else checks before they are used."""
 
 
 def to_toml(experiment: Experiment) -> str:
@@ -171,16 +151,13 @@ def to_toml(experiment: Experiment) -> str:
 
 
 def read_toml(path: Path, base: Experiment | None = None) -> Experiment:
-    """The experiment a file describes, on top of `base`. An unknown key is named with its line."""
+    """The experiment in a TOML file, on top of `base`. Errors name the line of the field."""
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        text = path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
+        given = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"cannot read the config {path}: it is not text. Expected TOML in UTF-8.") from None
-    try:
-        given = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # tomllib's own is a ValueError
+    except (ValueError, RecursionError) as error:  # not UTF-8, or not TOML
         raise ConfigError(f"{path} is not TOML: {error}.") from None
     try:
         return with_values(base or Experiment(), given)
@@ -189,7 +166,7 @@ def read_toml(path: Path, base: Experiment | None = None) -> Experiment:
 
 
 def with_values(base: Experiment, given: dict[str, Any]) -> Experiment:
-    """`base` with some fields replaced. Giving rank or ratio drops gamma, giving steps drops epochs."""
+    """`base` with some fields replaced. A given rank or ratio replaces gamma, given steps replace epochs."""
     names = [f.name for f in fields(Experiment)]
     for name in given:
         if name not in names:
@@ -200,19 +177,15 @@ def with_values(base: Experiment, given: dict[str, Any]) -> Experiment:
         changed = {**dict.fromkeys(sizes), **changed}
     if given.get("scheme") == "original":
         changed = {**dict.fromkeys((*sizes, "nonlinearity", "init")), **changed}
-    if given.get("steps") is not None and given.get("epochs") is not None:
-        raise ConfigError(
-            f"epochs is {given['epochs']} and steps is {given['steps']}: expected one of the two."
-        )
     if given.get("steps") is not None:
         changed.setdefault("epochs", None)
-    if "epochs" in given and given["epochs"] is not None:
+    if given.get("epochs") is not None:
         changed.setdefault("steps", None)
     return replace(base, **changed)
 
 
 def read_options(given: Iterable[str]) -> dict[str, float]:
-    """An algorithm's own hyper-parameters, such as mu=0.1."""
+    """The algorithm's hyper-parameters from strings such as mu=0.1."""
     options: dict[str, float] = {}
     for text in given:
         name, _, value = text.partition("=")
@@ -223,54 +196,17 @@ def read_options(given: Iterable[str]) -> dict[str, float]:
     return options
 
 
-def _check_type(name: str, value: Any, expected: Any) -> None:
-    allowed = (
-        get_args(expected) if get_args(expected) and not str(expected).startswith("dict") else (expected,)
-    )
-    plain = tuple(dict if str(kind).startswith("dict") else kind for kind in allowed)
-    accepted = (*plain, int) if float in plain else plain
-    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in plain):
-        kinds = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in plain)
-        raise ConfigError(f"{name} is {value!r}: expected {kinds}.")
-
-
-def _as_float(name: str, value: Any) -> Any:
-    """1 and 1.0 are one experiment, and numpy's numbers are written as Python's."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return value
-    try:
-        return float(value)
-    except OverflowError:
-        raise ConfigError(
-            f"{name} is a number of {len(str(value))} digits: expected one that float32 holds."
-        ) from None
-
-
-def _check_options(algorithm: str, options: dict[str, float]) -> None:
-    for name in options:
-        if not isinstance(name, str):
-            raise ConfigError(f"an option is named {name!r}: expected a word, such as 'mu'.")
-    for name in {"name", "local"} & options.keys():  # the words `build` keeps for itself
-        raise ConfigError(f"{algorithm} has no hyper-parameter {name!r}.")
-    algorithms.build(algorithm, algorithms.Local(), **options)
-
-
-def _known(what: str, value: str, known: tuple[str, ...] | list[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"unknown {what} {value!r}: {among(value, known)}")
-
-
 def _literal(value: bool | int | float | str) -> str:
-    """JSON's words are TOML's, but for infinity and one character."""
+    """A TOML literal. JSON and TOML agree except on infinity and the DEL character."""
     if isinstance(value, float):
         return float.__repr__(value)
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _line_of(text: str, error: ConfigError) -> str:
-    """Where the key stands that the error speaks of."""
-    spoken = re.search(_SPEAKS_OF, str(error))
-    key = next(filter(None, spoken.groups())) if spoken else None
+    """The line of the field that the error is about, if it is in the file."""
+    found = re.search(_FIELD_IN_ERROR, str(error))
+    key = next(filter(None, found.groups())) if found else None
     for number, line in enumerate(text.splitlines(), 1):
         if key and re.match(rf"\s*(?:\w+\.)*[\"']?{re.escape(key)}[\"']?\s*[=.]", line):
             return f", line {number}"

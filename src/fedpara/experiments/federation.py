@@ -1,4 +1,4 @@
-"""Who holds which examples of an experiment, and which examples score its models."""
+"""Which client holds which examples, and which examples score the models."""
 
 import numpy as np
 
@@ -12,9 +12,9 @@ from fedpara.experiments.config import OWNED, Experiment
 def build_federation(
     experiment: Experiment, train: Examples, test: Examples
 ) -> tuple[FederatedData, Examples]:
-    """The clients' examples, and those that score the global model.
+    """The clients' examples, and the examples that score the global model.
 
-    With `validation` the latter are held out of the clients' own, and `test` is not used at all.
+    With `validation`, the examples to score are held out from the clients' own and `test` is not used.
     """
     clients = _clients(experiment, train)
     if experiment.keep is not None:
@@ -22,9 +22,9 @@ def build_federation(
     if experiment.data_fraction < 1:
         clients = _thinned(clients, experiment.data_fraction, experiment.seed)
     if experiment.validation:
-        kept, held = _held_out(experiment, train, clients)
-        own = held if experiment.personal else None
-        return FederatedData(train, kept, test_clients=own), train.subset(held.indices)
+        training, held_out = _split_validation(experiment, train, clients)
+        own = held_out if experiment.personal else None
+        return FederatedData(train, training, test_clients=own), train.subset(held_out.indices)
     if experiment.split in OWNED:
         return _scored_by_owner(experiment, train, test, clients)
     if not experiment.personal:
@@ -41,13 +41,11 @@ def _scored_by_owner(
         return FederatedData(train, clients), test
     if test.owners is None:
         raise ConfigError(
-            f"{experiment.dataset} does not say who owns its test examples, so none can be said to be the clients': "
-            "set test_owners to 'all', and leave personal out."
+            f"the test examples of {experiment.dataset} have no owners: set test_owners to 'all', without personal."
         )
-    assert train.owners is not None
     theirs = data.by_owner(test.owners, roster=train.owners)
     if experiment.split == "largest":
-        theirs = _largest_first(theirs, data.by_owner(train.owners))
+        theirs = _largest_first(theirs, _by_owner(experiment, train))
     theirs = theirs[: len(clients)]
     scored = test
     if narrow and len(theirs.indices) < len(test):
@@ -65,62 +63,63 @@ def _clients(experiment: Experiment, train: Examples) -> Partition:
         return data.dirichlet_capped(labels, n, experiment.alpha, seed)
     if experiment.split == "shards":
         return data.shards(labels, n, seed, experiment.classes_per_client)
-    if train.owners is None:
-        raise ConfigError(
-            f"{experiment.dataset} does not say who owns an example: choose iid, dirichlet or shards."
-        )
-    owned = data.by_owner(train.owners)
+    owned = _by_owner(experiment, train)
     if experiment.split == "largest":
         owned = _largest_first(owned, owned)
-    if experiment.cohort > min(n, len(owned)):
-        raise ConfigError(
-            f"a cohort of {experiment.cohort} from {min(n, len(owned))} owners: expected no more."
-        )
     return owned[:n]
 
 
+def _by_owner(experiment: Experiment, train: Examples) -> Partition:
+    if train.owners is None:
+        raise ConfigError(
+            f"the examples of {experiment.dataset} have no owners: choose iid, dirichlet or shards."
+        )
+    return data.by_owner(train.owners)
+
+
 def _largest_first(owners: Partition, training: Partition) -> Partition:
-    """The owners in the order of their training examples, the most first; ties in the owners' own order."""
+    """The owners with the most training examples first; ties keep their order."""
     return Partition.of([owners[int(i)] for i in np.argsort(-training.sizes, kind="stable")])
 
 
 def _thinned(clients: Partition, fraction: float, seed: int) -> Partition:
-    """The first share of each client's examples in a seeded order, at least one."""
+    """A random fraction of each client's examples, at least one."""
     generator = np.random.default_rng((seed, 1))
     rows = [generator.permutation(clients[i]) for i in range(len(clients))]
     return Partition.of([np.sort(row[: max(1, round(fraction * len(row)))]) for row in rows])
 
 
-def _held_out(experiment: Experiment, train: Examples, clients: Partition) -> tuple[Partition, Partition]:
-    """(what each client trains on, what it is scored on)"""
+def _split_validation(
+    experiment: Experiment, train: Examples, clients: Partition
+) -> tuple[Partition, Partition]:
+    """(training examples, held-out examples) of each client."""
     fraction = experiment.validation
     if train.inputs.dim() == 2 and not train.inputs.is_floating_point():  # character ids
-        kept, held = _ends_of_texts(train, clients, fraction)
+        training, held_out = _ends_of_texts(train, clients, fraction)
     else:
-        kept, held = data.split(clients, train.labels, fraction, experiment.seed, exact=True)
-    if not len(held.indices):
+        training, held_out = data.split(clients, train.labels, fraction, experiment.seed, exact=True)
+    if not len(held_out.indices):
         raise ConfigError(
-            f"validation is {fraction} and no client of {experiment.dataset} has an example to spare: use fewer "
-            "clients, a larger share or validation = 0."
+            f"validation is {fraction}, but no client has an example to spare: use fewer clients or a larger fraction."
         )
-    return kept, held
+    return training, held_out
 
 
 def _ends_of_texts(train: Examples, clients: Partition, fraction: float) -> tuple[Partition, Partition]:
-    """Held out is what lies in the last share of its owner's text, whoever holds it.
+    """Hold out the last `fraction` of each owner's text, whichever client has it.
 
-    Windows of a text overlap: the label of one that is drawn at random stands inside its neighbours, which are trained
-    on. The labels at the end of a text stand in no window before it.
+    Windows of a text overlap. The label of a randomly chosen window is also inside its neighbours, which clients
+    train on. The labels at the end of a text are in no earlier window.
     """
     texts = [np.arange(len(train))] if train.owners is None else data.by_owner(train.owners)
     late = np.zeros(len(train), dtype=bool)
     for text in texts:
         late[text[len(text) - min(round(fraction * len(text)), len(text) - 1) :]] = True
-    kept, held = [], []
+    training, held_out = [], []
     for row in clients:
         chosen = late[row]
         if chosen.all():  # at least one example stays in training
             chosen[0] = False
-        kept.append(row[~chosen])
-        held.append(row[chosen])
-    return Partition.of(kept), Partition.of(held)
+        training.append(row[~chosen])
+        held_out.append(row[chosen])
+    return Partition.of(training), Partition.of(held_out)

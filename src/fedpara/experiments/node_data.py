@@ -1,7 +1,8 @@
-"""A client's own data: dataset "load:package.module:function" names a function that each node calls.
+"""Custom data: dataset "load:package.module:function" names a function that each node calls.
 
 load(node_config) -> (train, test), both `Examples`; test may be None. The server calls it too, with
-{"server": True}: of its train only shape and classes count (it may be empty), its test scores the global model.
+{"server": True}. It uses only the shape and classes of `train`, which may be empty, and scores the global model on
+`test`.
 """
 
 import importlib
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fedpara.data import Examples, FederatedData
-from fedpara.errors import ConfigError, DataError, FedParaError
+from fedpara.errors import ConfigError, DataError
 from fedpara.experiments.config import Experiment
 
 OWN = "load:"
@@ -24,48 +25,38 @@ def read_own(dataset: str, node_config: Mapping[str, Any]) -> tuple[Examples, Ex
     function = _function(dataset)
     try:
         got = function(dict(node_config))
-    except FedParaError:
-        raise
     except Exception as error:
         raise DataError(f"{dataset} failed: {type(error).__name__}: {error}") from error
-    if not isinstance(got, tuple) or len(got) != 2 or not isinstance(got[0], Examples):
-        raise DataError(
-            f"{dataset} returned {type(got).__name__}: expected (train, test) of fedpara's Examples."
-        )
-    train, test = got
-    if test is not None and not isinstance(test, Examples):
-        raise DataError(f"{dataset} returned a test of {type(test).__name__}: expected Examples or None.")
-    return train, test
+    match got:
+        case (Examples() as train, (Examples() | None) as test):
+            return train, test
+    raise DataError(
+        f"{dataset} returned {type(got).__name__}: expected (train, test), each fedpara Examples; test may be None."
+    )
 
 
 def server_side(experiment: Experiment) -> tuple[FederatedData, Examples | None]:
-    """A federation whose examples are elsewhere, and the server's own test set."""
+    """A federation without examples, since the nodes hold them, and the server's test set."""
     if experiment.engine != "flower":
         raise ConfigError(
-            f"dataset is {experiment.dataset!r}, which each Flower node reads for itself: use --engine flower."
+            f"Flower nodes read dataset {experiment.dataset!r} themselves: use --engine flower."
         )
     if experiment.validation:
         raise ConfigError(
-            f"validation is {experiment.validation} and dataset is {experiment.dataset!r}, whose examples each node "
-            "reads for itself: holding out a part of those is not supported yet. Leave validation out, and let the "
-            "function return a validation part as its test data."
+            f"validation is not supported for dataset {experiment.dataset!r}: leave it out, and return validation "
+            "examples as the test data."
         )
     train, test = read_own(experiment.dataset, SERVER)
-    nobody: list[list[int]] = [[] for _ in range(experiment.clients)]
-    return FederatedData(train.subset([]), nobody, test_clients=nobody if experiment.personal else None), test
+    empty: list[list[int]] = [[] for _ in range(experiment.clients)]
+    return FederatedData(train.subset([]), empty, test_clients=empty if experiment.personal else None), test
 
 
 def _function(dataset: str) -> Callable[[dict[str, Any]], Any]:
     module, _, name = dataset.removeprefix(OWN).partition(":")
-    if not module or not name:
-        raise ConfigError(f"dataset is {dataset!r}: expected such as 'load:hospital.files:load'.")
     try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: an empty name
         raise DataError(
-            f"{dataset} cannot be imported: {error}. Install the module beside fedpara, put it on PYTHONPATH, or "
-            "lay it into the Flower app's folder."
+            f"{dataset} cannot be imported: {error}. Expected load:package.module:function, installed in fedpara's "
+            "environment, on PYTHONPATH or in the Flower app's folder."
         ) from None
-    if not callable(function):
-        raise ConfigError(f"dataset is {dataset!r}: {name} is no function.")
-    return function  # type: ignore[no-any-return]

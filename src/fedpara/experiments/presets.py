@@ -1,4 +1,4 @@
-"""Experiments by name. Each preset is one or several runs that belong together."""
+"""Presets: named experiments. Each preset is one or more runs to compare."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ class Preset:
 
 
 def _quickstart() -> dict[str, Experiment]:
-    """Digits on a laptop: what the original sends, what low-rank loses, what FedPara and pFedPara keep."""
+    """Digits on a laptop: the original weights, low-rank, FedPara and pFedPara."""
     common: dict[str, Any] = {
         "dataset": "digits",
         "model": "deep-mlp",
@@ -37,11 +37,10 @@ def _quickstart() -> dict[str, Experiment]:
 
 
 def _personal_mnist() -> dict[str, Experiment]:
-    """Section 3.3, scenario 3: two FC layers; of McMahan's 100 clients of two classes the first ten, all of them
-    in every round.
+    """Section 3.3, scenario 3: two FC layers, and the first ten of McMahan's 100 clients with two classes each.
 
-    Unclipped, pFedPara's product explodes in the first round at the upper learning rates the paper gives
-    (0.01 to 0.1). The clip is the same for every method.
+    All ten train in every round. Without clipping, pFedPara's product explodes in the first round at the upper
+    learning rates of the paper (0.01 to 0.1). The clip is the same for every method.
     """
     common: dict[str, Any] = {
         "dataset": "mnist",

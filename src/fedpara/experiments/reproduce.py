@@ -12,7 +12,7 @@ from fedpara.errors import ConfigError, FedParaError, RunError, of_several
 from fedpara.experiments.config import Experiment, with_values
 from fedpara.experiments.paper import changes, merged, run_name, study
 from fedpara.experiments.run import OnRound, resume, run
-from fedpara.experiments.storage.catalog import Library, cut, finished, save_small
+from fedpara.experiments.storage.catalog import Library, archive_run, cut, finished
 from fedpara.experiments.storage.summary import Summary
 
 logger = logging.getLogger(__name__)
@@ -144,9 +144,9 @@ def _done(
     return run(experiment, out / job.name, data_dir=data_dir, on_round=on_round)
 
 
-def save_finished(out: Path, into: Path) -> list[Path]:
+def archive_finished(out: Path, into: Path) -> list[Path]:
     """Copies every finished run under `out`, without checkpoints. RunError at the end if one cannot be read."""
     library = Library.of(out)
-    kept = [save_small(s.path, into) for s in library if finished(s, s.experiment.rounds)]
+    kept = [archive_run(s.path, into) for s in library if finished(s, s.experiment.rounds)]
     library.refuse_damaged("kept")
     return kept

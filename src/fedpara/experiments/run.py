@@ -24,7 +24,7 @@ from fedpara.errors import RunError, in_a_line
 from fedpara.experiments.build import Parts, build
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.follower import Follower, opened
-from fedpara.experiments.storage.environment import unlike
+from fedpara.experiments.storage.environment import environment_warning
 from fedpara.experiments.storage.run_folder import (
     NODES,
     RunFolder,
@@ -162,7 +162,7 @@ def _go(
                 logger.info("%s", note)
             if folder.progress:
                 logger.info("resumed after round %d", folder.progress.round)
-            if host is None and not folder.finished and (note := unlike(folder.path)):
+            if host is None and not folder.finished and (note := environment_warning(folder.path)):
                 logger.info("%s", note)
             if not folder.finished:
                 with _memory_errors_named(folder.path):

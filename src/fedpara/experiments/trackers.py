@@ -1,4 +1,4 @@
-"""Trackers: the same numbers, also where a team already looks. Optional packages, imported on use."""
+"""Trackers: log the metrics to TensorBoard, MLflow or Weights & Biases. Each package is imported on use."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ TRACKERS = ("none", "tensorboard", "mlflow", "wandb")
 
 
 def scalars(result: Round, timing: dict[str, float]) -> dict[str, float]:
-    """What one round is, as named numbers."""
+    """The measured numbers of a round, by name."""
     values: dict[str, float | None] = {
         "accuracy": result.accuracy,
         "loss": result.loss,
@@ -31,18 +31,17 @@ def scalars(result: Round, timing: dict[str, float]) -> dict[str, float]:
 
 
 def require(kind: str) -> None:
-    """ConfigError for an unknown tracker, MissingExtraError for one whose package is not installed."""
+    """ConfigError for an unknown tracker, MissingExtraError if its package is not installed."""
     if kind not in TRACKERS:
         raise ConfigError(f"unknown tracker {kind!r}: expected one of {', '.join(TRACKERS)}.")
-    package = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}.get(kind)
-    if package is not None and find_spec(package) is None:
+    if kind != "none" and find_spec(kind) is None:
         how = install("track") if kind != "wandb" else "pip install wandb."
-        raise MissingExtraError(f"--track {kind} needs the package {package}: {how}")
+        raise MissingExtraError(f"--track {kind} needs the package {kind}: {how}")
 
 
 @contextmanager
 def tracker(kind: str, folder: Path, config: dict[str, Any]) -> Iterator[Log]:
-    """A function that logs a round to the named tracker; files of file-based ones lie in the run folder."""
+    """A function that logs a round to the named tracker. File-based trackers write to the run folder."""
     require(kind)
     if kind == "none":
         yield lambda result, timing: None
@@ -67,8 +66,8 @@ def _tensorboard(folder: Path, config: dict[str, Any]) -> tuple[Log, Callable[[]
 
 
 def _mlflow(folder: Path, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
-    """To MLFLOW_TRACKING_URI, else to files in the run folder. A resumed run goes on in the one it began in."""
-    # mlflow 3 keeps its file store for those who ask for it by this name.
+    """Log to MLFLOW_TRACKING_URI, or to files in the run folder. A resumed run continues its MLflow run."""
+    # MLflow 3 needs this setting for its file store.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow.tracking import MlflowClient
 

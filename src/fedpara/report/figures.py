@@ -1,4 +1,4 @@
-"""Figures of a study, by matplotlib: PNG or SVG by the file's ending."""
+"""Figures of a study with matplotlib: PNG or SVG, by the ending of the file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ PALETTE = (BLUE, AMBER, "#3c8d5a", "#8a5bb0", "#c0504d", "#2a9aa6", "#9a7d2e", "
 
 
 def study_figure(table: Table, runs: Sequence[Summary], path: Path) -> Path | None:
-    """The study's figure; None where it has none, or nothing to show yet."""
+    """The figure of a study, or None if it has none or there are no runs yet."""
     kind, series = table.study.figure, all_series(runs)
     if kind == "histogram":
         return _histogram(path)
@@ -26,7 +26,7 @@ def study_figure(table: Table, runs: Sequence[Summary], path: Path) -> Path | No
 
 
 def accuracy_against_bytes(runs: Mapping[str, Summary], path: Path) -> Path:
-    """One curve a run: accuracy [%] over megabytes sent, both ways, as Figure 3."""
+    """One curve per run: accuracy [%] over megabytes sent both ways, as in Figure 3."""
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
     for name, run in runs.items():
@@ -36,12 +36,12 @@ def accuracy_against_bytes(runs: Mapping[str, Summary], path: Path) -> Path:
             [g * 2**30 / 1e6 for g in found.gigabytes], found.accuracy, marker="o", markersize=3, label=label
         )
     axes.set_xscale("log")
-    axes.set_xlabel("sent so far, both ways [MB]")
+    axes.set_xlabel("sent both ways [MB]")
     return _saved(plt, figure, [axes], path)
 
 
 def curves(series: Sequence[Series], path: Path, caveat: str = "") -> Path:
-    """A panel a data set and split: accuracy [%] over gigabytes; the original broken, as in Figure 3."""
+    """One panel per data set and split: accuracy [%] over gigabytes. The original is dashed, as in Figure 3."""
     plt = _pyplot()
     panels = list(dict.fromkeys(one.panel for one in series))
     columns = min(3, len(panels))
@@ -61,14 +61,14 @@ def curves(series: Sequence[Series], path: Path, caveat: str = "") -> Path:
                     label=one.label if index == 0 else None,
                 )
         axes.set_title(panel, fontsize=10)
-        axes.set_xlabel("sent so far [GB]")
+        axes.set_xlabel("sent both ways [GB]")
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_axis_off()
     return _saved(plt, figure, list(grid.flat)[: len(panels)], path, caveat)
 
 
 def _by_parameters(series: Sequence[Series], path: Path, caveat: str) -> Path:
-    """Figure 4: the last accuracy over the share of the original's parameters, which is a dotted line."""
+    """Figure 4: the last accuracy over the share of the parameters. The original is a dotted line."""
     plt = _pyplot()
     panels = list(dict.fromkeys(one.panel for one in series))
     figure, grid = plt.subplots(
@@ -96,7 +96,7 @@ def _by_parameters(series: Sequence[Series], path: Path, caveat: str) -> Path:
 
 
 def _bars(table: Table, path: Path) -> Path:
-    """Figure 5: a group a column, a bar a row, whiskers of ±."""
+    """Figure 5: one group per column, one bar per row, whiskers for ±."""
     plt = _pyplot()
     columns = [
         c
@@ -132,7 +132,7 @@ def _histogram(path: Path) -> Path:
     axes.bar(list(counts), list(counts.values()), width=0.8, color=BLUE)
     axes.set_xlim(90, 101)
     axes.set_xlabel("rank of W")
-    axes.set_ylabel("of 1,000 random products")
+    axes.set_ylabel("count (1,000 random products)")
     return _written(plt, figure, path)
 
 
@@ -140,7 +140,7 @@ def _pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "fedpara"  # the same figure gives the same file
+    matplotlib.rcParams["svg.hashsalt"] = "fedpara"  # equal figures give equal files
     from matplotlib import pyplot
 
     return pyplot

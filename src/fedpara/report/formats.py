@@ -1,4 +1,4 @@
-"""Tables as text: for a terminal, Markdown, CSV, LaTeX."""
+"""Tables as text: terminal, Markdown, CSV, LaTeX."""
 
 import csv
 import io
@@ -21,7 +21,7 @@ _LATEX = {
 
 
 def grid(table: Table) -> tuple[list[str], list[list[str]]]:
-    """(headings, rows): two columns, paper and ours, for each of the study's; ours alone where the paper has none."""
+    """(headings, rows): a paper and an ours column for each column of the study; only ours if the paper has none."""
     study = table.study
     who = ("paper", "ours") if table.of_paper else ("ours",)
     headings = ["", *(f"{column}, {one}" for column in study.columns for one in who)]
@@ -33,7 +33,7 @@ def grid(table: Table) -> tuple[list[str], list[list[str]]]:
 
 
 def plain(table: Table) -> str:
-    """Aligned columns, a line a row: one block of paper and ours for each column of one of the paper's studies."""
+    """Aligned columns for a terminal. Each cell is paper | ours."""
     study = table.study
     head = ["", *(study.columns)]
     lines = [[row, *(_joined(table.at(row, column)) for column in study.columns)] for row in study.rows]
@@ -50,7 +50,7 @@ def plain(table: Table) -> str:
 
 
 def markdown(table: Table) -> str:
-    """Paper / **ours** in every cell; ours alone where the paper has none."""
+    """A Markdown table. Each cell is paper / **ours**, or only ours if the paper has no numbers."""
     study = table.study
     cell = _slashed if table.of_paper else _ours
     lines = [
@@ -62,7 +62,7 @@ def markdown(table: Table) -> str:
 
 
 def csv_text(tables: Sequence[Table]) -> str:
-    """One line a cell, numbers unrounded, and what ours is where it is not what the paper did."""
+    """One line per cell with unrounded numbers, and the caveat of the table."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["study", "row", "column", "paper", "ours", "spread", "seeds", "state", "runs", "caveat"])

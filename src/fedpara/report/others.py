@@ -1,4 +1,4 @@
-"""The runs that no table of the paper holds, as a table of their own: a row a series, a value a seed."""
+"""The runs that no table of the paper uses, as one more table: one row per series."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,9 +11,10 @@ from fedpara.experiments.storage.catalog import Library
 from fedpara.report.series import Series, all_series, final_accuracy
 from fedpara.report.tables import Entry, Sample, Table, spread_of
 
+OTHERS = "Other runs"
 OF_COHORT = (
-    "A run of personal models is to be run again where its folder has only the scores of each round's cohort: the last "
-    "of them is the mean over a few clients, not over all."
+    "Runs of personal models are to be run again if they have only the scores of each round's cohort: the last of "
+    "these is the mean over a few clients, not over all."
 )
 COLUMNS: dict[str, tuple[Callable[[Summary], float | None], str]] = {
     "accuracy [%]": (final_accuracy, "%"),
@@ -23,9 +24,9 @@ COLUMNS: dict[str, tuple[Callable[[Summary], float | None], str]] = {
 
 
 def other_runs(library: Library, tables: Sequence[Table]) -> Table | None:
-    """None where every run that has begun is in one of these tables."""
+    """The table, or None if the given tables use every run that has begun."""
     told = {name for table in tables for entry in table.entries for name in entry.runs}
-    # Of all runs, so that a label tells a row from the tables' runs too.
+    # From all runs, so that the labels also differ from those of the tables' runs.
     series = [
         replace(one, runs=left)
         for one in all_series(library)
@@ -34,14 +35,14 @@ def other_runs(library: Library, tables: Sequence[Table]) -> Table | None:
     if not series:
         return None
     found = [(one, _entry(one, column, library)) for one in series for column in COLUMNS]
-    # No accuracy before the first evaluation.
+    # A run has no accuracy before its first evaluation.
     scored = [(one, entry) for one, entry in found if entry.value is not None or entry.superseded]
     cells = (
         Cell(entry.row, entry.column, None, (one.runs[0].experiment,), *COLUMNS[entry.column])
         for one, entry in scored
     )
     notes = (OF_COHORT,) * any(entry.superseded for _, entry in scored)
-    study = Study("runs", "Runs of no table", "Not in the paper", tuple(cells), notes)
+    study = Study("runs", OTHERS, "Not in the paper", tuple(cells), notes)
     return Table(study, tuple(entry for _, entry in scored))
 
 

@@ -1,6 +1,6 @@
-"""One page that holds everything: tables, curves, configs, style and program; no network.
+"""The report page: one HTML file with tables, curves and configs, which works offline.
 
-The numbers travel as JSON in the page; `assets/` holds the style and the programs, which draw SVG by hand.
+The page contains the numbers as JSON. `assets/` has its style and its scripts, which draw the SVG.
 """
 
 import json
@@ -12,6 +12,7 @@ from typing import Any
 from fedpara.experiments import Summary
 from fedpara.experiments.paper import measures
 from fedpara.experiments.storage.catalog import Library
+from fedpara.experiments.storage.environment import read_environment
 from fedpara.report.series import Series, aligned, all_series, final_accuracy, points
 from fedpara.report.tables import NOT_RUN, TO_RUN_AGAIN, Entry, Table
 
@@ -20,7 +21,7 @@ PROGRAMS = ("chart.js", "page.js")
 
 
 def page(library: Library, tables: list[Table]) -> str:
-    """The page of these runs and tables."""
+    """The HTML page of these runs and tables."""
     runs = list(library)
     series = [one for one in all_series(runs) if any(points(run).rounds for run in one.runs)]
     content = {
@@ -29,7 +30,7 @@ def page(library: Library, tables: list[Table]) -> str:
         "groups": _groups(series, library, tables),
         "runs": {library.name_of(run): _run(run) for run in runs},
     }
-    # "</script>" would end the script element it stands in, and "<!--<script>" keep it from ending.
+    # "</script>" would end the script element too early, and "<!--<script>" would keep it open.
     data = json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     text = _asset("page.html").replace("/* style */", _asset("page.css"))
     text = text.replace("/* programs */", "\n".join(map(_asset, PROGRAMS)))
@@ -64,7 +65,7 @@ def _table(table: Table) -> dict[str, Any]:
 
 
 def _numbers(entry: Entry) -> dict[str, float]:
-    """An accuracy and the paper's as numbers, for the strips of dots."""
+    """Our accuracy and the paper's as numbers, for the dot plots."""
     if entry.style != "%" or entry.value is None:
         return {}
     found = {"value": round(entry.value, 3), "spread": round(entry.spread or 0.0, 3)}
@@ -72,7 +73,7 @@ def _numbers(entry: Entry) -> dict[str, float]:
 
 
 def _groups(series: list[Series], library: Library, tables: list[Table]) -> list[dict[str, Any]]:
-    """The series of each study, by number, under the labels that tell them apart there; all of them at the end."""
+    """The series of each study by number, with labels that are unique in the study; at the end, all series."""
     numbers = {one.runs[0].path: number for number, one in enumerate(series)}
     groups = []
     for table in tables:
@@ -83,11 +84,11 @@ def _groups(series: list[Series], library: Library, tables: list[Table]) -> list
         if len(members) > 1:
             groups.append({"name": table.study.title, "members": members})
     everything = [[number, one.label] for number, one in enumerate(series)]
-    return [*groups, {"name": "everything", "members": everything}]
+    return [*groups, {"name": "All runs", "members": everything}]
 
 
 def _series(series: Series, library: Library, tables: list[Table]) -> dict[str, Any]:
-    """Seeds as their mean and range, round by round, at the rounds all of them have."""
+    """The mean and range over seeds, at the rounds that all seeds have."""
     each = aligned(series.runs)
     first, several = each[0], len(each) > 1
     chosen = _thinned(len(first.rounds))
@@ -112,7 +113,7 @@ def _series(series: Series, library: Library, tables: list[Table]) -> dict[str, 
 
 
 def _paper(series: Series, library: Library, tables: list[Table]) -> dict[str, float] | None:
-    """The paper's accuracy of this experiment, and after how many rounds."""
+    """The paper's accuracy for this experiment, and its number of rounds."""
     names = set(map(library.name_of, series.runs))
     for table in tables:
         for cell, entry in zip(table.study.cells, table.entries, strict=True):
@@ -126,20 +127,16 @@ def _paper(series: Series, library: Library, tables: list[Table]) -> dict[str, f
 
 
 def _thinned(count: int) -> list[int]:
-    """At most MOST_POINTS indices, evenly, the last among them."""
+    """At most MOST_POINTS evenly spaced indices, including the last."""
     step = -(-count // MOST_POINTS)
     return sorted({*range(0, count, step), count - 1})
 
 
 def _run(run: Summary) -> dict[str, Any]:
-    try:
-        environment = json.loads((run.path / "environment.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        environment = {}
     accuracy = final_accuracy(run)
     return {
         "config": {name: value for name, value in asdict(run.experiment).items() if value not in (None, {})},
-        "environment": environment,
+        "environment": read_environment(run.path),
         "rounds": run.rounds,
         "accuracy": None if accuracy is None else round(accuracy, 3),
         "validation": run.experiment.validation > 0,

@@ -1,4 +1,4 @@
-"""Curves: runs that differ in nothing but the seed are one series, and runs on the same data one panel."""
+"""Series: runs that differ only in the seed. Series on the same data share a panel."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +23,7 @@ _SPLITS = {
     "dirichlet-capped": "non-IID (capped Dirichlet)",
     "owner": "non-IID",
     "largest": "by writer",
-    "shards": "two classes a client",
+    "shards": "two classes per client",
 }
 _SCHEMES = {"original": "original", "lowrank": "low-rank", "fedpara": "FedPara", "pfedpara": "pFedPara"}
 _ALGORITHMS = {"fedprox": "FedProx", "scaffold": "SCAFFOLD", "feddyn": "FedDyn", "fedadam": "FedAdam"}
@@ -34,7 +34,7 @@ _SHARES = {"none": "Local", "fedper": "FedPer"}
 class Series:
     label: str
     panel: str
-    runs: tuple[Summary, ...]  # one a seed
+    runs: tuple[Summary, ...]  # one per seed
 
     @property
     def original(self) -> bool:
@@ -43,13 +43,13 @@ class Series:
 
 @dataclass(frozen=True)
 class Points:
-    """What is known at every round that was evaluated, and of several runs at the rounds that all of them have."""
+    """The numbers of a run at each evaluated round."""
 
     rounds: list[int]
     accuracy: list[float]  # [%]
-    gigabytes: list[float]  # both ways, all clients, so far
-    megabits: list[float]  # both ways, one client, so far
-    compute: list[float]  # seconds of one client's local training, so far; zeros where no timing was kept
+    gigabytes: list[float]  # sent so far, both ways, by all clients
+    megabits: list[float]  # sent so far, both ways, by one client
+    compute: list[float]  # seconds of one client's training so far; 0 without timing
 
 
 def points(run: Summary) -> Points:
@@ -72,8 +72,10 @@ def points(run: Summary) -> Points:
 
 
 def aligned(runs: Iterable[Summary]) -> list[Points]:
-    """Each run's points at the rounds that all of them were scored in. Runs without any are left out; where no round is
-    common to all, the run with the most points stands alone."""
+    """The points of each run at the rounds that all runs have. Runs without points are left out.
+
+    If the runs have no round in common, only the run with the most points is used.
+    """
     each = [found for run in runs if (found := points(run)).rounds]
     if not each:
         return []
@@ -84,14 +86,16 @@ def aligned(runs: Iterable[Summary]) -> list[Points]:
 
 
 def _at(found: Points, rounds: set[int]) -> Points:
-    kept = [i for i, number in enumerate(found.rounds) if number in rounds]
+    chosen = [i for i, number in enumerate(found.rounds) if number in rounds]
     columns = (found.rounds, found.accuracy, found.gigabytes, found.megabits, found.compute)
-    return Points(*([column[i] for i in kept] for column in columns))  # type: ignore[arg-type]
+    return Points(*([column[i] for i in chosen] for column in columns))  # type: ignore[arg-type]
 
 
 def final_accuracy(run: Summary) -> float | None:
-    """[%], the number that stands for a run in a list: the curve's last; but where each score is of one round's cohort
-    of personal models, that of all clients, and None if those were not scored."""
+    """The accuracy in % that represents a run in a list: the last of its curve.
+
+    If each score covers only a cohort of personal models, it is the score of all clients, or None without one.
+    """
     if run.of_cohort:
         return None if run.everyone is None else 100 * float(run.everyone["accuracy"])
     found = points(run).accuracy
@@ -99,8 +103,9 @@ def final_accuracy(run: Summary) -> float | None:
 
 
 def _score(experiment: Experiment, line: dict[str, Any]) -> float | None:
-    """On the test set; among personal models on the clients' own test data, where a model that all share (FedAvg's)
-    is scored as they receive it.
+    """The score on the test set. Personal models are scored on the clients' own test data.
+
+    Among them, a model that all clients share (FedAvg's) is scored as they receive it, before local training.
     """
     if experiment.personal and experiment.share == "all" and experiment.scheme != "pfedpara":
         return line.get("before")
@@ -108,7 +113,7 @@ def _score(experiment: Experiment, line: dict[str, Any]) -> float | None:
 
 
 def all_series(runs: Iterable[Summary]) -> list[Series]:
-    """In the order of the runs; of two runs of one experiment and seed the longer counts."""
+    """The series in the order of the runs. Of two runs of the same experiment and seed, the longer one is used."""
     groups: dict[str, dict[int, Summary]] = {}
     for run in runs:
         if not run.metrics:
@@ -122,7 +127,7 @@ def all_series(runs: Iterable[Summary]) -> list[Series]:
         for same in groups.values()
         for runs_ in [[same[seed] for seed in sorted(same)]]
     ]
-    return _told_apart(found)
+    return _with_unique_labels(found)
 
 
 def panel_of(experiment: Experiment) -> str:
@@ -139,7 +144,7 @@ def panel_of(experiment: Experiment) -> str:
 
 
 def _scored_on(experiment: Experiment) -> str:
-    """Said wherever it is not the test set of those who train: such scores do not share a panel."""
+    """Text for scores that are not on the test set of the training clients. They get a panel of their own."""
     if experiment.validation:
         return ", validation"
     strangers = experiment.split in OWNED and not experiment.personal and experiment.test_owners == "all"
@@ -167,8 +172,8 @@ def label_of(experiment: Experiment) -> str:
     return " ".join(words)
 
 
-def _told_apart(series: list[Series]) -> list[Series]:
-    """Labels that two series of a panel share get the fields in which those differ."""
+def _with_unique_labels(series: list[Series]) -> list[Series]:
+    """The series, where equal labels of a panel also name the fields that differ."""
     found: list[Series] = []
     for one in series:
         twins = [s for s in series if (s.panel, s.label) == (one.panel, one.label)]
@@ -183,7 +188,7 @@ def _told_apart(series: list[Series]) -> list[Series]:
 
 
 def _word(name: str, value: Any) -> str:
-    """Nothing for what a run is without; without an init named, it has one all the same."""
+    """The field in words, or "" if it is not set. Without `init`, the scheme's default applies."""
     if name == "init":
         return value or "default init"
     if not value:
@@ -194,6 +199,6 @@ def _word(name: str, value: Any) -> str:
 
 
 def _fields(series: Series) -> dict[str, Any]:
-    """Without those that do not tell series of a panel apart."""
+    """The fields of the experiment that can distinguish the series of a panel."""
     values = asdict(series.runs[0].experiment)
     return {name: v for name, v in values.items() if name not in ("seed", "test_owners", *FREE)}

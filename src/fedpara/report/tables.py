@@ -1,11 +1,11 @@
-"""Tables: a study's cells with the runs that are there. Every "ours" is read from a run folder or computed.
+"""Tables: the cells of a study with the numbers of our runs. Each number is read from run folders or computed.
 
-± is the sample's standard deviation over seeds, or where the paper gives 95% confidence intervals the half
-width t(0.975, n - 1) s / sqrt(n). A ratio is of means, mean(a) / mean(b), each over all seeds of its own runs; its ± is
+± is the standard deviation over seeds. Where the paper gives 95% confidence intervals, it is the half width
+t(0.975, n - 1) s / sqrt(n). A ratio is mean(a) / mean(b), each over all seeds of its runs. Its ± is
 
     (mean(a) / mean(b)) sqrt((s_a / mean(a))^2 + (s_b / mean(b))^2)
 
-(first-order error propagation), where s_a and s_b are the ± of the two and a side of one seed adds nothing.
+(first-order error propagation). s_a and s_b are the ± of the two means; a mean of one seed adds nothing.
 """
 
 import math
@@ -23,7 +23,7 @@ from fedpara.experiments.storage.catalog import Library
 Change = Callable[[Experiment], Experiment]
 NOT_RUN = "not run here"
 TO_RUN_AGAIN = "to be run again"
-"""There is a run, of an experiment that was corrected since."""
+"""There is a run, but its experiment was corrected later."""
 NOT_REACHED = "not reached"
 NOT_SCORED = "not scored"
 NO_NUMBER = "–"
@@ -43,13 +43,13 @@ STYLES: dict[str, Callable[[float], str]] = {
     "min": lambda v: f"{v:.2f} min",
     "+": lambda v: f"{v:+.2f}",
 }
-# t(0.975) by degrees of freedom, 1 on.
+# t(0.975) for 1, 2, ... degrees of freedom.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One number a seed that has one, of all `seeds` that were run."""
+    """The values of the seeds that have one, and the number of `seeds` that were run."""
 
     values: tuple[float, ...]
     seeds: int
@@ -61,7 +61,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Entry:
-    """One cell as read. A ratio has two samples, every other cell one; `runs` are the folders' names."""
+    """A cell with our number. A ratio has two samples, every other cell one. `runs` are names of run folders."""
 
     row: str
     column: str
@@ -72,12 +72,12 @@ class Entry:
     samples: tuple[Sample, ...]
     runs: tuple[str, ...] = ()
     computed: bool = False
-    aimed: bool = False  # at a target, which may not be reached
-    superseded: bool = False  # its only runs are of an experiment that was corrected since
+    aimed: bool = False  # its measure has a target, which may not be reached
+    superseded: bool = False  # its only runs are of an experiment that was corrected later
 
     @property
     def seeds(self) -> int:
-        """That were run, 0 for what is computed; of a ratio the fewer."""
+        """The seeds that were run: the smaller number for a ratio, 0 if the cell is computed."""
         return min(sample.seeds for sample in self.samples)
 
     @property
@@ -87,7 +87,8 @@ class Entry:
         return self.paper if isinstance(self.paper, str) else STYLES[self.style](self.paper)
 
     @property
-    def text(self) -> str:
+    def number_text(self) -> str:
+        """Our number with its ±, or why there is none."""
         if self.value is None:
             if self.superseded:
                 return TO_RUN_AGAIN
@@ -95,11 +96,21 @@ class Entry:
         text = STYLES[self.style](self.value)
         if self.spread is not None:
             text += f" ± {STYLES[self.style](self.spread).strip('+×%KMsmin ')}"
-        return text + self._counted
+        return text
+
+    @property
+    def seeds_text(self) -> str:
+        if self.value is None:
+            return NO_NUMBER
+        return "computed" if self.computed else " and ".join(sample.count for sample in self.samples)
+
+    @property
+    def text(self) -> str:
+        """Our number, and its seeds if they differ from those of the table."""
+        return self.number_text + ("" if self.value is None else self._counted)
 
     @property
     def _counted(self) -> str:
-        """How many seeds are behind the number, where that is not the same for the whole cell."""
         counts = [sample.count for sample in self.samples]
         if len(counts) > 1:
             each = f"{counts[0]} seed{'s' * (counts[0] != '1')} each"
@@ -110,7 +121,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """`caveat` says what ours is, where it is not what the paper did."""
+    """A study with our numbers. `caveat` says how our runs differ from the paper's."""
 
     study: Study
     entries: tuple[Entry, ...]
@@ -121,12 +132,12 @@ class Table:
 
     @property
     def of_paper(self) -> bool:
-        """Whether the paper prints a number for any of it."""
+        """Whether the paper prints a number for any cell."""
         return any(entry.paper is not None for entry in self.entries)
 
     @property
     def run(self) -> int:
-        """How many entries have a number of ours."""
+        """The number of cells that we have a number for."""
         return sum(entry.value is not None for entry in self.entries)
 
 
@@ -137,7 +148,7 @@ def table_of(
     rounds: int | None = None,
     scale: str = "paper",
 ) -> Table:
-    """The study with every seed of `seeds` that the library has."""
+    """The study with our runs of the given seeds, as far as the library has them."""
     repeats = [changes(seed, rounds, scale) for seed in seeds]
     entries = tuple(_entry(cell, study, library, repeats) for cell in study.cells)
     return Table(study, entries, _caveat(rounds, scale) if any(entry.seeds for entry in entries) else "")
@@ -148,7 +159,7 @@ def _caveat(rounds: int | None, scale: str) -> str:
     told = f"{count} round{'s' * (count != 1)}"
     if scale == "tiny":
         return f"{MINIATURE}, {told}"
-    return "" if rounds is None else f"ours is after {told}, as was asked for"
+    return "" if rounds is None else f"ours is after {told}"
 
 
 def half_width(values: Sequence[float]) -> float:
@@ -158,7 +169,7 @@ def half_width(values: Sequence[float]) -> float:
 
 
 def _t(freedom: int) -> float:
-    """t(0.975, v): the table's, and beyond it z + (z^3 + z) / 4v + (5 z^5 + 16 z^3 + 3 z) / 96 v^2."""
+    """t(0.975, v): from the table, and beyond it z + (z^3 + z) / 4v + (5 z^5 + 16 z^3 + 3 z) / 96 v^2."""
     if freedom <= len(_T):
         return _T[freedom - 1]
     z = 1.959964
@@ -166,14 +177,14 @@ def _t(freedom: int) -> float:
 
 
 def spread_of(values: Sequence[float], kind: str) -> float | None:
-    """± of a mean; None for fewer than two values."""
+    """± of a mean, or None for fewer than two values."""
     if len(values) < 2:
         return None
     return half_width(values) if kind == "ci95" else stdev(values)
 
 
 def ratio(a: Sequence[float], b: Sequence[float], kind: str = "std") -> tuple[float, float | None]:
-    """(mean(a) / mean(b), its ±): see the formula above."""
+    """(mean(a) / mean(b), its ±) by the formula above."""
     value = mean(a) / mean(b)
     parts = [spread / mean(side) for side in (a, b) if (spread := spread_of(side, kind)) is not None]
     return value, value * math.hypot(*parts) if parts else None
@@ -219,7 +230,7 @@ def _entry(cell: Cell, study: Study, library: Library, repeats: Sequence[Change]
 def _sample(
     measure: Measure, experiments: Sequence[Experiment], library: Library, repeats: Sequence[Change]
 ) -> tuple[Sample, list[str]]:
-    """The measure of each seed that has all of these runs, and the runs' names."""
+    """The measure of each seed that has all of these runs, and the names of the runs."""
     values: list[float] = []
     names: list[str] = []
     seeds = 0
@@ -237,7 +248,7 @@ def _sample(
 
 
 def _superseded(cell: Cell, library: Library, repeats: Sequence[Change]) -> bool:
-    """Whether a run is missing of which there is one from before a correction."""
+    """Whether a run is missing that exists in its version before a correction."""
     return any(
         library.find(change(experiment)) is None and library.find(change(old)) is not None
         for experiment in cell.experiments

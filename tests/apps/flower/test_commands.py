@@ -210,7 +210,7 @@ def test_a_folder_of_another_experiment_is_rejected(cli, tmp_path):
     for words, says in (
         (
             [],
-            "model is 'mlp' there and 'cnn' here, clients is 3 there and 100 here, cohort is 3 there and 10 here.",
+            "model is 'mlp' there and 'cnn' here, clients is 3 there and 100 here, cohort is 3 there and 10 here)",
         ),
         (["--set", "rounds=5"], "model is 'mlp' there"),
         ([*TINY, "--set", "model=cnn"], "nothing is overwritten: model is 'mlp' there and 'cnn' here."),
@@ -230,7 +230,7 @@ def test_a_finished_run_of_this_experiment_is_reported(cli, tmp_path, words):
     run(Experiment(model="mlp", clients=3, cohort=3, rounds=2, engine="sequential"), tmp_path / "try")
     code, out, err = cli("flower", "up", "--nodes", 2, *words, "--out", "try", "--json")
     assert code == 0, err
-    assert "try holds this experiment already, finished after round 2: nothing is run." in err
+    assert "try already holds this experiment, finished after round 2: nothing to run." in err
     assert json.loads(out)["rounds"] == 2
 
 
@@ -239,7 +239,7 @@ def test_a_folder_with_other_examples_is_rejected_before_flower_starts(cli, tmp_
     (tmp_path / "try" / "data.json").write_text('{"blake2b": "another"}')
     monkeypatch.setattr(flower_up, "_federate", lambda *_: pytest.fail("Flower was started"))
     code, _, err = cli("flower", "up", "--nodes", 2, *TINY, "--set", "rounds=3", "--out", "try")
-    assert (code, "was begun with other examples" in err) == (1, True)
+    assert (code, "was started with different examples" in err) == (1, True)
 
 
 def without_its_last_checkpoint(folder):
@@ -259,7 +259,7 @@ def test_a_round_without_its_checkpoint_is_repeated(cli, tmp_path, monkeypatch):
     monkeypatch.setattr(flower_up, "_federate", federate)
     code, out, err = cli("flower", "up", "--nodes", 2, *TINY, "--set", "rounds=3", "--out", "try", "--json")
     assert code == 0, err
-    assert "try holds this experiment already, up to round 2: going on to 3." in err
+    assert "try already holds this experiment up to round 2: resuming to round 3." in err
     assert json.loads(out)["rounds"] == final_checkpoint(tmp_path / "try").round == 3
 
 
@@ -269,7 +269,7 @@ def test_a_run_without_its_last_checkpoint_is_not_finished(tmp_path):
         subprocess.Popen([sys.executable, "-c", ""]) as submitted,
         pytest.raises(RunError, match=r"ended the run in .* before its last round"),
     ):
-        flower_drive.follow(tmp_path / "try", submitted, tmp_path / "run.log", 3, None, None)
+        flower_drive.follow(tmp_path / "try", submitted, tmp_path / "run.log", 3, None)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_a_run_without_its_last_checkpoint_is_not_finished(tmp_path):
 )
 def test_the_cause_is_flowers_last_text(tmp_path, said, shown):
     (tmp_path / "run.log").write_text(said)
-    assert f"the last it said: {shown} What was" in flower_drive._why(
+    assert f"Its last message: {shown} Finished" in flower_drive._why(
         tmp_path / "log.txt", tmp_path / "run.log"
     )
 
@@ -304,7 +304,7 @@ def test_the_server_names_the_difference_too(tmp_path):
     from fedpara.apps.flower.server_app import _laid_out
 
     run(Experiment(model="mlp", clients=3, cohort=3, rounds=1), tmp_path / "try")
-    with pytest.raises(ConfigError, match=r"overwritten: clients is 3 there and 4 here. Choose another out"):
+    with pytest.raises(ConfigError, match=r"\(clients is 3 there and 4 here\): choose another folder"):
         _laid_out(
             read({"out": str(tmp_path / "try"), "model": "mlp", "clients": 4, "cohort": 3, "rounds": 7})
         )

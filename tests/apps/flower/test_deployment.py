@@ -106,7 +106,7 @@ def flwr(home, *words):
 
 def test_the_deployment_equals_the_sequential_engine(deployed, tmp_path):
     federation, folder, _, submitted = deployed
-    follow(folder, submitted, federation.folder / "run.log", None, None, None)
+    follow(folder, submitted, federation.folder / "run.log", None, None)
     lay_out(EXPERIMENT, tmp_path / "run")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

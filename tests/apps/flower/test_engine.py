@@ -99,7 +99,7 @@ def test_a_memory_file_under_another_name_is_rejected(tmp_path):
     for memory in (one, other):
         memory.put(1, {"private": {"w": torch.full((2,), float(memory.client))}}, 0)
     shutil.copyfile(*(memory.folder / "1.safetensors" for memory in (one, other)))
-    with pytest.raises(RunError, match="kept by client 0, round 1: expected that of client 1, round 1"):
+    with pytest.raises(RunError, match="the memory of client 0, round 1: expected that of client 1, round 1"):
         other.get(1)
     shutil.copyfile(one.folder / "1.safetensors", one.folder / "2.safetensors")
     with pytest.raises(RunError, match="expected that of client 0, round 2"):
@@ -113,7 +113,7 @@ def test_a_missing_memory_is_logged(tmp_path):
     resume(tmp_path / "a", rounds=4, engine="flower", host=host(transport))
     assert read_run(tmp_path / "a").metrics[3]["clients"] == 3
     for client in (1, 4):
-        assert f"client {client} refused: what the client kept in round 3 is not on this node" in log(
+        assert f"client {client} refused: the client's memory of round 3 is not on this node" in log(
             tmp_path / "a"
         )
 
@@ -143,7 +143,7 @@ def test_a_stopped_run_is_not_waited_for(tmp_path):
                 file.write("2030-01-01T00:00:00Z stopped: RunError: client 1 diverged in round 4\n")
 
     with pytest.raises(RunError, match=r"^client 1 diverged in round 4$"):
-        follow(tmp_path / "a", Flower(), tmp_path / "run.log", 5, None, None)
+        follow(tmp_path / "a", Flower(), tmp_path / "run.log", 5, None)
 
 
 def test_a_run_with_client_memory_stays_on_its_engine(tmp_path):

@@ -138,7 +138,7 @@ def test_the_narrow_precisions_need_a_gpu(digits):
         ({"precision": "tf32"}, "precision 'tf32' needs the batched engine on a GPU"),
         (
             {"precision": "tf32", "engine": "sequential"},
-            "is the batched engine's: sequential computes in float32",
+            "needs the batched engine on a GPU",
         ),
         ({"precision": "float8"}, "unknown precision 'float8': expected one of float32, tf32, bfloat16"),
     ):

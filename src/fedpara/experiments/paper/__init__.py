@@ -1,7 +1,7 @@
-"""The paper's tables and figures by name: each a Study of cells, the paper's number beside where ours comes from.
+"""The paper's tables and figures by name. Each is a Study: cells with the paper's number and the source of ours.
 
-runs("capacity-cnn", seed=0)      the experiments it needs, by the name of their run folder
-STUDIES["capacity-cnn"].cells     what they are worth
+runs("capacity-cnn", seed=0)      the experiments of the study, by the name of their run folder
+STUDIES["capacity-cnn"].cells     the cells that they fill
 """
 
 from collections.abc import Callable
@@ -34,14 +34,14 @@ STUDIES: dict[str, Study] = {name: _ALL[name] for name in _ORDER}
 
 def study(name: str) -> Study:
     if name not in STUDIES:
-        raise ConfigError(f"the paper has no {name!r}: {among(name, STUDIES)}")
+        raise ConfigError(f"unknown study {name!r}: {among(name, STUDIES)}")
     return STUDIES[name]
 
 
 def changes(
     seed: int = 0, rounds: int | None = None, scale: str = "paper"
 ) -> Callable[[Experiment], Experiment]:
-    """What a repeat does to a declared experiment: another seed, at most so many rounds, a miniature."""
+    """A function that gives an experiment another seed or number of rounds, or makes it a miniature."""
     if scale not in ("paper", "tiny"):
         raise ConfigError(f"scale is {scale!r}: expected paper or tiny.")
 
@@ -53,7 +53,7 @@ def changes(
 
 
 def runs(name: str, seed: int = 0, rounds: int | None = None, scale: str = "paper") -> dict[str, Experiment]:
-    """The experiments of one table or figure, each once, by the name of its run folder."""
+    """The experiments of a table or figure, each once, by the name of its run folder."""
     wanted = study(name).changed(changes(seed, rounds, scale)).experiments
     return {run_name(experiment): experiment for experiment in wanted}
 

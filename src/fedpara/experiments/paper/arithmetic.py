@@ -1,4 +1,4 @@
-"""The tables and figures that need no training: ranks, parameters, and the time of one round."""
+"""Tables and figures without training: ranks, parameters, and the time of one round."""
 
 from collections.abc import Callable
 
@@ -11,9 +11,9 @@ from fedpara.wire import PAPER_MEGA, communication_seconds
 
 SPEEDS = (2, 10, 50)
 COMPUTE = {"original": 1.64, "FedPara": 2.34}
-"""The paper's seconds of local training in a round, original and FedPara: its GPU, not ours."""
+"""Seconds of local training per round, measured by the paper on its GPU."""
 PRINTED = {"model": "vgg16"}
-"""The network whose sizes come nearest to the printed ones: with biases, which those that are trained do without."""
+"""VGG16 with biases, whose sizes are nearest to the printed ones. The trained networks have no biases."""
 
 
 def _given(value: float) -> Measure:
@@ -35,13 +35,13 @@ RANK_HISTOGRAM = Study(
             "x1",
         ),
     ),
-    notes=("W is 100 x 100, the factors are 100 x 10 and standard normal, the rank is taken in float64.",),
+    notes=("W is 100 x 100, the factors are 100 x 10 and standard normal. The rank is computed in float64.",),
     figure="histogram",
 )
 
 
 def _layer(shape: tuple[int, ...], scheme: Scheme, copies: int = 1) -> tuple[Measure, Measure]:
-    """(parameters, maximal rank) of a sum of `copies` such weights."""
+    """(parameters, maximal rank) of the sum of `copies` such weights."""
     form = write(scheme, shape)
     return _given(copies * form.parameters), _given(min(copies * form.max_rank, shape[0]))
 
@@ -163,9 +163,9 @@ ROUND_TIME = Study(
     "appendix D.1",
     _round_time(),
     notes=(
-        "Communication is that of one client's encoded messages, both ways, at the paper's megabit of 2^20. Its 470.2 "
-        "and 94.04 s do not agree with its own 18.61 s at 50 Mbps, nor 94.04 s with the total beside it.",
-        "Computing is the paper's 1.64 s (original) and 2.34 s (FedPara).",
+        "Communication is the time of one client's encoded messages, both ways, with the paper's megabit of 2^20 bits. "
+        "The paper's 470.2 and 94.04 s do not agree with its 18.61 s at 50 Mbps, nor does 94.04 s with its total.",
+        "Computing time is the paper's: 1.64 s (original) and 2.34 s (FedPara).",
     ),
     figure="none",
 )

@@ -1,4 +1,4 @@
-"""Numbers out of a run's summary. A measure of a target gives None where the target was not reached."""
+"""Measures: numbers from the summary of a run. Measures with a target give None if it was not reached."""
 
 from typing import Any
 
@@ -7,37 +7,37 @@ from fedpara.experiments.storage.summary import Summary
 from fedpara.wire import PAPER_MEGA, energy_joules, round_seconds
 
 GIGABYTE = 2**30
-"""Figure 3's gigabytes are binary (see `wire.energy_joules`)."""
+"""Figure 3 uses binary gigabytes (see `wire.energy_joules`)."""
 
 
 def asked(line: dict[str, Any]) -> int:
-    """The clients that a round's bytes are shared among: the refused ones got the model as well."""
+    """The clients that received the model in a round, rejected ones included."""
     return max(1, int(line["clients"]) + len(line["refused"]))
 
 
 def accuracy(run: Summary) -> float | None:
-    """[%], the last measured: of the global model, or the mean of the clients' own where parts are private."""
+    """The last accuracy in %: of the global model, or the mean of the clients' own if parts are private."""
     return None if run.accuracy is None else 100 * run.accuracy
 
 
 def before(run: Summary) -> float | None:
-    """[%], the mean accuracy of the clients' models before the last scored round's local training."""
+    """The mean accuracy in % of the clients' models before the local training of the last scored round."""
     return _last(run, "before")
 
 
 def after(run: Summary) -> float | None:
-    """[%], the same after it."""
+    """The mean accuracy in % of the clients' models after the local training of the last scored round."""
     return _last(run, "after")
 
 
 def gain(short: Summary, long: Summary) -> float | None:
-    """Points that the longer run is ahead; both are one seed's."""
+    """The gain of the longer run in percentage points. Both runs have the same seed."""
     a, b = accuracy(short), accuracy(long)
     return None if a is None or b is None else b - a
 
 
 UNAIMED: tuple[Measure, ...] = (accuracy, before, after, gain)
-"""Those without a target: a None of theirs is of a run that was not scored."""
+"""Measures without a target. They give None if the run was not scored."""
 
 
 def rounds_to(target: float) -> Measure:
@@ -49,7 +49,7 @@ def rounds_to(target: float) -> Measure:
 
 
 def gigabytes_to(target: float) -> Measure:
-    """Both ways, all clients, until the target was first met."""
+    """Gigabytes sent both ways by all clients until the target is first reached."""
 
     def measure(run: Summary) -> float | None:
         sent = _sent_to(run, target)
@@ -67,12 +67,12 @@ def megajoules_to(target: float) -> Measure:
 
 
 def times_fewer_to(target: float) -> Ratio:
-    """The original's bytes over the other's, each until its own round at the target."""
+    """The original's bytes divided by the other run's, each until it reaches the target."""
     return Ratio(gigabytes_to(target), gigabytes_to(target))
 
 
 def minutes_to(target: float, mbps: float, compute: float) -> Measure:
-    """Rounds to the target times (t_comp + t_comm), t_comm of the bytes that one client really sent and got."""
+    """Rounds to the target times (t_comp + t_comm). t_comm is for the bytes of one client's messages."""
 
     def measure(run: Summary) -> float | None:
         reached = run.reached(target)
@@ -86,7 +86,7 @@ def minutes_to(target: float, mbps: float, compute: float) -> Measure:
 
 
 def times_shorter_to(target: float, mbps: float, compute: tuple[float, float]) -> Ratio:
-    """The original's minutes over the other's."""
+    """The original's minutes divided by the other run's."""
     return Ratio(minutes_to(target, mbps, compute[0]), minutes_to(target, mbps, compute[1]))
 
 

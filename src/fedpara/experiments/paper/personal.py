@@ -1,4 +1,4 @@
-"""Personal models (Section 3.3, Figure 5): ten clients, all in every round, each scored on its own test data."""
+"""Personal models (Section 3.3, Figure 5): ten clients train in every round and are scored on their own test data."""
 
 from typing import Any
 
@@ -40,15 +40,16 @@ PERSONALIZATION = Study(
         ),
     ),
     notes=(
-        "Scenario 1: all data of ten FEMNIST writers; 2: a fifth of it; 3: MNIST, two classes a client. "
-        "± is a 95% confidence interval over the repeats, as in the figure, which prints no numbers.",
-        "Before and after the last scored round's local training. The paper's local models are those after it, its "
-        "FedAvg is the global model: before. All ten clients train in every round, so a score is of all ten.",
-        "In the paper pFedPara is first in scenarios 1 and 2. In 1 Local is above FedAvg and FedPer; in 2 FedAvg is "
-        "above both; in 3 it is far below the others.",
-        "The rates of the three scenarios were chosen by test accuracy on seed 0. That of scenario 1, 0.01 for every "
-        "method, is pFedPara's best and not FedAvg's: at 0.1 FedAvg has 76.13 ± 0.77 before local training (five "
-        "seeds), more than pFedPara has here. So no method is called first in scenario 1 until each has its own rate, "
+        "Scenario 1: all data of ten FEMNIST writers. Scenario 2: a fifth of it. Scenario 3: MNIST, two classes per "
+        "client. ± is a 95% confidence interval over the seeds, as in the figure, which prints no numbers.",
+        "Before and after are relative to the local training of the last scored round. The paper's local models are "
+        "scored after it; its FedAvg is the global model, so before it. All ten clients train in every round, so each "
+        "score covers all ten.",
+        "In the paper, pFedPara is first in scenarios 1 and 2. Local is above FedAvg and FedPer in scenario 1. FedAvg "
+        "is above both in scenario 2, and far below the others in scenario 3.",
+        "The learning rates were chosen by test accuracy on seed 0. In scenario 1 every method uses 0.01, which is "
+        "best for pFedPara but not for FedAvg: at 0.1 FedAvg has 76.13 ± 0.77 before local training (five seeds), more "
+        "than pFedPara has here. No method can be called first in scenario 1 until each has its own learning rate, "
         "chosen on a validation split.",
     ),
     seeds=5,

@@ -1,12 +1,12 @@
-"""What the paper says (appendix C.4, "Hyper-parameters") and what it leaves open.
+"""The hyper-parameters of the paper (appendix C.4), and our choices where it gives none.
 
-A SETTING is a column of its table. A RECIPE is what it does not say, chosen once for a family of networks and
-the same for every scheme, with the evidence in `docs/log.md`; only `fedpara` is FedPara's alone. There the paper has
-tanh everywhere but in pFedPara, and the Jacobian correction with lambda 1 in the CNNs (appendix B and C.4); VGG16 here
-has neither: they gained nothing in the runs of `docs/log.md`, which end at rounds 70 and 20.
+SETTINGS are the columns of the paper's table. RECIPE holds our choices, one per family of networks; `docs/log.md` has
+the evidence. A recipe is the same for every scheme, except for its `fedpara` part. The paper uses tanh everywhere but
+in pFedPara, and the Jacobian correction with lambda 1 in the CNNs (appendices B and C.4). VGG16 here uses neither: they
+gained nothing in the runs of `docs/log.md`, which end at rounds 70 and 20.
 
-The evidence is test accuracy of seed 0: VGG16's start, its weight decay and missing biases, and the personal rates were
-chosen by it. `validation` is there to choose them anew.
+The evidence is the test accuracy of seed 0. It decided VGG16's initialization, weight decay and missing biases, and the
+learning rates of the personal models. They can be chosen again with `validation`.
 """
 
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ class Recipe:
 RECIPE = {
     "vgg16": Recipe(
         every={
-            "model": "vgg16-nobias",  # 32 groups, dropout 0.5; no bias before a norm, so W may start at any scale
+            "model": "vgg16-nobias",  # 32 groups, dropout 0.5; without a bias before a norm, W may start at any scale
             "augment": "crop-flip",
             "momentum": 0.0,
             "weight_decay": 1e-3,
             "clip": None,
             "evaluate_every": 5,
         },
-        fedpara={"init": "he:1.4"},  # low-rank starts from its own default
+        fedpara={"init": "he:1.4"},  # low-rank uses its own default
     ),
     "resnet18": Recipe(
         every={
@@ -50,7 +50,7 @@ RECIPE = {
     ),
     "lstm": Recipe(
         every={"model": "lstm", "momentum": 0.0, "weight_decay": 0.0, "clip": None, "evaluate_every": 25},
-        factorized={"init": "he:0.6"},  # suits low-rank as well as FedPara: docs/log.md
+        factorized={"init": "he:0.6"},  # works for low-rank and FedPara: docs/log.md
         fedpara={"nonlinearity": "tanh"},
     ),
     "mlp": Recipe(
@@ -66,29 +66,29 @@ RECIPE = {
 }
 
 CHOSEN = (
-    "This recipe was chosen by test accuracy on seed 0: VGG16's start, weight decay and missing biases, and the rates "
-    "of the personal models. Seed 0 is then counted in the means. So the numbers are optimistic. They will be redone "
-    "with values that are chosen on a validation split."
+    "The recipe was chosen by test accuracy on seed 0: VGG16's initialization, weight decay and missing biases, and "
+    "the learning rates of the personal models. Seed 0 is also part of the means, so the numbers are optimistic. They "
+    "will be replaced by runs with values chosen on a validation split."
 )
 OPTIMISTIC = (
-    "VGG16's start, weight decay and missing biases were chosen by test accuracy on seed 0, so the numbers are "
-    "optimistic."
+    "VGG16's initialization, weight decay and missing biases were chosen by test accuracy on seed 0, so the numbers "
+    "are optimistic."
 )
 VGG16_NOTE = (
-    "Ours is without tanh and the Jacobian correction; the paper's FedPara has both (λ 1; without either it prints "
-    "82.45). Ours has weight decay 1e-3, crops and mirrored images, and no biases before norms, in every row: "
-    f"docs/log.md says why. {OPTIMISTIC}"
+    "Our runs use neither tanh nor the Jacobian correction. The paper's FedPara uses both (λ 1), and reports 82.45 "
+    "without them. All our rows use weight decay 1e-3, random crops and flips, and no biases before norms; docs/log.md "
+    f"explains why. {OPTIMISTIC}"
 )
 LOWRANK_NOTE = (
-    "Low-rank now starts from its own default. Its earlier runs had FedPara's start, he:1.4, and are to be run again: "
-    "from its own start a low-rank VGG16 with biases was at 82.2% in round 150, where the earlier run was at 80.5%."
+    "Low-rank now uses its own default initialization. Its earlier runs used FedPara's, he:1.4, and are to be run "
+    "again: with its own default, a low-rank VGG16 with biases reached 82.2% in round 150, and the earlier run 80.5%."
 )
 SPLIT_NOTE = (
-    "Non-IID is the Dirichlet(0.5) split of FedML, which the paper cites: a client that holds N / clients examples "
-    "gets no more, and all is drawn again until each client has 10. Earlier runs had a milder split without these "
-    "rules (on CIFAR-10 9.3 classes per client instead of 8.1) and are to be run again."
+    "Non-IID is the Dirichlet(0.5) split of FedML, which the paper cites. A client that holds N / clients examples "
+    "gets no more, and the split is drawn again until each client has 10. Earlier runs used a milder split without "
+    "these rules (on CIFAR-10 9.3 classes per client instead of 8.1) and are to be run again."
 )
-SCORED = "Ours is scored every 5 rounds: what is reached by then may have been reached up to 4 rounds sooner."
+SCORED = "Our runs are scored every 5 rounds, so a target may have been reached up to 4 rounds earlier."
 
 
 def _images(dataset: str, cohort: int, rounds: int, clients: int) -> dict[str, dict[str, Any]]:
@@ -130,12 +130,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{f"CIFAR-10 {kind}": values for kind, values in _images("cifar10", 16, 200, 100).items()},
     **{f"CIFAR-100 {kind}": values for kind, values in _images("cifar100", 8, 400, 50).items()},
     **{f"CINIC-10 {kind}": values for kind, values in _images("cinic10", 16, 300, 100).items()},
-    # "The subset of Shakespeare": the first 100 roles, 4,001 examples on average;
-    # IID, about as many a client from all of them.
+    # "The subset of Shakespeare": the first 100 roles, 4,001 examples on average.
+    # IID: about as many per client, from all roles.
     "Shakespeare IID": {**_SHAKESPEARE, "split": "iid", "data_fraction": 0.1},
     "Shakespeare non-IID": {**_SHAKESPEARE, "split": "owner"},
-    # The ten writers with the most examples: the paper does not say which ten, only that their data suffice.
-    # The paper's rates are 0.1 to 0.01; the grid behind these three is in docs/log.md.
+    # The ten writers with the most examples: the paper only says that the data of its ten suffice.
+    # The paper's learning rates are 0.1 to 0.01; docs/log.md has the grid behind these three.
     "Scenario 1": {**_PERSONAL, "dataset": "femnist", "split": "largest", "clients": 10, "lr": 0.01},
     "Scenario 2": {
         **_PERSONAL,
@@ -153,7 +153,7 @@ SCENARIOS = tuple(name for name in SETTINGS if name.startswith("Scenario"))
 
 
 def experiment(setting: str, family: str, scheme: str = "fedpara", **changes: Any) -> Experiment:
-    """An Experiment of the paper: its setting, the family's recipe, then what this one changes."""
+    """An experiment of the paper: the setting, the recipe of the family, then `changes`."""
     recipe = RECIPE[family]
     values = {**SETTINGS[setting], **recipe.every}
     if scheme != "original":
@@ -164,9 +164,9 @@ def experiment(setting: str, family: str, scheme: str = "fedpara", **changes: An
 
 
 def superseded(experiment: Experiment) -> Experiment | None:
-    """The same experiment as it was declared before three corrections; None where none of them concerns it.
+    """The experiment as it was declared before three corrections, or None if none of them applies.
 
-    Its runs no longer fill a cell, and the cell says that it is to be run again.
+    Its runs no longer fill a cell; the cell says that it is to be run again.
     """
     changes: dict[str, Any] = {}
     if experiment.split == "dirichlet-capped":

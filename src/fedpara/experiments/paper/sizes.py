@@ -1,4 +1,4 @@
-"""What needs no training: parameters, the bytes of one client's round, ranks of random products, GPU time."""
+"""Numbers without training: parameters, bytes per client and round, ranks of random products, GPU time."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -28,8 +28,8 @@ EXAMPLES = {
 OWNERS = {"femnist": 300, "shakespeare": 1_129}
 
 STEP_MS = {"vgg16": 0.75, "resnet18": 0.5, "lstm": 1.0, "mlp": 0.03}
-"""GPU milliseconds a client's step, 16 clients batched in bfloat16. VGG16's is measured (one H200, FedPara at
-gamma 0.1, whole rounds); the others are guesses from its arithmetic, good enough to plan an evening by."""
+"""GPU milliseconds per client and step, with 16 clients batched in bfloat16. VGG16's is measured (one H200, FedPara at
+gamma 0.1, whole rounds). The others are estimates from it, good enough for planning."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,19 @@ class Traffic:
 
 
 def parameters(experiment: Experiment) -> int:
-    """Trainable parameters, factors counted as they are."""
+    """The number of trainable parameters, counting factors."""
     program = _program(_shape_only(experiment))
     return sum(program.initial[name].numel() for name in program.parameters)
 
 
 def shared_parameters(experiment: Experiment) -> int:
-    """Those that travel."""
+    """The number of parameters that are sent."""
     program = _program(_shape_only(experiment))
     return sum(program.initial[name].numel() for name in program.shared)
 
 
 def traffic(experiment: Experiment) -> Traffic:
-    """The lengths of real encoded messages, of a model whose numbers are all zero."""
+    """The lengths of encoded messages, for a model of zeros."""
     return _traffic(_shape_only(experiment))
 
 
@@ -79,7 +79,7 @@ def gpu_minutes(experiment: Experiment) -> float:
 
 @cache
 def random_ranks(size: int = 100, rank: int = 10, repeats: int = 1000) -> dict[int, int]:
-    """rank(W) of W = (X1 Y1^T) * (X2 Y2^T) with standard normal factors: how often each occurs."""
+    """How often each rank(W) occurs for W = (X1 Y1^T) * (X2 Y2^T) with standard normal factors."""
     generator = torch.Generator().manual_seed(0)
     counts: dict[int, int] = {}
     for _ in range(repeats // 100):
@@ -90,7 +90,7 @@ def random_ranks(size: int = 100, rank: int = 10, repeats: int = 1000) -> dict[i
 
 
 def _shape_only(experiment: Experiment) -> Experiment:
-    """What decides a model's shapes and messages, and nothing else: the key of the caches below."""
+    """The experiment reduced to what determines shapes and messages: the key of the caches below."""
     e = experiment
     name = e.dataset.removeprefix("generated:")
     return Experiment(
@@ -111,7 +111,7 @@ def _shape_only(experiment: Experiment) -> Experiment:
 
 @cache
 def _program(e: Experiment) -> Program:
-    """On the meta device: shapes without numbers."""
+    """The program on the meta device, with shapes and no numbers."""
     kind, scheme = KINDS[e.dataset], build_scheme(e)
     with torch.device("meta"):
         model = models.build(e.model, classes=kind.classes, shape=kind.shape)

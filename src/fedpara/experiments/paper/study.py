@@ -1,10 +1,9 @@
-"""Study: one table or figure of the paper, as cells. A cell is the paper's number beside where ours comes from.
+"""Study: one table or figure of the paper. Each cell has the paper's number and the source of ours.
 
     Cell("FedPara", "CIFAR-10 IID", 82.88, (experiment,), accuracy)
 
-`measure` gets one run's Summary an experiment, cut at the rounds the experiment asks for; a cell without
-experiments is computed and needs no training. A Ratio is of two experiments. Cells that name equal experiments share
-their run.
+`measure` receives the Summary of one run per experiment, cut to the rounds of the experiment. A cell without
+experiments is computed and needs no training. A Ratio takes two experiments. Cells with equal experiments share a run.
 """
 
 from collections.abc import Callable
@@ -14,12 +13,12 @@ from typing import Literal
 from fedpara.experiments.config import Experiment
 
 Measure = Callable[..., float | None]
-"""From the runs' summaries to a number; None where a target was not reached."""
+"""Maps summaries of runs to a number, or to None if a target was not reached."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """mean(first) / mean(second): of a cell's two experiments, each over all seeds that it was run with."""
+    """mean(first) / mean(second) of a cell's two experiments, each over all its seeds."""
 
     first: Measure
     second: Measure
@@ -32,10 +31,10 @@ Figure = Literal["curves", "gamma", "bars", "histogram", "none"]
 class Cell:
     row: str
     column: str
-    paper: float | str | None  # None where the paper prints no number
+    paper: float | str | None  # None if the paper prints no number
     experiments: tuple[Experiment, ...]
     measure: Measure | Ratio
-    style: str = "%"  # how both numbers are written: a key of STYLES in `report/tables.py`
+    style: str = "%"  # format of both numbers: a key of STYLES in `report/tables.py`
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Study:
     source: str  # where in the paper
     cells: tuple[Cell, ...]
     notes: tuple[str, ...] = ()
-    seeds: int = 1  # as many repeats as the paper made
+    seeds: int = 1  # as many as in the paper
     spread: Literal["std", "ci95"] = "std"
     figure: Figure = "curves"
 
@@ -59,17 +58,17 @@ class Study:
 
     @property
     def experiments(self) -> list[Experiment]:
-        """Each run once, for as many rounds as the cell that wants most."""
+        """Each experiment once, with the most rounds that any cell needs."""
         return merged([e for cell in self.cells for e in cell.experiments])
 
     def changed(self, change: Callable[[Experiment], Experiment]) -> "Study":
-        """The same study of other experiments: another seed, fewer rounds, a miniature."""
+        """The study with changed experiments: another seed, fewer rounds, or a miniature."""
         cells = (replace(c, experiments=tuple(map(change, c.experiments))) for c in self.cells)
         return replace(self, cells=tuple(cells))
 
 
 def merged(experiments: list[Experiment]) -> list[Experiment]:
-    """Equal runs once, for the most rounds anyone asks for, in the order they first appear."""
+    """Each experiment once, in order of appearance, with the most rounds among equal ones."""
     found: dict[str, Experiment] = {}
     for experiment in experiments:
         known = found.get(experiment.identity, experiment)
@@ -86,7 +85,7 @@ _SPLITS = {
 
 
 def run_name(experiment: Experiment) -> str:
-    """A folder's name: readable first, then enough of the identity to be one experiment's alone."""
+    """The name of the run folder: readable words, and part of the identity to make it unique."""
     e = experiment
     size = next((f"{v:g}" for v in (e.gamma, e.rank, e.ratio) if v is not None), "")
     words = [

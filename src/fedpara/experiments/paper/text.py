@@ -1,4 +1,4 @@
-"""The LSTM on Shakespeare: Table 2b and the fuller table of appendix D.2."""
+"""The LSTM on Shakespeare: Table 2b and the larger table of appendix D.2."""
 
 from typing import Any
 
@@ -28,10 +28,11 @@ def _share(changes: dict[str, Any]) -> float:
 
 
 _NOTES = (
-    "Two layers of 256, weight normalisation. The embedding of 8 is chosen here; it and the output layer stay dense.",
-    "The paper trains on a subset it does not name: here non-IID is the first 100 roles, IID a tenth of all text.",
-    "Non-IID is scored on the test text of the 100 roles that train. Earlier runs were scored on that of all 1,129 "
-    "roles, of which the 100 have 10.5%, and are to be run again.",
+    "Two layers of 256 with weight normalization. The embedding size of 8 is our choice. The embedding and the output "
+    "layer stay dense.",
+    "The paper does not name its subset. Here, non-IID is the first 100 roles and IID a tenth of all text.",
+    "Non-IID is scored on the test text of the 100 roles that train. Earlier runs were scored on the test text of all "
+    "1,129 roles, of which the 100 have 10.5%, and are to be run again.",
 )
 
 CAPACITY_LSTM = Study(

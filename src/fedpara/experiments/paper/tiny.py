@@ -1,4 +1,4 @@
-"""Any experiment as a miniature: the same words, a narrow network, drawn data, two rounds."""
+"""Miniature experiments: the same fields with a narrow network, generated data and two rounds."""
 
 from dataclasses import replace
 
@@ -7,11 +7,11 @@ from fedpara.experiments.config import Experiment
 NARROW = {"vgg16": "vgg16-tiny", "resnet18": "resnet18-tiny", "lstm": "lstm-tiny"}
 CLIENTS, COHORT, ROUNDS = 6, 2, 2
 MINIATURE = "ours is a miniature: generated data, small networks"
-"""What must stand beside its numbers where they are held against the paper's."""
+"""Shown wherever its numbers are next to the paper's."""
 
 
 def tiny(experiment: Experiment) -> Experiment:
-    """No real data, a few clients, seconds on a CPU. Its accuracies mean nothing."""
+    """The experiment with generated data and few clients, in seconds on a CPU. Its accuracies mean nothing."""
     model = next(
         (narrow for wide, narrow in NARROW.items() if experiment.model.startswith(wide)), experiment.model
     )

@@ -1,4 +1,4 @@
-"""CIFAR-10 IID once more: other algorithms, FedPara's techniques, ResNet18, Pufferfish, a quantized uplink."""
+"""More on CIFAR-10 IID: other algorithms, FedPara's techniques, ResNet18, Pufferfish, a quantized uplink."""
 
 from typing import Any
 
@@ -57,8 +57,8 @@ TECHNIQUES = Study(
         for row, (printed, changes) in _TECHNIQUES.items()
     ),
     notes=(
-        "γ 0.1, λ 10. The paper's 95% intervals over eight repeats: ± 0.35, 0.33, 0.30, 0.26.",
-        "The correction is the norm as printed, a layer at a time. In this recipe it slows every round: docs/log.md.",
+        "γ 0.1, λ 10. The paper's 95% intervals over eight repeats are ± 0.35, 0.33, 0.30 and 0.26.",
+        "The correction is the norm as printed, layer by layer. In our recipe it slows every round: docs/log.md.",
         OPTIMISTIC,
     ),
     seeds=8,
@@ -95,8 +95,8 @@ RESNET = Study(
     "appendix D.2",
     _resnet(),
     notes=(
-        "BatchNorm is kept; batches of 10; γ 1 for the first two layers and the 1 x 1 ones. The paper's figure prints "
-        "no accuracies, and its text only that FedPara needs 1.17 to 5.1 times fewer bytes.",
+        "BatchNorm, batches of 10, γ 1 for the first two layers and the 1 x 1 convolutions. The paper's figure prints "
+        "no accuracies, and its text says only that FedPara needs 1.17 to 5.1 times fewer bytes.",
     ),
 )
 
@@ -126,8 +126,8 @@ PUFFERFISH = Study(
     "appendix D.2",
     _pufferfish(),
     notes=(
-        "The first 5 or 8 convolutions dense, the rest of a quarter of the full rank (27.8% of their parameters), from "
-        "the first round on: that meets the two sizes the paper prints.",
+        "The first 5 or 8 convolutions are dense. The others have a quarter of the full rank (27.8% of their "
+        "parameters) from the first round on, which gives the two sizes that the paper prints.",
         VGG16_NOTE,
     ),
 )
@@ -155,12 +155,12 @@ QUANTIZATION = Study(
         for run in [vgg(MAIN, **changes)]
         for cell in (
             Cell(row, "accuracy", printed, (run,), accuracy),
-            Cell(row, "MB a client and round", size, (), lambda run=run: _megabytes(run), "1"),
+            Cell(row, "MB per client and round", size, (), lambda run=run: _megabytes(run), "1"),
         )
     ),
     notes=(
-        "FedPAQ here quantizes a client's update y - x to float16; the paper's text says that it quantizes the model. "
-        "The bytes are the same, the rounding error is not.",
+        "Our FedPAQ quantizes a client's update y - x to float16. The paper says that it quantizes the model. The "
+        "bytes are the same, but the rounding errors differ.",
         VGG16_NOTE,
     ),
 )

@@ -1,4 +1,4 @@
-"""VGG16 on images: accuracy at a size, bytes and time to an accuracy, accuracy by gamma, a thousand rounds."""
+"""VGG16 on images: accuracy, bytes and time to a target, accuracy by gamma, a thousand rounds."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ CAPACITY_CNN = Study(
         for setting, printed in zip(IMAGES, numbers, strict=True)
     ),
     notes=(
-        "γ is 0.1. Of the original's parameters low-rank has 10.1% and FedPara 10.1% (paper: 10.25 and 10.15%). The "
+        "γ is 0.1. Low-rank and FedPara each have 10.1% of the original's parameters (paper: 10.25% and 10.15%). The "
         "original's 83.68 is from the paper's table of 1,000 rounds.",
         VGG16_NOTE,
         LOWRANK_NOTE,
@@ -61,8 +61,8 @@ CAPACITY_CNN = Study(
     ),
 )
 
-# gamma and target accuracy. The labels of Figure 3g's bars, GB and MJ of the original and of FedPara, stand only where
-# the target is known to be the figure's: 20.3 GB are the 110 rounds that Table 3 prints for 80%.
+# gamma and target accuracy. _BARS has the labels of Figure 3g (GB and MJ of the original and of FedPara), but only
+# where the target of the figure is known: 20.3 GB are the 110 rounds that Table 3 prints for 80%.
 _TARGETS = {
     "CIFAR-10 IID": (0.1, 0.80),
     "CIFAR-10 non-IID": (0.1, 0.70),
@@ -96,10 +96,10 @@ COMMUNICATION = Study(
     "Figure 3",
     _communication(),
     notes=(
-        "A GB is 2^30 bytes, as in the figure; bytes are those of encoded messages, both ways, all clients.",
-        "Of the paper's targets only 80% is known; the others are chosen here. Over its six settings FedPara needs 2.8 "
-        "to 10.1 times fewer bytes.",
-        "A bit costs 2.87 µJ, which is what the figure's own GB and MJ come to.",
+        "A GB is 2^30 bytes, as in the figure. Bytes are those of all encoded messages, both ways.",
+        "Only one target of the paper is known, 80%; the others are our choice. Over its six settings, the paper's "
+        "FedPara needs 2.8 to 10.1 times fewer bytes.",
+        "A bit costs 2.87 µJ, as the GB and MJ of the figure imply.",
         SCORED,
         OPTIMISTIC,
         SPLIT_NOTE,
@@ -155,8 +155,8 @@ GAMMA_SWEEP = Study(
         for setting in IMAGES
     ),
     notes=(
-        "The figure prints no numbers; those of γ 0.1 are in Table 2a, those of CIFAR-10 IID in the table "
-        "of 1,000 rounds.",
+        "The figure prints no numbers. Those of γ 0.1 are from Table 2a, those of CIFAR-10 IID from the table of 1,000 "
+        "rounds.",
         VGG16_NOTE,
         SPLIT_NOTE,
     ),
@@ -202,8 +202,8 @@ TRAINING_TIME = Study(
     "appendix D.1",
     _training_time(),
     notes=(
-        "Rounds and bytes are those of the runs; computing is the paper's 1.64 and 2.34 s a round.",
-        "The paper counts 112 and 115 rounds to a target it does not name. To 80% its Table 3 counts 110 with FedPara.",
+        "Rounds and bytes are from our runs. Computing time is the paper's: 1.64 and 2.34 s per round.",
+        "The paper counts 112 and 115 rounds to an unnamed target. Its Table 3 counts 110 to 80% with FedPara.",
         SCORED,
         OPTIMISTIC,
     ),

@@ -1,6 +1,6 @@
-"""Library: run folders found by what they are, whole ones and their small form alike.
+"""Library: run folders, found by their experiment.
 
-The small form, what `results/` keeps, is a finished run without its checkpoint:
+`results/` holds archived runs: finished runs without their checkpoint and client memories.
 
     config.toml  environment.json  metrics.jsonl  timing.jsonl
 """
@@ -17,22 +17,25 @@ from pathlib import Path
 
 from fedpara.errors import ConfigError, FedParaError, RunError, UsageError, in_a_line
 from fedpara.experiments.config import Experiment
-from fedpara.experiments.storage.checkpoint import CHECKPOINT, PREVIOUS
+from fedpara.experiments.storage.checkpoint import CHECKPOINT, PREVIOUS, checkpoint_files
+from fedpara.experiments.storage.environment import read_environment
 from fedpara.experiments.storage.run_folder import LOCK
 from fedpara.experiments.storage.summary import Summary, read_run
 from fedpara.files import write_bytes
 
-SMALL = ("config.toml", "metrics.jsonl", "timing.jsonl")
+ARCHIVED = ("config.toml", "metrics.jsonl", "timing.jsonl")
 BESIDE = ("environment.json", "model.json", "data.json", "metrics.jsonl", CHECKPOINT, PREVIOUS)
-"""Of these a run has at least one beside its config: the first is written before it."""
-OWN = (*SMALL, *BESIDE, LOCK, "log.txt", "clients", "nodes*")
-"""What is the run's own in its folder, and with it all below."""
+"""A run folder has at least one of these files beside its config."""
+OWN = (*ARCHIVED, *BESIDE, LOCK, "log.txt", "clients", "nodes*")
+"""The files and folders of a run."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """The run folders below some roots, by the identity of their experiments. One that cannot be read keeps nobody from
-    the others: `damaged` says why."""
+    """The run folders below some roots, by the identity of their experiments.
+
+    `damaged` holds the folders that cannot be read, with the reason.
+    """
 
     runs: dict[str, tuple[Summary, ...]]
     damaged: dict[Path, RunError] = field(default_factory=dict)
@@ -58,7 +61,7 @@ class Library:
         return f"Library({runs} runs of {len(self.runs)} experiments, {seeds}, {damaged} damaged)"
 
     def refuse_damaged(self, done: str) -> None:
-        """RunError that names them, after the others are `done`."""
+        """RunError if there are damaged folders. Call it after the others are `done`."""
         if self.damaged:
             count, rest = len(self.damaged), f"; the others are {done}" * bool(self.runs)
             told = " ".join(map(str, self.damaged.values()))
@@ -72,27 +75,26 @@ class Library:
         return sorted({run.experiment.seed for run in self})
 
     def find(self, experiment: Experiment) -> Summary | None:
-        """The run that did this experiment's rounds, cut to them; None if none did them all and was scored there."""
+        """The run of this experiment, cut to its rounds. None if no run did them all and was scored at the last."""
         done = [run for run in self.runs.get(experiment.identity, ()) if _holds(run, experiment.rounds)]
         return cut(done[0], experiment.rounds) if done else None
 
     def name_of(self, run: Summary) -> str:
-        """`paper/cifar10-iid-...`: what a run is called beside the others, with the folder it lies in."""
+        """A unique name of the run: its folder and the parent folder, such as `paper/cifar10-iid-...`."""
         return self._names[run.path]
 
     def begun(self, experiment: Experiment) -> Path | None:
-        """The folder, of those that can go on to the experiment's last round, which is furthest."""
+        """The resumable folder of this experiment with the most rounds, if any."""
         paths = [
             (run.rounds, run.path)
             for run in self.runs.get(experiment.identity, ())
-            if run.rounds < experiment.rounds
-            and (not run.metrics or any((run.path / name).exists() for name in (CHECKPOINT, PREVIOUS)))
+            if run.rounds < experiment.rounds and (not run.metrics or checkpoint_files(run.path))
         ]
         return max(paths)[1] if paths else None
 
     @cached_property
     def _names(self) -> dict[Path, str]:
-        """The last two parts of each path, and as many more as tell it from all others."""
+        """The last two parts of each path, or more if they are not unique."""
         names: dict[Path, str] = {}
         left, parts = {run.path for run in self}, 2
         while left:
@@ -104,44 +106,37 @@ class Library:
 
 
 def finished(run: Summary, rounds: int) -> bool:
-    """All rounds asked for are in its metrics, whether or not a checkpoint is there."""
+    """Whether the metrics hold that many rounds."""
     return run.rounds >= rounds
 
 
 def _holds(run: Summary, rounds: int) -> bool:
-    """Finished; and a longer one has a score of that round, which a run that ends there always has."""
+    """Whether the run ended at that round, or is longer and was scored at it."""
     return run.rounds == rounds or (
         finished(run, rounds) and cut(run, rounds).metrics[-1]["accuracy"] is not None
     )
 
 
 def cut(run: Summary, rounds: int) -> Summary:
-    """The run as it stood after so many rounds."""
+    """The run as it was after that many rounds."""
     return replace(run, metrics=run.metrics[:rounds], timing=run.timing[:rounds])
 
 
-def save_small(run: Path, into: Path) -> Path:
-    """The small form of a run folder, in a folder of the same name below `into`: that of another run stays."""
-    if run.resolve().parent == into.resolve():
-        raise ConfigError(f"{run} lies in {into} already: choose another folder for its small form.")
+def archive_run(run: Path, into: Path) -> Path:
+    """Archive a run folder as a folder of the same name in `into`. Another run there is not overwritten."""
     found, target = read_run(run), into / run.name
     if (target / "config.toml").exists():
         there = read_run(target).metrics
         if there != found.metrics[: len(there)]:
             raise ConfigError(
-                f"{target} holds another run than {run}: move it away first, nothing is overwritten."
+                f"{target} already holds another run than {run}: move it away, or choose another folder."
             )
-    try:
-        environment = json.loads((run / "environment.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(
-            f"{run / 'environment.json'} cannot be read ({error}): it says where the run ran."
-        ) from None
+    environment = read_environment(run)
     target.mkdir(parents=True, exist_ok=True)
-    for name in SMALL:
+    for name in ARCHIVED:
         if (run / name).exists():
             shutil.copyfile(run / name, target / name)
-    # Where things lay on one machine is no one else's business.
+    # Absolute paths are private to the machine.
     words = environment.get("command", [])
     environment["command"] = [Path(word).name if word.startswith("/") else word for word in words]
     write_bytes(target / "environment.json", (json.dumps(environment, indent=2) + "\n").encode())
@@ -149,7 +144,7 @@ def save_small(run: Path, into: Path) -> Path:
 
 
 def _folders(roots: Iterable[Path]) -> list[Path]:
-    """Each run folder once: a root itself or anything below it that is one."""
+    """Each run folder once: the roots that are run folders, and all below the other roots."""
     found: dict[Path, None] = {}
     for root in roots:
         if not root.is_dir():
@@ -160,14 +155,14 @@ def _folders(roots: Iterable[Path]) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """A config by itself is someone's own, to be given with --config."""
+    """Whether the folder is a run folder. A lone config.toml may be a user's config for --config."""
     return os.path.exists(folder / "config.toml") and any(os.path.exists(folder / name) for name in BESIDE)
 
 
 def refuse_own(path: Path) -> None:
-    """UsageError for a place that is a run's own, whatever lies there now."""
+    """UsageError if the path belongs to the files of a run, whether it exists or not."""
     place = Path(os.path.realpath(path.parent), path.name)
     for folder in place.parents:
         first = place.relative_to(folder).parts[0]
         if is_run(folder) and any(fnmatch.fnmatch(first, pattern) for pattern in OWN):
-            raise UsageError(f"{path} is a name of the run's own in {folder}: choose another --out.")
+            raise UsageError(f"{path} belongs to the run in {folder}: choose another --out.")

@@ -1,11 +1,11 @@
-"""A run's checkpoint, one safetensors file; the one before it is kept until the next.
+"""A run's checkpoint: one safetensors file. The previous checkpoint stays until the next one is written.
 
     x/NAME  buffers/NAME  server/GROUP/NAME     the model and the server's variables
-    clients                                     of each client that keeps something, the round that its file is of
-    digests                                     and the SHA-256 of that file, in the same order
+    clients                                     (client, round) of each client memory
+    digests                                     the SHA-256 of each memory file, in the same order
 
-Beside the tensors: the round, the bytes so far, the identity of the config it belongs to, and the SHA-256 of all lines
-of metrics.jsonl up to the round. A checkpoint of an earlier version has no digests.
+The metadata holds the round, the bytes sent so far, the identity of the config, and the SHA-256 of the lines of
+metrics.jsonl up to the round. Checkpoints of earlier versions have no digests.
 """
 
 import json
@@ -26,18 +26,18 @@ from fedpara.state import State
 CHECKPOINT = "checkpoint.safetensors"
 PREVIOUS = "checkpoint.previous.safetensors"
 NEXT = ".checkpoint.part.safetensors"
-"""A name that `sweep` removes."""
+"""The next checkpoint while it is written. `sweep` removes a leftover one."""
 CLIENTS, DIGESTS = "clients", "digests"
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     progress: Progress
-    kept: dict[int, int]
-    """Of which round each client's file is."""
+    memories: dict[int, int]
+    """The round of each client's memory file."""
     identity: str
     digests: dict[int, str] = field(default_factory=dict)
-    """Of each client's file; empty in a checkpoint of an earlier version."""
+    """The digest of each memory file. Empty in checkpoints of earlier versions."""
     metrics: str | None = None
     """The digest of the lines of metrics.jsonl up to this round."""
 
@@ -51,21 +51,23 @@ class Checkpoint:
         return {**self.progress.x, **self.progress.buffers}
 
     def refuse_other(self, path: Path, experiment: Experiment) -> None:
-        """RunError where it was not made by this experiment."""
+        """RunError if another experiment wrote this checkpoint."""
         if self.identity != experiment.identity:
             raise RunError(
-                f"{path} belongs to another config than {path.parent / 'config.toml'}: the folder was mixed up. "
-                "Restore the config it was made with, or start a new run folder."
+                f"{path} belongs to another config than {path.parent / 'config.toml'}: restore the original config, or "
+                "start a new run folder."
             )
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """The one that is there becomes the one before it, once the new one is on the disk: until then both stay."""
+    """Write the checkpoint to disk, and then make the current one the previous one."""
     state, metadata = _flatten(checkpoint.progress)
-    if checkpoint.kept:
-        state[CLIENTS] = torch.tensor(sorted(checkpoint.kept.items()))
-        joined = bytearray.fromhex("".join(checkpoint.digests[client] for client in sorted(checkpoint.kept)))
-        state[DIGESTS] = torch.frombuffer(joined, dtype=torch.uint8).reshape(len(checkpoint.kept), -1)
+    if checkpoint.memories:
+        state[CLIENTS] = torch.tensor(sorted(checkpoint.memories.items()))
+        joined = bytearray.fromhex(
+            "".join(checkpoint.digests[client] for client in sorted(checkpoint.memories))
+        )
+        state[DIGESTS] = torch.frombuffer(joined, dtype=torch.uint8).reshape(len(checkpoint.memories), -1)
     metadata["identity"] = checkpoint.identity
     if checkpoint.metrics is not None:
         metadata["metrics"] = checkpoint.metrics
@@ -78,51 +80,54 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """RunError where it is damaged."""
+    """RunError if the file is damaged."""
     state, metadata = read_tensors(path)
-    kept = dict(state[CLIENTS].tolist()) if CLIENTS in state else {}
+    memories = dict(state[CLIENTS].tolist()) if CLIENTS in state else {}
     digests = {}
     if DIGESTS in state:
         digests = {
-            client: row.tobytes().hex() for client, row in zip(kept, state[DIGESTS].numpy(), strict=True)
+            client: row.tobytes().hex() for client, row in zip(memories, state[DIGESTS].numpy(), strict=True)
         }
     identity, metrics = metadata.get("identity", ""), metadata.get("metrics")
-    return Checkpoint(_unflatten(state, metadata), kept, identity, digests, metrics)
+    return Checkpoint(_unflatten(state, metadata), memories, identity, digests, metrics)
 
 
 def final_checkpoint(folder: Path) -> Checkpoint:
-    """RunError where the newest is damaged or of another config: the one before it is of another round, and nobody
-    would know.
+    """The newest checkpoint. RunError if it is damaged or belongs to another config.
+
+    It does not fall back to the previous one, which is of another round: the caller would not notice.
     """
     experiment, reasons = read_config(folder), []
-    for name in (CHECKPOINT, PREVIOUS):  # while a checkpoint is written, only the one before it is there
-        if not (folder / name).exists():
-            continue
+    for path in checkpoint_files(folder):  # only the previous one, while the newest is being written
         try:
-            checkpoint = read_checkpoint(folder / name)
+            checkpoint = read_checkpoint(path)
         except RunError as error:
             reasons.append(str(error))
             continue
-        checkpoint.refuse_other(folder / name, experiment)
+        checkpoint.refuse_other(path, experiment)
         if reasons:
             raise RunError(
-                f"{reasons[0]} The one before it is of round {checkpoint.round}: `fedpara resume "
-                f"{shlex.quote(str(folder))}` goes back to it."
+                f"{reasons[0]} The previous checkpoint is of round {checkpoint.round}: `fedpara resume "
+                f"{shlex.quote(str(folder))}` continues from it."
             )
         return checkpoint
-    why = " ".join(reasons) or "the run has not finished its first round, or is kept for reading only."
+    why = " ".join(reasons) or "the run has not finished its first round, or it is an archived run."
     raise RunError(f"{folder} has no readable checkpoint: {why}")
 
 
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The checkpoint files in the folder, newest first."""
+    return [folder / name for name in (CHECKPOINT, PREVIOUS) if (folder / name).exists()]
+
+
 def read_progress(folder: Path, round: int) -> Progress:
-    """The checkpoint of that round, which whoever holds the folder goes on from."""
-    for name in (CHECKPOINT, PREVIOUS):
-        if (folder / name).exists():
-            checkpoint = read_checkpoint(folder / name)
-            if checkpoint.round == round:
-                return checkpoint.progress
+    """The progress in the checkpoint of that round, which rank 0 resumes from."""
+    for path in checkpoint_files(folder):
+        checkpoint = read_checkpoint(path)
+        if checkpoint.round == round:
+            return checkpoint.progress
     raise RunError(
-        f"{folder} has no checkpoint of round {round} here: expected one folder that all ranks see."
+        f"{folder} has no checkpoint of round {round} on this machine: expected a folder that all ranks share."
     )
 
 

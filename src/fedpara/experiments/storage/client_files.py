@@ -1,9 +1,9 @@
-"""OnDisk: what clients keep, a file a client and round, so that a run killed at any moment goes on.
+"""OnDisk: client memories, one file per client and round, which survive a kill at any moment.
 
-A round writes new files beside the old ones. `secure` then puts them on the disk, all at once, and the checkpoint that
-follows makes them count: it names each by its round and digest. When a folder is opened, `verify_kept` reads every
-file that the checkpoint names; where one is damaged, the checkpoint before it is tried. Only then are later files
-removed. Older files go once two checkpoints have passed them, so that both have all of theirs.
+A round writes new files beside the old ones. `secure` syncs them to disk together. The next checkpoint then refers to
+each file by round and digest. Opening a run folder verifies every file that its checkpoint refers to, and falls back to
+the previous checkpoint if one is damaged. Only then are newer files removed. An old file is removed once two
+checkpoints refer to newer ones, so that both checkpoints stay complete.
 """
 
 import re
@@ -17,50 +17,52 @@ from fedpara.experiments.storage.tensor_files import named_digest, read_groups, 
 from fedpara.files import sync
 
 FAN = 1000
-"""Clients a folder, so that a million of them do not lie in one."""
+"""Clients per subfolder, so that no folder holds a million files."""
 
 
-def kept_files(folder: Path) -> Iterator[tuple[int, int, Path]]:
-    """(client, round, path) of every whole file."""
+def memory_files(folder: Path) -> Iterator[tuple[int, int, Path]]:
+    """(client, round, path) of every complete file."""
     for path in folder.glob("*/*.safetensors"):
         if found := re.fullmatch(r"(\d+)-(\d+)", path.stem, re.ASCII):
             yield int(found[1]), int(found[2]), path
 
 
-def kept_file(folder: Path, client: int, round: int) -> Path:
+def memory_file(folder: Path, client: int, round: int) -> Path:
     return folder / str(client // FAN) / f"{client}-{round}.safetensors"
 
 
-def verify_kept(folder: Path, kept: Mapping[int, int], digests: Mapping[int, str]) -> dict[int, str]:
-    """The digest of the file of each client in `kept`, by its round, after reading it whole.
+def verify_memories(folder: Path, rounds: Mapping[int, int], digests: Mapping[int, str]) -> dict[int, str]:
+    """The digest of each client's memory file, after reading the whole file. `rounds` says which file it is.
 
-    RunError for a file that is missing, damaged, or not the one whose digest the checkpoint has in `digests`; a
-    checkpoint of an earlier version has none.
+    RunError if a file is missing or damaged, or differs from the checkpoint's `digests`. Checkpoints of earlier
+    versions have no digests.
     """
 
-    def found(clients: Sequence[int]) -> list[str | RunError]:
-        return [_verified(folder, client, kept[client], digests.get(client)) for client in clients]
+    def verify(clients: Sequence[int]) -> list[str | RunError]:
+        return [_verified(folder, client, rounds[client], digests.get(client)) for client in clients]
 
-    clients = list(kept)
-    # A thousand files a piece of work: a future for each of a million would cost more than they do.
+    clients = list(rounds)
+    # A thousand files per task: a future per file would cost more than the file.
     pieces = [clients[i : i + FAN] for i in range(0, len(clients), FAN)]
     if len(pieces) < THREADS:
         pieces = [clients[i::THREADS] for i in range(THREADS)]
     results = {
         client: result
-        for piece, results in zip(pieces, at_once(found, pieces), strict=True)
+        for piece, results in zip(pieces, at_once(verify, pieces), strict=True)
         for client, result in zip(piece, results, strict=True)
     }
     wrong = sorted((client, result) for client, result in results.items() if isinstance(result, RunError))
     if wrong:
         client, error = wrong[0]
-        others = f" The same goes for {len(wrong) - 1} more." if len(wrong) > 1 else ""
-        raise RunError(f"what client {client} kept of round {kept[client]} cannot be used: {error}{others}")
+        others = f" {len(wrong) - 1} more files cannot be used either." if len(wrong) > 1 else ""
+        raise RunError(
+            f"the memory of client {client}, round {rounds[client]} cannot be used: {error}{others}"
+        )
     return {client: str(result) for client, result in results.items()}
 
 
 def _verified(folder: Path, client: int, round: int, digest: str | None) -> str | RunError:
-    path = kept_file(folder, client, round)
+    path = memory_file(folder, client, round)
     try:
         return verify_groups(path, (client, round), digest)
     except RunError as error:
@@ -69,10 +71,10 @@ def _verified(folder: Path, client: int, round: int, digest: str | None) -> str 
 
 class OnDisk:
     def __init__(self, folder: Path, checkpoint: int = 0) -> None:
-        """What clients kept up to the round `checkpoint`; later files are removed."""
+        """The memories up to the round `checkpoint`. Newer files are removed."""
         self.folder = folder
         self._versions: dict[int, list[int]] = {}
-        for client, round, path in kept_files(folder):
+        for client, round, path in memory_files(folder):
             if round > checkpoint:
                 path.unlink()
             else:
@@ -92,10 +94,10 @@ class OnDisk:
         self.adopt(client, round)
 
     def stage(self, client: int, round: int, groups: Variables) -> None:
-        """Write the file; it counts once it is adopted. A restart drops it, as it is later than the checkpoint."""
+        """Write the file. `adopt` makes it current; a restart before the next checkpoint removes it."""
         path = self._path(client, round)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_groups(path, groups, durable=False, whose=(client, round))
+        write_groups(path, groups, durable=False, origin=(client, round))
 
     def drop(self, client: int, round: int) -> None:
         self._path(client, round).unlink(missing_ok=True)
@@ -107,7 +109,7 @@ class OnDisk:
         self._touched.add(client)
 
     def secure(self, round: int, clients: Sequence[int]) -> dict[int, str]:
-        """Put what these clients kept in this round on the disk; the digest of each file."""
+        """Sync these clients' files of this round to disk, and return their digests."""
         paths = [self._path(client, round) for client in clients]
         if not paths:
             return {}
@@ -116,7 +118,7 @@ class OnDisk:
         return dict(zip(clients, map(named_digest, paths), strict=True))
 
     def settle(self, previous: int) -> None:
-        """After a checkpoint: drop what neither it nor the one at round `previous` can need."""
+        """Remove files that neither the newest checkpoint nor the one at round `previous` refers to."""
         for client in list(self._touched):
             rounds = self._versions[client]
             while len(rounds) > 1 and rounds[1] <= previous:
@@ -125,11 +127,11 @@ class OnDisk:
                 self._touched.discard(client)
 
     def _path(self, client: int, round: int) -> Path:
-        return kept_file(self.folder, client, round)
+        return memory_file(self.folder, client, round)
 
 
 def _sync(path: Path) -> None:
-    """A full or broken disk may show only here."""
+    """RunError if the disk is full or broken, which may not show before the sync."""
     try:
         sync(path)
     except OSError as error:

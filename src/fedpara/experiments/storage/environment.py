@@ -1,4 +1,4 @@
-"""What a run ran on: versions, machine, threads, command."""
+"""The environment of a run: versions, machine, threads, command."""
 
 import json
 import os
@@ -28,22 +28,28 @@ def environment() -> dict[str, Any]:
     }
 
 
-def unlike(path: Path) -> str:
-    """What decides the last bits of a sum and is not as the run folder began with it, in a sentence; or nothing.
-
-    Threads share a sum among them and each torch has its own kernels: the run goes on, to other bits.
-    """
+def read_environment(folder: Path) -> dict[str, Any]:
+    """The environment of a run folder. Empty if the file is missing or damaged: it is only informative."""
     try:
-        begun = json.loads((path / "environment.json").read_text(encoding="utf-8"))
-        then = {"torch": str(begun["torch"]), "threads": int(begun["threads"])}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return ""  # of an earlier version, or none: it is for people, and nothing else hangs on it
+        found = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def environment_warning(path: Path) -> str:
+    """Warning text if torch or the thread count changed since the run began, else "".
+
+    Both affect the order in which sums are added up, and so the last bits of every result.
+    """
+    then = read_environment(path)
     now = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-    told = [f"{name} {value}, here {now[name]}" for name, value in then.items() if now[name] != value]
-    if not told:
+    changed = [name for name, value in now.items() if then.get(name, value) != value]
+    if not changed:
         return ""
-    cure = f" OMP_NUM_THREADS={then['threads']} sets the threads." * (then["threads"] != now["threads"])
-    return f"begun with {' and '.join(told)}: the rounds to come may differ in their last bits.{cure}"
+    told = [f"{name} {then[name]}, now {now[name]}" for name in changed]
+    cure = f" Set OMP_NUM_THREADS={then['threads']} to run as before." * ("threads" in changed)
+    return f"the run began with {' and '.join(told)}: the next rounds may differ in their last bits.{cure}"
 
 
 def _version() -> str:

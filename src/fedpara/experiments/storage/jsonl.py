@@ -1,4 +1,4 @@
-"""Lines of JSON in a file that only grows: a run's metrics and timing."""
+"""Append-only JSON lines: the metrics and timing of a run."""
 
 import json
 import os
@@ -20,18 +20,18 @@ FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     },
     "timing.jsonl": {"round": _WHOLE, "seconds": _NUMBER},
 }
-"""What every line of a run's files has: whoever reads them relies on it. A line may have more."""
+"""The fields that every line must have, with their types. A line may have more."""
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The whole lines of a .jsonl file; a last line cut short by a kill is left out."""
+    """The lines of a .jsonl file, without a last line that a kill truncated."""
     return [_parse(path, i, raw) for i, raw in enumerate(raw_lines(path), 1)]
 
 
 def append_line(path: Path, line: Line, durable: bool = True) -> bytes:
     """Append the line and return its bytes.
 
-    If `durable`, it is on the disk when this returns: a checkpoint written later must not outlive it.
+    If `durable`, sync it to disk, so that a later checkpoint cannot survive a power loss that the line does not.
     """
     content = json.dumps(line, allow_nan=False).encode() + b"\n"
     with path.open("ab") as file:
@@ -43,22 +43,20 @@ def append_line(path: Path, line: Line, durable: bool = True) -> bytes:
 
 
 def raw_lines(path: Path) -> list[bytes]:
-    """The lines as they are in the file, each with its end; one that was cut short is left out."""
+    """The lines as bytes with their line ends, without a truncated last line."""
     return [raw + b"\n" for raw in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
 
 
 def first_rounds(path: Path, last: int) -> bytes:
-    """The lines of rounds 1 to `last`, in that order. RunError if one of them is missing or damaged; what follows
-    them is not read.
-    """
+    """The lines of rounds 1 to `last`. RunError if one of them is missing or damaged. Later lines are not read."""
     lines = raw_lines(path)[:last]
     if [_parse(path, i, raw)["round"] for i, raw in enumerate(lines, 1)] != [*range(1, last + 1)]:
-        raise RunError(f"{path} lacks rounds up to {last}: expected a line for each of them.")
+        raise RunError(f"{path} lacks rounds up to {last}: expected one line per round.")
     return b"".join(lines)
 
 
-def keep_rounds(path: Path, last: int) -> None:
-    """Drop the lines after round `last`, and an end that a power loss damaged."""
+def drop_rounds_after(path: Path, last: int) -> None:
+    """Remove the lines after round `last`, and a tail that a power loss damaged."""
     lines = raw_lines(path)
     end = max((i for i, raw in enumerate(lines, 1) if _is_of(path, i, raw, last)), default=0)
     for i, raw in enumerate(lines[:end], 1):
@@ -82,6 +80,4 @@ def _parse(path: Path, number: int, raw: bytes) -> Line:
             return line
     except (ValueError, TypeError, KeyError, RecursionError):
         pass
-    raise RunError(
-        f"{path} is damaged in line {number}: expected a JSON object with {', '.join(fields)} in every line."
-    )
+    raise RunError(f"{path} is damaged in line {number}: expected a JSON object with {', '.join(fields)}.")

@@ -1,10 +1,9 @@
-"""What a node keeps for its clients: a file a round, under the run's and the client's name.
+"""NodeMemory: the client memories on a Flower node, one file per run, client and round.
 
     <folder>/nodes-<run>/<client>/<round>.safetensors
 
-A round's file counts once the server has taken that round's update, which it says with the next order. Kept are
-that one, the one before it (the server may go back by a checkpoint) and the newest, which still waits; a round
-that comes late leaves the newer ones alone.
+A file becomes current once the server has accepted the update of its round; the next request says so. The node keeps
+that file, the previous one (the server may fall back by one checkpoint), and newer ones that are not accepted yet.
 """
 
 import re
@@ -19,35 +18,35 @@ from fedpara.files import sweep
 class NodeMemory:
     def __init__(self, folder: Path, run: str, client: int) -> None:
         if not re.fullmatch(r"[0-9a-f]{1,64}", run):
-            raise RunError(f"a run called {run[:80]!r}: expected hexadecimal digits.")
+            raise RunError(f"the run id is {run[:80]!r}: expected hexadecimal digits.")
         self.client = int(client)
         self.folder = folder / f"nodes-{run}" / str(self.client)
 
     def get(self, accepted: int) -> Variables | None:
-        """What the client kept in its round `accepted`; None before its first."""
+        """The client's memory of the round `accepted`. None before its first round."""
         if accepted == 0:
             return None
         path = self._path(accepted)
         if not path.exists():
             raise RunError(
-                f"what the client kept in round {accepted} is not on this node ({path}). Bring the folder back, "
-                "or begin a new run."
+                f"the client's memory of round {accepted} is not on this node: {path} is missing. Restore it, or start "
+                "a new run."
             )
         return read_groups(path, (self.client, accepted))
 
     def put(self, round: int, groups: Variables, accepted: int) -> None:
         if not any(groups.values()):
             return
-        # Each by itself: `parents=True` would make those above readable to all, whatever the mode.
+        # One by one: `parents=True` would ignore the mode and make the parents readable for everyone.
         for folder in (*reversed(self.folder.parents), self.folder):
             if not folder.is_dir():
                 folder.mkdir(mode=0o700, exist_ok=True)
         sweep(self.folder, older_than=3600.0)
-        write_groups(self._path(round), groups, whose=(self.client, round))
+        write_groups(self._path(round), groups, origin=(self.client, round))
         rounds = sorted(int(path.stem) for path in self.folder.glob("*.safetensors") if path.stem.isdigit())
         taken = [known for known in rounds if known <= accepted]
         for old in {*rounds} - {*taken[-2:]}:
-            if old < round:  # a client may finish late, when the server has taken a newer round
+            if old < round:  # a late client must not remove newer rounds
                 self._path(old).unlink(missing_ok=True)
 
     def _path(self, round: int) -> Path:

@@ -1,19 +1,19 @@
-"""A run is a folder.
+"""RunFolder: a resumable run folder.
 
     config.toml                    the experiment
     environment.json               versions, machine, threads
-    model.json                     how the network is built again
-    data.json                      a digest of the examples: a run goes on with the same ones
-    metrics.jsonl                  one line a round: the same bits for the same config, seed and number of threads
-    timing.jsonl                   one line a round: seconds, clients a second
-    checkpoint.safetensors         round, model, server's variables, which clients keep something; .previous before it
-    clients/                       what clients keep
-    log.txt                        starts, resumes, refusals, the engine and why
+    model.json                     name, classes and input shape, to rebuild the network
+    data.json                      a digest of the examples: a resumed run must use the same ones
+    metrics.jsonl                  one line per round: the same bits for the same config, seed and number of threads
+    timing.jsonl                   one line per round: seconds, clients per second
+    checkpoint.safetensors         round, model, server's variables, digests of the client memories; also .previous
+    clients/                       client memories
+    log.txt                        starts, resumes, rejected updates, the engine and why it was chosen
 
-A round's metrics and what its clients keep are on the disk before its checkpoint, which has a digest of each. So a kill
-or a power loss leaves a line or a file too many, never one too few. Opening the folder verifies all that its checkpoint
-counts on and goes back to the one before it if something is damaged; only then does it remove what came later. A folder
-whose two checkpoints both fail is refused and left as it is.
+A round's metrics and client memories are on disk before its checkpoint, which holds a digest of each. A kill or a power
+loss therefore leaves a line or a file too many, never one too few. Opening the folder verifies everything that its
+checkpoint refers to, and falls back to the previous checkpoint if something is damaged. Only then does it remove
+anything newer. If both checkpoints fail, opening raises an error and leaves the folder unchanged.
 """
 
 import fcntl
@@ -23,6 +23,7 @@ import math
 import os
 import shlex
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,32 +33,38 @@ from fedpara.errors import ConfigError, RunError
 from fedpara.experiments.config import Experiment, to_toml
 from fedpara.experiments.storage.checkpoint import (
     CHECKPOINT,
-    PREVIOUS,
     Checkpoint,
+    checkpoint_files,
     read_checkpoint,
     write_checkpoint,
 )
-from fedpara.experiments.storage.client_files import OnDisk, verify_kept
+from fedpara.experiments.storage.client_files import OnDisk, verify_memories
 from fedpara.experiments.storage.environment import environment
-from fedpara.experiments.storage.jsonl import append_line, first_rounds, keep_rounds, raw_lines, read_lines
+from fedpara.experiments.storage.jsonl import (
+    append_line,
+    drop_rounds_after,
+    first_rounds,
+    raw_lines,
+    read_lines,
+)
 from fedpara.experiments.storage.summary import read_config
 from fedpara.files import PART, make_folder, sweep, sync, write_bytes
 
 LOCK = ".lock"
 NODES = "nodes.txt"
-"""Where Flower's nodes hold what clients keep: under which name they do."""
-LAID_FIRST = (LOCK, "environment.json", "model.json", "data.json")
-"""What a kill may leave of a folder whose config was not written yet: it is still as good as empty."""
+"""Present if Flower's nodes hold the client memories. It contains the name of the run on the nodes."""
+WRITTEN_FIRST = (LOCK, "environment.json", "model.json", "data.json")
+"""Files that a kill may leave before config.toml is written. A folder with nothing else counts as empty."""
 
 
 class RunFolder:
-    """A run folder held by this process alone, at its newest good checkpoint."""
+    """A run folder, locked by this process, at its newest intact checkpoint."""
 
     def __init__(self, path: Path, experiment: Experiment, lock: int | None = None) -> None:
         self.path = path
         self.experiment = experiment
         self.notes: list[str] = []
-        self._kept: dict[int, int] = {}
+        self._memories: dict[int, int] = {}
         self._digests: dict[int, str] = {}
         self._metrics = hashlib.sha256()
         unlocked = not (path / LOCK).exists()
@@ -69,7 +76,7 @@ class RunFolder:
             sweep(path)
             self.memory = OnDisk(path / "clients", at)
             for name in ("metrics.jsonl", "timing.jsonl"):
-                keep_rounds(path / name, at)
+                drop_rounds_after(path / name, at)
         except BaseException:
             if unlocked:
                 (path / LOCK).unlink(missing_ok=True)
@@ -77,36 +84,34 @@ class RunFolder:
             raise
 
     def save(self, result: Round, timing: dict[str, float], engine: str) -> None:
-        """One round: its lines and its clients' files, on the disk; then its checkpoint."""
+        """Save one round: first its lines and client memories, then its checkpoint."""
         self._metrics.update(append_line(self.path / "metrics.jsonl", metrics_of(result)))
         line = {"round": result.number, **timing, "engine": engine}
         append_line(self.path / "timing.jsonl", line, durable=False)
-        self._digests |= self.memory.secure(result.number, result.kept)
-        self._kept |= dict.fromkeys(result.kept, result.number)
+        self._digests |= self.memory.secure(result.number, result.memories)
+        self._memories |= dict.fromkeys(result.memories, result.number)
         identity, metrics = self.experiment.identity, self._metrics.hexdigest()
-        write_checkpoint(self.path, Checkpoint(result.progress, self._kept, identity, self._digests, metrics))
+        write_checkpoint(
+            self.path, Checkpoint(result.progress, self._memories, identity, self._digests, metrics)
+        )
         self.memory.settle(self._previous)
         self._previous = result.number
 
     @property
     def finished(self) -> bool:
-        """All rounds are done, or the target accuracy was met."""
+        """Whether all rounds are done or the target accuracy was reached."""
         done = self.progress.round if self.progress else 0
         target = self.experiment.target
         met = target is not None and any((m["accuracy"] or 0) >= target for m in self.metrics())
         return met or done >= self.experiment.rounds
 
-    def refuse_kept_here(self) -> None:
-        """RunError where what clients keep is in the folder: no node could go on with it."""
-        if self._kept and not (self.path / NODES).exists():
-            engine = read_config(self.path).engine
-            raise RunError(
-                f"what the clients of {self.path} keep lies in that folder: another engine ran it so far, and no node "
-                f"has it. Go on with --engine {engine if engine != 'flower' else 'auto'}."
-            )
+    @property
+    def holds_memories(self) -> bool:
+        """Whether client memories are in this folder, and not on Flower's nodes."""
+        return bool(self._memories) and not (self.path / NODES).exists()
 
     def log(self, text: str) -> None:
-        """One line of log.txt: what happened beside the rounds, and when."""
+        """Append a line with the time to log.txt."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         with (self.path / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"{stamp} {text}\n")
@@ -117,13 +122,9 @@ class RunFolder:
     def metrics(self) -> list[dict[str, Any]]:
         return read_lines(self.path / "metrics.jsonl")
 
-    def timing(self) -> list[dict[str, Any]]:
-        return read_lines(self.path / "timing.jsonl")
-
     def _newest_checkpoint(self) -> Progress | None:
-        """The newest one that is whole, with all that it counts on. Nothing changes on the disk before it is found."""
-        current, previous = self.path / CHECKPOINT, self.path / PREVIOUS
-        paths = [path for path in (current, previous) if path.exists()]
+        """The newest checkpoint that is intact with everything it refers to. Nothing on disk changes before."""
+        paths = checkpoint_files(self.path)
         reasons: list[str] = []
         for path in paths:
             try:
@@ -135,127 +136,122 @@ class RunFolder:
             try:
                 self._verify(checkpoint)
             except RunError as error:
-                reasons.append(f"{path} is of no use: {error}")
+                reasons.append(f"{path} cannot be used: {error}")
                 continue
             if reasons:
-                # The next checkpoint moves this name aside: it must not bury the good one under a damaged one.
-                path.replace(current)
+                # The next checkpoint renames the current one: a damaged one must not replace the intact one.
+                path.replace(self.path / CHECKPOINT)
             self.notes += [
-                f"{reason} The checkpoint before it, of round {checkpoint.round}, is used."
+                f"{reason} Falling back to the previous checkpoint, of round {checkpoint.round}."
                 for reason in reasons
             ]
             return checkpoint.progress
         if paths:
             raise RunError(
-                f"no checkpoint in {self.path} can be used: {' '.join(reasons)} The folder was left as it is: bring "
-                "back the files that are named here. Start the run anew in another folder if they are lost."
+                f"no checkpoint in {self.path} can be used: {' '.join(reasons)} The folder is unchanged: restore these "
+                "files, or start the run again in a new folder."
             )
-        # A kill before the first checkpoint leaves one line at most, and what was laid down before it. More lines, or
-        # only lines, are a run's small form, kept for reading.
+        # A kill before the first checkpoint leaves at most one line, beside the files written before it. An archived
+        # run has more lines, or a line without those files.
         lines = len(raw_lines(self.path / "metrics.jsonl"))
         if lines > 1 or (
             lines and not any((self.path / name).exists() for name in ("model.json", "data.json"))
         ):
             raise RunError(
-                f"{self.path} has {lines} round{'s' * (lines > 1)} and no {CHECKPOINT}: it is kept for reading and "
-                "cannot go on. Start the run anew in another folder."
+                f"{self.path} has {lines} round{'s' * (lines > 1)} and no {CHECKPOINT}: it is an archived run, which "
+                "cannot be resumed. Start the run again in a new folder."
             )
         return None
 
     def _verify(self, checkpoint: Checkpoint) -> None:
-        """RunError unless metrics and clients' files are those that the checkpoint counts on."""
+        """RunError if the metrics or the client memories differ from those that the checkpoint refers to."""
         path = self.path / "metrics.jsonl"
         self._metrics = hashlib.sha256(first_rounds(path, checkpoint.round))
         if checkpoint.metrics not in (None, self._metrics.hexdigest()):
             raise RunError(
-                f"the first {checkpoint.round} lines of {path} do not match its digest: they were changed after they "
-                "were written."
+                f"the first {checkpoint.round} lines of {path} do not match their digest in the checkpoint: they were "
+                "changed."
             )
-        self._kept = checkpoint.kept
-        self._digests = verify_kept(self.path / "clients", checkpoint.kept, checkpoint.digests)
+        self._memories = checkpoint.memories
+        self._digests = verify_memories(self.path / "clients", checkpoint.memories, checkpoint.digests)
 
 
 def create(path: Path, experiment: Experiment, model: dict[str, Any], data: str) -> RunFolder:
-    """A new folder. One that holds a run already is refused with the command to go on.
+    """A new run folder. ConfigError if the folder already holds a run or other files.
 
-    `model` says how the network is built again: its name, classes and the shape of an example. `data` is a digest.
+    `model` has the network's name, classes and input shape. `data` is the digest of the examples.
     """
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"{path} is a file: a run needs a folder. Choose another --out.")
     make_folder(path, "run folder")
     refuse_used(path)
-    lock = _lock(path)
-    try:
-        refuse_used(path)
+    with ExitStack() as on_error:
+        lock = _lock(path)
+        on_error.callback(os.close, lock)
+        refuse_used(path)  # another process may have been faster
         write_bytes(path / "environment.json", (json.dumps(environment(), indent=2) + "\n").encode())
         write_bytes(path / "model.json", (json.dumps(model) + "\n").encode())
         write_bytes(path / "data.json", (json.dumps({"blake2b": data}) + "\n").encode())
         write_bytes(path / "config.toml", to_toml(experiment).encode())
         sync(path.parent)
-    except BaseException:
-        os.close(lock)
-        raise
+        on_error.pop_all()
     return RunFolder(path, experiment, lock)
 
 
 def refuse_used(path: Path) -> None:
-    """ConfigError for a folder that holds a run or anything else."""
-    if not path.is_dir():
-        return
-    if (path / "config.toml").exists():
+    """ConfigError if the folder holds a run or other files."""
+    entries = list(path.iterdir()) if path.is_dir() else []
+    if path / "config.toml" in entries:
         raise ConfigError(
-            f"{path} holds a run already, and nothing is overwritten. Go on with it: fedpara resume "
+            f"{path} already holds a run, which would be overwritten. Resume it: fedpara resume "
             f"{shlex.quote(str(path))}. Or choose another --out."
         )
-    if any(entry.name not in LAID_FIRST and not entry.match(PART) for entry in path.iterdir()):
+    if any(entry.name not in WRITTEN_FIRST and not entry.match(PART) for entry in entries):
         raise ConfigError(f"{path} is not empty and holds no run: choose an empty or new folder for --out.")
 
 
 def open_run(path: Path, experiment: Experiment, data: str) -> RunFolder:
-    """The folder to go on with. `experiment` may differ from its config in FREE fields, and is written there."""
+    """The folder, ready to resume. Changes of FREE fields in `experiment` are written to its config."""
     folder = checked_run(path, experiment, data)
-    try:
+    with ExitStack() as on_error:
+        on_error.callback(folder.close)
         if experiment != read_config(path):
             write_bytes(path / "config.toml", to_toml(experiment).encode())
-    except BaseException:
-        folder.close()
-        raise
+        on_error.pop_all()
     return folder
 
 
 def checked_run(path: Path, experiment: Experiment, data: str) -> RunFolder:
-    """The folder, where this experiment can go on in it with these examples."""
+    """The folder, if this experiment can resume in it with these examples."""
     folder = RunFolder(path, experiment)
-    try:
-        _refuse_other_data(path, data)
+    with ExitStack() as on_error:
+        on_error.callback(folder.close)
+        if _data_digest(path) not in (None, data):
+            raise RunError(
+                f"{path} was started with different examples: use the same files. Set their folder with --data-dir."
+            )
         done = folder.progress.round if folder.progress else 0
         if experiment.rounds < done:
             raise ConfigError(
                 f"rounds is {experiment.rounds}: expected at least the {done} that are done in {path}."
             )
-        if experiment.engine == "flower" and not folder.finished:
-            folder.refuse_kept_here()
-    except BaseException:
-        folder.close()
-        raise
+        if experiment.engine == "flower" and not folder.finished and folder.holds_memories:
+            engine = read_config(path).engine
+            raise RunError(
+                f"the client memories of {path} are in that folder, so no Flower node has them: resume with --engine "
+                f"{engine if engine != 'flower' else 'auto'}."
+            )
+        on_error.pop_all()
     return folder
 
 
-def _refuse_other_data(path: Path, data: str) -> None:
-    """RunError for other examples than the run began with: its name says which set, not what lies in the files."""
+def _data_digest(path: Path) -> str | None:
+    """The digest of the examples that the run started with. None in folders of earlier versions."""
+    file = path / "data.json"
     try:
-        begun = json.loads((path / "data.json").read_text())["blake2b"]
-    except FileNotFoundError:
-        return  # a folder of an earlier version
+        return str(json.loads(file.read_text())["blake2b"]) if file.exists() else None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise RunError(
-            f"{path / 'data.json'} cannot be read ({error}): it says what the run was trained on."
+            f"{file} cannot be read ({error}): expected the digest of the run's examples."
         ) from None
-    if begun != data:
-        raise RunError(
-            f"{path} was begun with other examples than those that are read now: expected the same files. Name their "
-            "folder with --data-dir."
-        )
 
 
 def metrics_of(result: Round) -> dict[str, Any]:
@@ -278,7 +274,7 @@ def metrics_of(result: Round) -> dict[str, Any]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the folder now."""
+    """Whether a process has the folder open."""
     try:
         os.close(_lock(path))
     except RunError:
@@ -295,10 +291,10 @@ def _lock(path: Path) -> int:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(handle)
-        raise RunError(f"{path} is in use by another process: wait for it to end, or stop it.") from None
+        raise RunError(f"{path} is in use by another process: stop it, or wait for it to end.") from None
     return handle
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no NaN and no infinity."""
+    """The value, or None for NaN and infinity, which JSON does not have."""
     return value if value is not None and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""What a run folder says, without opening it for writing."""
+"""Summary: the contents of a run folder, read without locking it."""
 
 import os
 import shlex
@@ -29,20 +29,20 @@ class Summary:
 
     @property
     def final(self) -> float | None:
-        """The accuracy to quote: all clients' own models at the end where the run has that score, else `accuracy`."""
+        """The accuracy to report: of all clients' own models at the end if they were scored, else `accuracy`."""
         return self.everyone["accuracy"] if self.everyone else self.accuracy
 
     @property
     def of_cohort(self) -> bool:
-        """Whether its personal scores are each of one round's cohort and not of all clients."""
+        """Whether each personal score covers only the cohort of its round and not all clients."""
         e = self.experiment
         return e.personal and e.cohort < (e.keep or e.clients)
 
     @property
     def everyone(self) -> dict[str, Any] | None:
-        """All clients' own models after the last round: their mean `accuracy`, and of how many `clients` it is.
+        """The mean `accuracy` of all clients' own models after the last round, and the number of `clients`.
 
-        None where that was not scored.
+        None if they were not scored.
         """
         return self.metrics[-1].get("everyone") if self.metrics else None
 
@@ -60,7 +60,7 @@ class Summary:
 
     @property
     def engine(self) -> str | None:
-        """Which engine ran the last round, how, and what could not be done and why."""
+        """The engine of the last round, and why it was chosen."""
         return self.timing[-1].get("engine") if self.timing else None
 
     def __repr__(self) -> str:
@@ -75,7 +75,7 @@ class Summary:
         )
 
     def reached(self, accuracy: float) -> dict[str, Any] | None:
-        """The first round whose accuracy is at least this."""
+        """The metrics of the first round with at least this accuracy."""
         return next(
             (m for m in self.metrics if m["accuracy"] is not None and m["accuracy"] >= accuracy), None
         )
@@ -88,10 +88,10 @@ def read_run(path: str | os.PathLike[str]) -> Summary:
 
 
 def read_config(path: Path) -> Experiment:
-    """The experiment of a run folder. One from before `test_owners` existed scored the test data of all owners."""
+    """The experiment of a run folder. Runs that are older than `test_owners` used the test data of all owners."""
     if not (path / "config.toml").exists():
         raise ConfigError(
-            f"{path} is not a run folder: it has no config.toml. `fedpara run --out {shlex.quote(str(path))}` makes "
+            f"{path} is not a run folder: it has no config.toml. `fedpara run --out {shlex.quote(str(path))}` creates "
             "one."
         )
     found = read_toml(path / "config.toml", Experiment(**LATER))

@@ -1,8 +1,17 @@
-"""Tensors in a file with a digest: checkpoints, and what clients keep. Any safetensors reader opens them."""
+"""Safetensors files with a SHA-256 digest in their metadata: checkpoints and client memories.
+
+There are two layouts. Any safetensors reader opens both.
+
+    digest    of the metadata, the index and the data, which are laid out as in a message. Tensors that are neighbours
+              in memory are written and read as one block: a hundred small tensors cost as much as one.
+    sha256    of each tensor's name, type, shape and bytes. Used by earlier versions, and for tensors that no message
+              can hold: complex numbers, or a hundred thousand tensors.
+"""
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,146 +23,170 @@ from fedpara.errors import RunError, StateError, WireError
 from fedpara.state import State
 from fedpara.wire import tensors
 
-_DIGEST, _EACH, _BEFORE, _WHOSE = "digest", "sha256", b'{"__metadata__":', "whose"
+_DIGEST, _DIGEST_BY_TENSOR, _ORIGIN = "digest", "sha256", "whose"
+_METADATA = b'{"__metadata__":'
+
+Piece = bytes | memoryview
+Origin = tuple[int, int]
+"""The client and round of a client memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Content:
+    """A file whose digest matches. `tensors` builds the state."""
+
+    metadata: dict[str, str]
+    digest: str
+    tensors: Callable[[], State]
 
 
 def write_tensors(path: Path, state: State, metadata: Mapping[str, str], durable: bool = True) -> None:
-    """A safetensors file whose metadata carries a digest of all else. Tensors that lie side by side are written as one
-    piece, and are side by side when read: a client's hundred small tensors cost what one does."""
-    try:
-        index, ordered = tensors.lay_out(state)
-        data = tensors.memory(ordered)
-        header = _header({**metadata, _DIGEST: _digest(metadata, index[8:], data)}, index[8:])
-        if len(header) > tensors.MAX_INDEX:
-            raise WireError("an index too large")
-    except (
-        WireError
-    ):  # what no message can hold, and a model may: complex numbers, a hundred thousand tensors
-        contiguous = {name: tensor.contiguous() for name, tensor in state.items()}
-        files.write_tensors(path, contiguous, {**metadata, _EACH: _digest_of_each(contiguous)}, durable)
+    """Write the tensors and the metadata with their digest."""
+    message = _message_layout(state, metadata)
+    if message is None:
+        state = {name: tensor.contiguous() for name, tensor in state.items()}
+        metadata = {**metadata, _DIGEST_BY_TENSOR: _sha256(_by_tensor(state))}
+        files.write_tensors(path, state, metadata, durable)
         return
+    header, data = message
     with files.replacing(path, durable) as temporary, temporary.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        for piece in data:
-            file.write(piece)
+        file.writelines([len(header).to_bytes(8, "little"), header, *data])
 
 
 def read_tensors(path: Path) -> tuple[State, dict[str, str]]:
-    """The tensors and the metadata; RunError for a file that is cut or altered."""
-    state, metadata, _ = _read(path)
-    return state(), metadata
+    """The tensors and the metadata. RunError if the file is truncated or changed."""
+    content = _read(path)
+    return content.tensors(), content.metadata
 
 
 def named_digest(path: Path) -> str:
-    """The digest that a file just written says it has, from its header alone."""
+    """The digest that the header of the file states. The content is not read."""
     with path.open("rb") as file:
         metadata = json.loads(file.read(int.from_bytes(file.read(8), "little")))["__metadata__"]
-    return str(metadata.get(_DIGEST) or metadata[_EACH])
+    return str(metadata.get(_DIGEST) or metadata[_DIGEST_BY_TENSOR])
 
 
-def _read(path: Path) -> tuple[Callable[[], State], dict[str, str], str]:
-    """What makes the tensors, the metadata without the digest, and the digest, which the content has."""
-    try:
-        header, data = tensors.split_index(np.fromfile(path, np.uint8).data)
-        metadata, index = _parted(header)
-        if _DIGEST in metadata:
-            digest = metadata.pop(_DIGEST)
-            if digest == _digest(metadata, index, [data]):
-                return lambda: tensors.read(index, data), metadata, digest
-            raise RunError(f"{path} does not match its digest: it was altered or damaged.")
-    except OSError as error:
-        raise RunError(f"{path} cannot be read ({error}): expected a whole safetensors file.") from None
-    except WireError:
-        pass
-    return _read_each(path)
+def write_groups(path: Path, groups: Variables, durable: bool = True, origin: Origin | None = None) -> None:
+    """Write a client memory: each tensor as `group/name`, and the names of all groups, empty ones included.
 
-
-def _read_each(path: Path) -> tuple[Callable[[], State], dict[str, str], str]:
-    """A file with a digest tensor by tensor: of what no message could hold, or of an earlier version."""
-    try:
-        state, metadata = files.read_tensors(path)
-    except StateError as error:
-        raise RunError(str(error)) from None
-    digest = _digest_of_each(state)
-    if metadata.pop(_EACH, None) != digest:
-        raise RunError(f"{path} does not match its digest: it was altered or damaged.")
-    return lambda: state, metadata, digest
-
-
-def _header(metadata: Mapping[str, str], index: bytes) -> bytes:
-    """The index with the metadata before all else, padded to a multiple of 8 bytes."""
-    rest = index.rstrip()[1:]
-    text = _BEFORE + json.dumps(dict(metadata)).encode() + (b"," if rest != b"}" else b"") + rest
-    return text + b" " * (-len(text) % 8)
-
-
-def _parted(header: bytes) -> tuple[dict[str, str], bytes]:
-    """The inverse: the metadata, and the index without it."""
-    try:
-        if not header.startswith(_BEFORE):
-            raise ValueError
-        metadata, end = json.JSONDecoder().raw_decode(header.decode("ascii"), len(_BEFORE))
-        index = b"{" + header[end:].rstrip().removeprefix(b",")
-        return {str(name): str(value) for name, value in metadata.items()}, index + b" " * (-len(index) % 8)
-    except (ValueError, AttributeError, RecursionError):
-        raise WireError("it has no metadata") from None
-
-
-def _digest(metadata: Mapping[str, str], index: bytes, data: Sequence[memoryview]) -> str:
-    digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode() + index)
-    for piece in data:
-        digest.update(piece)
-    return digest.hexdigest()
-
-
-def _digest_of_each(state: State) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        tensor = state[name].contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
-    return digest.hexdigest()
-
-
-def write_groups(
-    path: Path, groups: Variables, durable: bool = True, whose: tuple[int, int] | None = None
-) -> None:
-    """What a client keeps, as one file: tensors under `group/name`; a group without tensors is named too. `whose` is
-    the client and the round, so that a file under another's name is found out.
+    With `origin` in the file, a reader detects a file that was renamed to another client or round.
     """
     state = {f"{group}/{name}": t for group, members in groups.items() for name, t in members.items()}
-    own = {} if whose is None else {_WHOSE: f"client {whose[0]}, round {whose[1]}"}
-    write_tensors(path, state, {"groups": json.dumps(list(groups)), **own}, durable)
+    named = {} if origin is None else {_ORIGIN: _in_words(origin)}
+    write_tensors(path, state, {"groups": json.dumps(list(groups)), **named}, durable)
 
 
-def read_groups(path: Path, whose: tuple[int, int] | None = None, digest: str | None = None) -> Variables:
-    """RunError for a file that says it is another's, or that is not the one with this digest."""
-    state, metadata, found = _read(path)
-    _refuse_another(path, metadata, whose, found, digest)
-    groups: Variables = {group: {} for group in json.loads(metadata["groups"])}
-    for name, tensor in state().items():
+def read_groups(path: Path, origin: Origin | None = None, digest: str | None = None) -> Variables:
+    """A client memory. RunError if it has another origin or digest than the given one."""
+    content = _read_memory(path, origin, digest)
+    groups: Variables = {group: {} for group in json.loads(content.metadata["groups"])}
+    for name, tensor in content.tensors().items():
         group, _, rest = name.partition("/")
         groups[group][rest] = tensor
     return groups
 
 
-def verify_groups(path: Path, whose: tuple[int, int], digest: str | None = None) -> str:
-    """The file's digest; RunError where `read_groups` would raise one. No tensor is made."""
-    _, metadata, found = _read(path)
-    _refuse_another(path, metadata, whose, found, digest)
-    return found
+def verify_groups(path: Path, origin: Origin, digest: str | None = None) -> str:
+    """The file's digest, after the checks of `read_groups`. No tensor is built."""
+    return _read_memory(path, origin, digest).digest
 
 
-def _refuse_another(
-    path: Path, metadata: Mapping[str, str], whose: tuple[int, int] | None, found: str, digest: str | None
-) -> None:
-    """RunError for another client's or round's file; one of an earlier version does not say whose it is."""
-    if whose is not None and _WHOSE in metadata:
-        expected = f"client {whose[0]}, round {whose[1]}"
-        if metadata[_WHOSE] != expected:
-            raise RunError(
-                f"{path} holds what was kept by {metadata[_WHOSE]}: expected that of {expected}. Bring back the file "
-                "it was, or start the run anew."
-            )
-    if digest not in (None, found):
-        raise RunError(f"{path} is not the file that the checkpoint counts on: its digest is another.")
+def _read_memory(path: Path, origin: Origin | None, digest: str | None) -> _Content:
+    content = _read(path)
+    stated = content.metadata.get(_ORIGIN)  # earlier versions did not write it
+    if stated and origin and stated != _in_words(origin):
+        raise RunError(
+            f"{path} is the memory of {stated}: expected that of {_in_words(origin)}. Restore the original file, or "
+            "start the run again in a new folder."
+        )
+    if digest not in (None, content.digest):
+        raise RunError(f"{path} is not the file that the checkpoint refers to: their digests differ.")
+    return content
+
+
+def _in_words(origin: Origin) -> str:
+    return f"client {origin[0]}, round {origin[1]}"
+
+
+def _read(path: Path) -> _Content:
+    """RunError if the file is not safetensors or does not match its digest."""
+    stated, content = _read_message_layout(path) or _read_any_layout(path)
+    if stated != content.digest:
+        raise RunError(f"{path} does not match its digest: it was changed or damaged.")
+    return content
+
+
+def _read_message_layout(path: Path) -> tuple[str, _Content] | None:
+    """(the digest in the file, its content). None if the file does not have this layout."""
+    try:
+        header, data = tensors.split_index(np.fromfile(path, np.uint8).data)
+    except OSError as error:
+        raise RunError(f"{path} cannot be read ({error}): expected a whole safetensors file.") from None
+    except WireError:
+        return None
+    metadata, index = _split_header(header)
+    if _DIGEST not in metadata:
+        return None
+    stated = metadata.pop(_DIGEST)
+    return stated, _Content(
+        metadata, _sha256(_whole(metadata, index, [data])), lambda: tensors.read(index, data)
+    )
+
+
+def _read_any_layout(path: Path) -> tuple[str | None, _Content]:
+    try:
+        state, metadata = files.read_tensors(path)
+    except StateError as error:
+        raise RunError(str(error)) from None
+    stated = metadata.pop(_DIGEST_BY_TENSOR, None)
+    return stated, _Content(metadata, _sha256(_by_tensor(state)), lambda: state)
+
+
+def _message_layout(state: State, metadata: Mapping[str, str]) -> tuple[bytes, Sequence[memoryview]] | None:
+    """Header and data. None if no message can hold them."""
+    try:
+        index, ordered = tensors.lay_out(state)
+    except WireError:
+        return None
+    data = tensors.memory(ordered)
+    digest = _sha256(_whole(metadata, index[8:], data))
+    header = _join_header({**metadata, _DIGEST: digest}, index[8:])
+    return (header, data) if len(header) <= tensors.MAX_INDEX else None
+
+
+def _join_header(metadata: Mapping[str, str], index: bytes) -> bytes:
+    """The index with the metadata as its first entry, padded to a multiple of 8 bytes."""
+    rest = index.rstrip()[1:]
+    text = _METADATA + json.dumps(dict(metadata)).encode() + (b"," if rest != b"}" else b"") + rest
+    return text + b" " * (-len(text) % 8)
+
+
+def _split_header(header: bytes) -> tuple[dict[str, str], bytes]:
+    """The inverse of `_join_header`. Without metadata if the header does not begin with any."""
+    if not header.startswith(_METADATA):
+        return {}, header
+    try:
+        metadata, end = json.JSONDecoder().raw_decode(header.decode("ascii"), len(_METADATA))
+        index = b"{" + header[end:].rstrip().removeprefix(b",")
+        return {str(name): str(value) for name, value in metadata.items()}, index + b" " * (-len(index) % 8)
+    except (ValueError, AttributeError, RecursionError):
+        return {}, header
+
+
+def _sha256(pieces: Iterable[Piece]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _whole(metadata: Mapping[str, str], index: bytes, data: Sequence[memoryview]) -> list[Piece]:
+    return [json.dumps(dict(metadata), sort_keys=True).encode(), index, *data]
+
+
+def _by_tensor(state: State) -> Iterator[Piece]:
+    for name in sorted(state):
+        tensor = state[name].contiguous()
+        yield f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
+        if tensor.numel():
+            yield tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -1,5 +1,5 @@
 "use strict";
-/* A line chart in SVG: draw(host, series, axis, options). A series has x(), y, low, high, color, dashed, mark. */
+/* A line chart in SVG: draw(host, series, axis, options). A series has x, y, low, high, color, dashed, mark, visible. */
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -11,7 +11,7 @@ function make(tag, attributes, parent, text) {
   return node;
 }
 
-/* About `count` round numbers from a to b. */
+/* About `count` round numbers between a and b. */
 function ticks(a, b, count) {
   const raw = (b - a) / Math.max(1, count), power = 10 ** Math.floor(Math.log10(raw || 1));
   const step = [1, 2, 5, 10].map(m => m * power).find(s => s >= raw) || power;
@@ -44,7 +44,7 @@ function draw(host, series, axis, options) {
   const xs = shown.flatMap(s => s.x), ys = shown.flatMap(s => s.low.length ? s.low.concat(s.high) : s.y);
   for (const s of shown) if (s.mark) ys.push(s.mark.y);
   if (!xs.length) {
-    make("text", { x: width / 2, y: height / 2, "text-anchor": "middle", class: "name" }, svg, "nothing chosen");
+    make("text", { x: width / 2, y: height / 2, "text-anchor": "middle", class: "name" }, svg, "No series selected");
     return;
   }
   const logs = options.log && Math.min(...xs) > 0;
@@ -80,7 +80,7 @@ function draw(host, series, axis, options) {
   hover(host, svg, shown, axis, { px, py, x0, x1, left, right, top, bottom, width, height, logs });
 }
 
-/* The point of a series nearest to v; null a step before its first and after its last. */
+/* The index of the point nearest to v, or null if v is more than a step outside the series. */
 function at(s, v) {
   const end = s.x.length - 1, step = end ? (s.x[end] - s.x[0]) / end : s.x[0];
   if (v < s.x[0] - step || v > s.x[end] + step) return null;
@@ -104,7 +104,7 @@ function hover(host, svg, shown, axis, box) {
     const v = box.logs ? box.x0 * (box.x1 / box.x0) ** share : box.x0 + share * (box.x1 - box.x0);
     const found = shown.map(s => at(s, v));
     const points = new Set(shown.map((s, i) => found[i] === null ? null : s.x[found[i]]).filter(x => x !== null));
-    const here = points.size === 1 ? [...points][0] : v;  // where all were measured at once, the hair stands there
+    const here = points.size === 1 ? [...points][0] : v;  // snap to a point that all series share
     layer.style.display = tip.hidden = "";
     hair.setAttribute("x1", box.px(here));
     hair.setAttribute("x2", box.px(here));

@@ -1,5 +1,5 @@
 "use strict";
-/* The page: what is chosen, the tables, the runs. Numbers come from the JSON in #data. */
+/* The page: its state, the tables and the list of runs. The numbers are the JSON in #data. */
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = id => document.getElementById(id);
@@ -20,12 +20,12 @@ const wallClock = mbps => ({
 });
 const AXES = [
   { name: "rounds", label: "rounds", x: s => s.rounds, tell: v => `round ${Math.max(1, Math.round(v))}` },
-  { name: "gigabytes", label: "gigabytes sent so far, both ways, all clients", x: s => s.gigabytes, tell: v => `${Number(v.toPrecision(3))} GB` },
+  { name: "gigabytes", label: "gigabytes sent both ways by all clients", x: s => s.gigabytes, tell: v => `${Number(v.toPrecision(3))} GB` },
   ...[2, 10, 50].map(wallClock),
 ];
 const state = { group: null, panel: null, axis: AXES[0], log: false, hidden: new Set() };
 
-/* The series of the chosen group by panel, in their colours: the first original is grey. */
+/* The series of the chosen group by panel, with colours. The first original is grey. */
 function panels() {
   const found = new Map();
   for (const [number, label] of state.group.members) {
@@ -51,8 +51,8 @@ function redraw() {
   const noted = list.some(s => s.paper && visible(s)), bands = list.some(s => s.low.length && visible(s));
   const timed = state.axis.name.includes("Mbps");
   $("caption").textContent = [
-    `${list.some(s => s.score === "Validation") ? "Validation" : "Test"} accuracy.`, noted ? "Diamonds: the paper's numbers." : "", bands ? "Bands: the range over seeds." : "",
-    timed ? "Time is one client's bytes both ways at this speed (10^6 bits a megabit) and, where it was timed, its share of the computing here; the tables' minutes are by the paper's megabit and computing." : "",
+    `${list.some(s => s.score === "Validation") ? "Validation" : "Test"} accuracy.`, noted ? "Diamonds are the paper's numbers." : "", bands ? "Bands show the range over seeds." : "",
+    timed ? "Time is the transfer of one client's bytes at this speed (a megabit is 10^6 bits) plus its measured share of our computing time. The minutes in the tables use the paper's megabit and computing time." : "",
   ].filter(Boolean).join(" ");
 }
 
@@ -86,25 +86,25 @@ function showLegend() {
     const line = element("i");
     line.style.borderTopColor = s.color;
     if (s.original) line.style.borderTopStyle = "dashed";
-    const toggle = element("button", { type: "button", ariaPressed: String(visible(s)), title: "click: hide or show; double click: only this" }, line, s.label);
+    const toggle = element("button", { type: "button", ariaPressed: String(visible(s)), title: "Click to hide or show. Double-click to show only this one." }, line, s.label);
     toggle.onclick = () => { if (!state.hidden.delete(s.key)) state.hidden.add(s.key); pressed(); };
     toggle.ondblclick = () => {
       const all = chosen(), alone = all.every(o => o.key === s.key || !visible(o));
       for (const o of all) if (alone || o.key === s.key) state.hidden.delete(o.key); else state.hidden.add(o.key);
       pressed();
     };
-    const more = element("button", { type: "button", className: "more", title: "config and environment", ariaLabel: `about ${s.label}`, textContent: "i", onclick: () => detail(s.runs) });
+    const more = element("button", { type: "button", className: "more", title: "Config and environment", ariaLabel: `config and environment of ${s.label}`, textContent: "i", onclick: () => detail(s.runs) });
     return element("span", {}, toggle, more);
   }));
 }
 
-/* Only the state of the buttons: replacing them would end a double click halfway. */
+/* Updates the buttons in place: new buttons would interrupt a double click. */
 function pressed() {
   chosen().forEach((s, i) => { $("legend").children[i].firstChild.ariaPressed = String(visible(s)); });
   redraw();
 }
 
-/* A strip a column that has two accuracies or more: the paper's diamond, our dot and its whisker, row by row. */
+/* A dot plot for each column with at least two accuracies: per row the paper's diamond, our dot and its whisker. */
 function strips(t) {
   const found = t.columns.map((column, c) => ({ column, dots: t.rows.map(r => ({ name: r.name, ...r.cells[c] })).filter(d => d.value !== undefined) }));
   return found.filter(f => f.dots.length > 1).map(({ column, dots }) => {
@@ -175,7 +175,7 @@ function showRuns() {
 
 function start() {
   const filled = data.tables.reduce((n, t) => n + t.filled, 0), all = data.tables.flatMap(t => t.rows.flatMap(r => r.cells)).filter(Boolean).length;
-  $("counts").textContent = `${Object.keys(data.runs).length} runs; ${filled} of ${all} cells filled.`;
+  $("counts").textContent = `${Object.keys(data.runs).length} runs. ${filled} of ${all} cells have our number.`;
   $("group").onchange = event => choose(data.groups[event.target.selectedIndex], state.panel);
   $("log").onchange = event => { state.log = event.target.checked; redraw(); };
   $("search").oninput = showRuns;
