@@ -125,10 +125,9 @@ def _descend(form: Form, w: Tensor, start: Sequence[Tensor], steps: int) -> list
 
 
 def _rescaled(form: Form, factors: list[Tensor], unit: float) -> list[Tensor]:
-    """compose(result) = unit * compose(factors). pFedPara's W2 keeps its scale: (W2 + 1) cannot be scaled by it."""
-    scaled = len(factors) // 2 if form.scheme.private else len(factors)
-    share = unit ** (1 / scaled)
-    return [f * share if i < scaled else f for i, f in enumerate(factors)]
+    """compose(result) = unit * compose(factors), with private factors unchanged: W2 + 1 does not scale with W2."""
+    share = unit ** (1 / (form.scheme.degree * (3 if form.is_kernel else 2)))
+    return [f if name in form.private else f * share for name, f in zip(form.factors, factors, strict=True)]
 
 
 def _distance(form: Form, w: Tensor, factors: Sequence[Tensor]) -> float:

@@ -51,7 +51,7 @@ def calibrated(form: Form, generator: Generator | None = None) -> list[Tensor]:
         return _rms(form.scheme.join([scale * w for scale, w in zip(scales(a), units, strict=True)]))
 
     he = sqrt(2 / prod(form.shape[1:]))
-    a = _solve(rms, min(he, REACH * rms(1e6) or he), sum(free))
+    a = _solve(rms, min(he, REACH * rms(1e6) or he), form.scheme.degree)
     each = len(factors) // len(inner)
     shares = [(scale / norm) ** (1 / each) for scale, norm in zip(scales(a), norms, strict=True)]
     return [factor * shares[i // each] for i, factor in enumerate(factors)]

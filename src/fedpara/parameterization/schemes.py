@@ -6,8 +6,8 @@
 
 `write(scheme, shape)` applies a scheme to the shape of one weight and returns a `Form`.
 
-A new scheme is a subclass of `Scheme` below `@register`. Configs, saved states, starting factors, fitting and
-reports take everything they need from the class. Add its name to `choices.SCHEMES` for the command line's help.
+To add a scheme, write a subclass of `Scheme` with `@register` above it. Configs, saved states, starting factors,
+fitting and reports need nothing else. Add its name to `choices.SCHEMES` for the command line's help.
 """
 
 from abc import ABC, abstractmethod
@@ -61,7 +61,7 @@ class Scheme(ABC):
     suffixes: ClassVar[tuple[str, ...]] = ("1", "2")
     """One per inner weight: `("1", "2")` names the factors x1 y1 t1 and x2 y2 t2."""
     private: ClassVar[tuple[str, ...]] = ()
-    """Suffixes of the private inner weights. Their scale is fixed: the others carry the scale of W."""
+    """Suffixes of the private inner weights. Their scale is fixed; the shared ones carry the scale of W."""
     kernel_init: ClassVar[str] = "calibrated"
     """The default initialiser of kernels (Prop. 3). Matrices start with "calibrated"."""
 
@@ -72,6 +72,11 @@ class Scheme(ABC):
     @property
     @abstractmethod
     def conv(self) -> ConvStyle: ...
+
+    @property
+    def degree(self) -> int:
+        """W grows by c^degree when every shared inner weight grows by c."""
+        return len(self.suffixes) - len(self.private)
 
     def __post_init__(self) -> None:
         options = {option.name: getattr(self, option.name) for option in fields(self)}
