@@ -63,7 +63,7 @@ def test_a_target_is_imported_and_called(own):
         (":build_model", "expected package.module:function"),
         ("own_networks:", "expected package.module:function"),
         ("own_networks:build model", "expected package.module:function"),
-        ("own_networks:build_modle", "has no attribute 'build_modle'"),
+        ("own_networks:build_modle", "has no attribute 'build_modle'.*Did you mean 'build_model'"),
         ("own_networks:__name__", "'str' object is not callable"),
         ("own_networks:needs", "missing 1 required positional argument.*takes no arguments"),
         ("own_networks:number", "returned int: expected a torch.nn.Module"),

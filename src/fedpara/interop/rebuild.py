@@ -9,7 +9,9 @@ a target that comes from a file: error messages merely show it.
 
 import importlib
 import shlex
+import sys
 from collections.abc import Mapping
+from difflib import get_close_matches
 
 from torch import Tensor, nn
 
@@ -73,9 +75,12 @@ def build_target(target: str) -> nn.Module:
     try:
         model = getattr(importlib.import_module(module_name), function_name)()
     except Exception as error:
+        names = vars(sys.modules[module_name]) if module_name in sys.modules else {}
+        near = get_close_matches(function_name, [] if function_name in names else names, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "Install its package, or run from its folder."
         raise UsageError(
             f"{target!r} could not be built ({in_a_line(error)}): expected package.module:function, where the module "
-            "can be imported and the function takes no arguments. Install its package, or run from its folder."
+            f"can be imported and the function takes no arguments. {hint}"
         ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"{target!r} returned {type(model).__name__}: expected a torch.nn.Module.")
