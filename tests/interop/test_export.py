@@ -72,7 +72,7 @@ def test_merged_safetensors_keep_their_description(tmp_path):
 
 @pytest.mark.parametrize("format", ["safetensors", "onnx", "pt2"])
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, format):
-    """Files of this process may grow to 4 kB here: torch's own writer would abort it."""
+    """The process may write files of up to 4 kB; torch's file writer would abort it."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:

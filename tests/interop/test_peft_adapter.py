@@ -18,7 +18,7 @@ from fedpara.parameterization import compose_state, forms
 
 
 class Network(nn.Module):
-    """Names that end in one another, a strip and a 1x1 kernel, a grouped and a one-dimensional convolution."""
+    """Names with a common ending, strip and 1x1 kernels, grouped and one-dimensional convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def delta(model: peft.PeftModel, layer: str) -> Tensor:
 
 
 def close(a: Tensor, b: Tensor) -> None:
-    """To float32 rounding: sums of different order, relative to the largest entry."""
+    """Equal up to float32 rounding of sums in another order, relative to the largest entry."""
     torch.testing.assert_close(a, b, rtol=0, atol=2e-6 * float(b.abs().max()))
 
 
@@ -71,7 +71,7 @@ def test_peft_composes_the_weights_of_our_adapter(tmp_path, conv, gamma):
 
 
 def test_only_the_factorized_layers_are_adapted(tmp_path):
-    """`fc` alone, though `head.fc` ends like it."""
+    """Only `fc`, although `head.fc` has the same ending."""
     model = fp.factorize(Network(), fp.FedPara(gamma=0.5), where=lambda n, m, p: n == "fc" and p == "weight")
     write_adapter(tmp_path, model.state_dict(), forms(model))
     adapted = peft.PeftModel.from_pretrained(Network(), tmp_path)
@@ -82,7 +82,7 @@ def test_only_the_factorized_layers_are_adapted(tmp_path):
 
 
 def test_a_rank_belongs_to_its_own_layer(tmp_path):
-    """`fc` has a rank of its own; `head.fc`, which ends like it, the common one."""
+    """`fc` has a different rank; `head.fc`, with the same ending, has the common one."""
     ranks = {"fc": 3, "head.fc": 2, "head.last": 2}
     model = fp.factorize(
         Network(),

@@ -190,7 +190,7 @@ def test_factorize_reports_the_error_of_each_layer():
 
 
 def test_a_converted_digits_network_keeps_its_accuracy():
-    """Trained, converted at gamma 0.5, one epoch of fine-tuning: within a point of where it was."""
+    """After conversion at gamma 0.5 and one epoch of fine-tuning, accuracy is within a point of the original."""
     train, test = data.load("digits")
     x, y = data.normalise(train.inputs, train.mean, train.std), train.labels
     x_test = data.normalise(test.inputs, test.mean, test.std)

@@ -58,7 +58,7 @@ def test_calibrated_composes_at_he_scale_for_every_shape_of_the_models(kind, gam
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(8, 1), (6, 2), (9, 1, 1, 1), (2, 3)])
 def test_calibrated_where_tanh_cannot_reach_he_scale(kind, shape):
-    """fan_in 1 asks for a deviation of 1.41: tanh stays below 1, and stays off its flat part."""
+    """fan_in 1 needs a deviation of 1.41, but tanh stays below 1. The factors must not saturate it."""
     form = write(KINDS[kind](0.5), shape)
     w = form.compose(calibrated(form, seeded()))
     he = sqrt(2 / prod(shape[1:]))
@@ -71,7 +71,7 @@ def test_calibrated_where_tanh_cannot_reach_he_scale(kind, shape):
 
 @pytest.mark.parametrize("shape", [(256, 784), (128, 64, 3, 3)])
 def test_calibrated_shares(shape):
-    """FedPara: both inner weights alike. pFedPara: W2 at the scale that personalises, W1 the rest."""
+    """FedPara: equal inner weights. pFedPara: W2 at PRIVATE_SCALE, and W1 carries the rest."""
     form = write(fp.FedPara(gamma=0.5), shape)
     w1, w2 = form.inner(calibrated(form, seeded()))
     assert rms(w1) == pytest.approx(rms(w2), rel=1e-3)
