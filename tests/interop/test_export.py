@@ -1,4 +1,4 @@
-"""The merged model on disk gives torch's outputs, at any batch size, or nothing is written."""
+"""An exported model gives torch's outputs at any batch size, or nothing is written."""
 
 import logging
 import resource
@@ -55,7 +55,7 @@ def test_safetensors_needs_no_model(tmp_path):
     assert (report.bytes, report.max_difference) == ((tmp_path / "m.safetensors").stat().st_size, None)
 
 
-def test_merged_safetensors_still_say_what_they_are(tmp_path):
+def test_merged_safetensors_keep_their_description(tmp_path):
     model, saved = factorized("cnn", (1, 8, 8))
     export(saved, tmp_path / "m.safetensors")
     again = read_state(tmp_path / "m.safetensors")
@@ -72,7 +72,7 @@ def test_merged_safetensors_still_say_what_they_are(tmp_path):
 
 @pytest.mark.parametrize("format", ["safetensors", "onnx", "pt2"])
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, format):
-    """Files of this process may grow to 4 kB here: torch's own writer would abort it."""
+    """The process may write files of up to 4 kB; torch's file writer would abort it."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
@@ -84,7 +84,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, format):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_is_exported_as_it_stands_and_left_alone(tmp_path):
+def test_a_model_is_exported_in_eval_mode_and_not_changed(tmp_path):
     layers = [nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.Dropout(), nn.Flatten()]
     model = fp.factorize(nn.Sequential(*layers), fp.FedPara(gamma=0.1), force=True).train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -118,7 +118,7 @@ def test_onnx_takes_the_integers_of_an_lstm(tmp_path):
     torch.testing.assert_close(onnx_outputs(report.path, x), model(x), atol=1e-5, rtol=1e-4)
 
 
-def test_a_custom_model_is_built_by_whoever_trusts_it(tmp_path):
+def test_a_custom_model_is_built_only_by_its_user(tmp_path):
     model = fp.factorize(models.mlp(), fp.FedPara(gamma=0.1))
     saved = SavedState(
         model.state_dict(), forms(model), {"target": "fedpara.models:mlp", "shape": [1, 28, 28]}
@@ -136,12 +136,12 @@ def test_a_state_that_does_not_fit_its_model_is_refused_in_every_format(tmp_path
     generator = torch.get_rng_state()
     with pytest.raises(
         StateError,
-        match=r"the model cnn; missing: .* and \d+ more; too many: a; of another shape: features.0",
+        match=r"the model cnn; missing: .* and \d+ more; unexpected: a; wrong shape: features.0",
     ):
         export(SavedState(foreign, {}, CNN), tmp_path / "m", format)
     assert format == "pt2" or torch.equal(torch.get_rng_state(), generator)
     with pytest.raises(
-        StateError, match=r"the model Linear; missing: weight, bias; too many: features.0.weight, a"
+        StateError, match=r"the model Linear; missing: weight, bias; unexpected: features.0.weight, a"
     ):
         export(SavedState(foreign, {}, CNN), tmp_path / "m", format, model=nn.Linear(3, 2))
     assert list(tmp_path.iterdir()) == []
@@ -183,13 +183,13 @@ class Alphabet(nn.Linear):
         return {"scores": super().forward(x)}
 
 
-def test_what_cannot_be_exported_is_explained_and_not_written(tmp_path):
+def test_failed_exports_are_explained_and_write_nothing(tmp_path):
     example = torch.randn(2, 3)
     with pytest.raises(
-        UsageError, match=r"Branching could not be exported as pt2.*Safetensors needs no tracing"
+        UsageError, match=r"Branching cannot be exported as pt2.*Safetensors needs no tracing"
     ):
         export(Branching(3, 2), tmp_path / "m.pt2", "pt2", example=example)
-    with pytest.raises(UsageError, match="could not be exported as pt2"):
+    with pytest.raises(UsageError, match="cannot be exported as pt2"):
         export(nn.Linear(4, 2), tmp_path / "m.pt2", "pt2", example=example)
     with pytest.raises(UsageError, match="returns dict: expected a tensor"):
         export(Alphabet(3, 2), tmp_path / "m.pt2", "pt2", example=example)
@@ -204,42 +204,15 @@ def test_what_cannot_be_exported_is_explained_and_not_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("source", [nn.Linear(3, 2).state_dict(), "model.pt", None])
-def test_a_source_that_is_none_is_named(tmp_path, source):
-    with pytest.raises(
-        UsageError, match=r"the source is of type \w+: expected a torch.nn.Module, or a SavedState"
-    ):
-        export(source, tmp_path / "m.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"example": torch.tensor(1.0)}, "the example is no batch"),
-        ({"example": torch.randn(2, 3).numpy()}, "the example is no batch"),
-        ({"example": torch.randn(2, 3), "tolerance": "x"}, "the tolerance is 'x'"),
-    ],
-)
-def test_wrong_arguments_are_named(tmp_path, options, said):
-    with pytest.raises(UsageError, match=said):
-        export(nn.Linear(3, 2), tmp_path / "m.pt2", "pt2", **options)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_types_that_onnxruntime_does_not_run_are_named(tmp_path):
+def test_a_dtype_that_onnxruntime_does_not_run(tmp_path):
     example = torch.randn(2, 3, dtype=torch.bfloat16)
-    with pytest.raises(UsageError, match=r"onnxruntime does not run Linear.*model\.float\(\)") as found:
+    with pytest.raises(UsageError, match=r"Linear does not run in onnxruntime.*model\.float\(\)") as found:
         export(nn.Linear(3, 2).bfloat16(), tmp_path / "m.onnx", "onnx", example=example)
     assert ".part" not in str(found.value)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_weights_that_hold_no_numbers_or_cannot_be_copied_are_named(tmp_path):
-    with pytest.raises(UsageError, match="meta device"):
-        export(nn.Linear(3, 2, device="meta"), tmp_path / "m.safetensors")
-    for format in ("safetensors", "pt2"):
-        with pytest.raises(UsageError, match="lazy and not initialised yet"):
-            export(nn.LazyLinear(3), tmp_path / "m", format, example=torch.randn(2, 3))
+def test_weights_that_cannot_be_copied_are_named(tmp_path):
     with pytest.warns(FutureWarning):
         normed = nn.utils.weight_norm(nn.Linear(3, 2))
     normed(torch.randn(2, 3))
@@ -269,7 +242,7 @@ def test_a_difference_above_the_tolerance_is_refused(tmp_path):
     assert 0 < export(Noisy(3, 2), tmp_path / "m.pt2", "pt2", example=example, tolerance=2).max_difference < 2
 
 
-def test_a_file_is_overwritten_only_when_told(tmp_path):
+def test_a_file_is_overwritten_only_on_request(tmp_path):
     path = tmp_path / "m.safetensors"
     path.write_text("mine")
     with pytest.raises(UsageError, match="exists"):
@@ -280,7 +253,7 @@ def test_a_file_is_overwritten_only_when_told(tmp_path):
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxruntime", "onnxscript"])
-def test_a_missing_package_is_named_with_its_cure(tmp_path, monkeypatch, package):
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtraError, match=rf"{package}: install .* pip install '\.\[onnx\]'"):
         export(nn.Linear(3, 2), tmp_path / "m.onnx", "onnx", example=torch.randn(2, 3))

@@ -1,4 +1,4 @@
-"""What is saved is read again, merges with no model at hand, and no damage goes unseen."""
+"""Saved states can be read back and merged without their model, and damage is always detected."""
 
 import json
 import os
@@ -15,7 +15,6 @@ from torch import nn
 import fedpara as fp
 from fedpara.errors import FedParaError, StateError, UsageError
 from fedpara.interop import SavedState, read_state, save_state
-from fedpara.interop.saved import form_of
 from fedpara.parameterization import SCHEMES, compose_state, forms, write
 from fedpara.state import State
 
@@ -79,9 +78,9 @@ def test_a_forced_rank_above_r_max_is_read_back(tmp_path):
     shape=st.lists(st.integers(1, 40), min_size=2, max_size=5).map(tuple),
 )
 @settings(deadline=None, max_examples=100)
-def test_form_of_lays_factors_out_as_write_does(scheme, conv, shape):
+def test_an_explicit_rank_gives_the_same_form(scheme, conv, shape):
     written = write(SCHEMES[scheme](gamma=0.5, conv=conv), shape)
-    again = form_of(written.scheme, shape, written.rank)
+    again = write(written.scheme, shape, written.rank)
     assert again == written
     assert list(again.factors.items()) == list(written.factors.items())
 
@@ -118,7 +117,7 @@ def test_a_saved_file_is_ordinary_safetensors(saved):
 
 
 @pytest.mark.parametrize(("start", "flip"), [(0, 0x01), (1, 0x04), (2, 0x10), (3, 0x80)])
-def test_no_flipped_byte_goes_unseen(tmp_path, start, flip):
+def test_every_flipped_byte_is_detected(tmp_path, start, flip):
     path = tmp_path / "state"
     model = fp.factorize(nn.Sequential(nn.Linear(9, 9)), fp.FedPara(rank=2))
     save_state(path, model.state_dict(), forms(model), model=CNN)
@@ -131,7 +130,7 @@ def test_no_flipped_byte_goes_unseen(tmp_path, start, flip):
             read = read_state(path)
         except StateError:
             continue
-        # The word "format", which other tools look for, is ours to lose.
+        # Only the value of "format", which is for other tools, may change unnoticed.
         assert same(read.state, reference.state), place
         assert (read.forms, read.model) == (reference.forms, CNN), place
 
@@ -181,22 +180,22 @@ GOOD_FORM = {"scheme": "fedpara", "rank": 2, "shape": [9, 9], "nonlinearity": No
     ],
     ids=repr,
 )
-def test_a_form_that_makes_no_sense_is_refused(tmp_path, form):
-    from fedpara.interop.saved import _checksum
+def test_a_damaged_form_is_refused(tmp_path, form):
+    from fedpara.interop.saved import _crc32
 
     factors = {f"w.{name}": torch.randn(9, 2) for name in ("x1", "y1", "x2", "y2")}
     metadata = {"fedpara": "1", "forms": json.dumps({"w": form})}
-    save_file(factors, tmp_path / "state", metadata | {"crc32": _checksum(factors, metadata)})
+    save_file(factors, tmp_path / "state", metadata | {"crc32": _crc32(factors, metadata)})
     with pytest.raises(StateError, match="expected"):
         read_state(tmp_path / "state")
 
 
 @pytest.mark.parametrize("change", [{"fedpara": "2"}, {"forms": "{"}, {"model": "3"}, {"crc32": "0"}])
 def test_foreign_metadata_is_refused(tmp_path, change):
-    from fedpara.interop.saved import _checksum
+    from fedpara.interop.saved import _crc32
 
     metadata = {"fedpara": "1", "forms": "{}"} | change
-    save_file({}, tmp_path / "state", {"crc32": _checksum({}, metadata)} | metadata)
+    save_file({}, tmp_path / "state", {"crc32": _crc32({}, metadata)} | metadata)
     with pytest.raises(StateError, match="expected"):
         read_state(tmp_path / "state")
 
@@ -205,39 +204,32 @@ def test_a_state_without_its_factors_is_never_written(tmp_path):
     model = fp.factorize(network(), fp.FedPara(gamma=0.3))
     state = model.state_dict()
     del state["0.weight.t2"]
-    with pytest.raises(StateError, match=r"0\.weight\.t2 is no such tensor: expected \("):
+    with pytest.raises(StateError, match=r"missing: 0\.weight\.t2"):
         save_state(tmp_path / "state", state, forms(model))
-    with pytest.raises(StateError, match=r"0\.weight itself and its form"):
+    with pytest.raises(StateError, match=r"unexpected: 0\.weight"):
         SavedState(compose_state(model.state_dict(), forms(model)), forms(model))
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("state", [None, {"a": 3}, nn.Linear(2, 2)], ids=["none", "number", "module"])
-def test_what_is_no_state_is_never_written(tmp_path, state):
-    with pytest.raises(StateError, match="is of type"):
-        save_state(tmp_path / "s.safetensors", state, {})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_rank_of_numpys_is_saved(tmp_path):
+def test_a_numpy_rank_can_be_saved(tmp_path):
     model = fp.factorize(nn.Linear(40, 40), fp.FedPara(rank=np.int64(3)))
     save_state(tmp_path / "s.safetensors", model.state_dict(), forms(model))
     assert read_state(tmp_path / "s.safetensors").forms == forms(model)
 
 
-def test_a_scheme_of_the_users_own_cannot_be_named(tmp_path):
+def test_a_custom_scheme_cannot_be_saved(tmp_path):
     class Own(fp.FedPara):
         pass
 
     model = fp.factorize(network(), Own(gamma=0.3))
-    with pytest.raises(StateError, match=r"which a file cannot name.*Merge"):
+    with pytest.raises(StateError, match=r"a file cannot name the scheme .*merge"):
         save_state(tmp_path / "state", model.state_dict(), forms(model))
 
 
 @pytest.mark.parametrize(
     "description", [{}, {"name": "cnn"}, {"target": 3}, CNN | {"shape": "8"}, CNN | {"x": 1}]
 )
-def test_a_description_nobody_can_build_is_refused(tmp_path, description):
+def test_a_wrong_description_is_refused(tmp_path, description):
     with pytest.raises(StateError, match=r"expected \{\"name\""):
         save_state(tmp_path / "state", {}, {}, model=description)
 
@@ -254,37 +246,26 @@ def test_a_failed_write_leaves_the_old_file_whole(saved):
     ("tensor", "says"),
     [
         (torch.zeros(2, dtype=torch.complex128), "safetensors has no type torch.complex128"),
-        (torch.eye(2).to_sparse(), "expected a dense tensor"),
-        (nn.LazyLinear(3).weight, "not initialised yet"),
     ],
-    ids=["complex", "sparse", "lazy"],
+    ids=["complex"],
 )
-def test_a_tensor_that_no_file_holds_is_named(tmp_path, tensor, says):
+def test_a_dtype_that_safetensors_lacks(tmp_path, tensor, says):
     with pytest.raises(StateError, match=says):
         save_state(tmp_path / "state", {"w": tensor}, {})
     assert not list(tmp_path.iterdir())
 
 
-def test_the_file_is_as_readable_as_any_other(saved):
+def test_the_file_has_the_usual_permissions(saved):
     (saved.parent / "other").touch()
     assert stat.S_IMODE(os.stat(saved).st_mode) == stat.S_IMODE(os.stat(saved.parent / "other").st_mode)
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_folder_is_refused(tmp_path):
     for path in (tmp_path / "nowhere" / "state", tmp_path):
         with pytest.raises(UsageError, match="not a place for a file"):
             save_state(path, {"w": torch.ones(1)}, {})
 
 
-def test_a_disk_that_refuses_is_named(tmp_path):
+def test_a_failed_write_names_the_file(tmp_path):
     with pytest.raises(FedParaError, match="could not be written"):
         save_state(tmp_path / ("n" * 300), {"w": torch.ones(1)}, {})
-
-
-def test_a_name_that_is_no_text_is_said_before_anything_is_written(tmp_path):
-    path = tmp_path / "bad\udcff.safetensors"
-    with pytest.raises(StateError, match="is no text in UTF-8"):
-        save_state(path, {"w": torch.ones(1)}, {})
-    with pytest.raises(StateError, match="is no text in UTF-8"):
-        read_state(path)
-    assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Golden counts of the paper's models, and what every engine asks of a model: vmap(grad), a seed, a rule."""
+"""Golden counts of the paper's models, and what every engine needs from a model: vmap(grad), a seed, a rule."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ SHAPES = {
     "deep-mlp": (1, 8, 8),
     "cnn": (1, 8, 8),
 }
-# Of which model they are a variant.
+# Each variant and the model it varies.
 VARIANTS = {
     **dict.fromkeys(("vgg16-nodrop", "vgg16-gn2", "vgg16-gn2-nodrop", "vgg16-nobias"), "vgg16"),
     "vgg16-narrow": "vgg16-nobias",
@@ -77,11 +77,11 @@ def test_golden_parameter_counts(model: Callable[[], nn.Module], count: int) -> 
         assert parameters(model()) == count
 
 
-def test_registry_knows_the_shapes_tested_here() -> None:
+def test_every_registered_model_is_tested_here() -> None:
     assert set(models.names()) == {*SHAPES, *VARIANTS}
 
 
-def test_variants_differ_from_their_model_as_they_say() -> None:
+def test_variants_differ_from_their_model_as_named() -> None:
     def modules(name: str, kind: type[nn.Module]) -> list[nn.Module]:
         return [m for m in models.build(name, classes=10, shape=(3, 32, 32)).modules() if isinstance(m, kind)]
 
@@ -100,7 +100,7 @@ def test_variants_differ_from_their_model_as_they_say() -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_output_is_one_score_a_class(name: str) -> None:
+def test_output_is_one_score_per_class(name: str) -> None:
     torch.manual_seed(0)
     model = models.build(name, classes=10, shape=SHAPES[name]).eval()
     with torch.no_grad():
@@ -175,7 +175,7 @@ def test_lstm_without_weight_norm_is_torchs() -> None:
     torch.testing.assert_close(ours(characters), ours.fc(outputs[-1]))
 
 
-def test_weight_norm_starts_as_no_weight_norm() -> None:
+def test_weight_norm_starts_with_the_same_outputs() -> None:
     torch.manual_seed(0)
     normed = models.lstm(hidden=32)
     plain = models.lstm(hidden=32, weight_norm=False)
@@ -200,7 +200,7 @@ def test_weight_norm_ignores_the_scale_of_v_and_follows_the_gain() -> None:
     assert not torch.allclose(layer(x), before, atol=1e-3)
 
 
-def test_lstm_weights_written_otherwise_keep_the_scale_and_are_computed_once() -> None:
+def test_parametrized_lstm_weights_keep_the_scale_and_are_computed_once() -> None:
     class Counted(nn.Module):
         calls = 0
 
@@ -220,7 +220,7 @@ def test_lstm_weights_written_otherwise_keep_the_scale_and_are_computed_once() -
     assert Counted.calls == 4
 
 
-def test_rules_select_what_they_say() -> None:
+def test_rules_select_the_right_weights() -> None:
     with torch.device("meta"):
         vgg, recurrent, mlp = models.vgg16(), models.lstm(), models.mlp()
         torchs = nn.GRU(4, 4, num_layers=2, bidirectional=True)
@@ -236,7 +236,7 @@ def test_rules_select_what_they_say() -> None:
     assert not selected(mlp, models.recurrent)
 
 
-def test_resnet_layers_gives_back_its_two_values() -> None:
+def test_resnet_layers_returns_its_two_values() -> None:
     with torch.device("meta"):
         found = selected(models.resnet18(), models.resnet_layers("early", "rest"))
     early = {"conv1.weight", "layer1.0.conv1.weight"} | {
@@ -253,9 +253,6 @@ def test_hybrid_leaves_the_first_convolutions() -> None:
     every = list(selected(model, models.convolutions))
     assert list(selected(model, models.hybrid(model, 10))) == every[10:]
     assert list(selected(model, models.hybrid(model, 0))) == every
-    for dense in (-1, 13):
-        with pytest.raises(ConfigError, match="13 convolutions"):
-            models.hybrid(model, dense)
 
 
 def test_default_rules() -> None:
@@ -297,12 +294,10 @@ def test_last_layer_needs_a_linear_layer() -> None:
         (lambda: models.build("cnn", classes=10, shape=(64,)), "channels, height, width"),
         (lambda: models.build("mlp", classes=10, shape=()), "any shape"),
         (lambda: models.build("mlp", classes=0, shape=(4,)), "0 classes"),
-        (lambda: models.resnet18(norm="layer"), "'batch' or 'group'"),
-        (lambda: models.vgg16(groups=5), "divisor of 64"),
-        (lambda: models.cnn(size=1), "2 or more"),
+        (lambda: models.build("cnn", classes=10, shape=(1, 1, 1)), "sides of 2 or more"),
     ],
 )
-def test_bad_input_says_what_was_expected(call: Callable[[], object], text: str) -> None:
+def test_wrong_names_and_shapes(call: Callable[[], object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         call()
 
@@ -322,27 +317,3 @@ def test_twenty_steps_on_digits_lower_the_loss(name: str, lr: float) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
-
-
-@pytest.mark.parametrize(
-    ("name", "classes", "shape"),
-    [
-        (5, 10, (1, 8, 8)),
-        (["mlp"], 10, (1, 8, 8)),
-        ("mlp", "10", (1, 8, 8)),
-        ("mlp", 1.5, (1, 8, 8)),
-        ("mlp", 10, None),
-        ("mlp", 10, (3.5,)),
-    ],
-)
-def test_arguments_of_another_kind_are_named(name, classes, shape):
-    with pytest.raises(ConfigError, match=r"expected (str|int|whole numbers)"):
-        models.build(name, classes=classes, shape=shape)
-
-
-@pytest.mark.parametrize(
-    "build", [lambda: models.vgg16(groups=0), lambda: models.vgg16(width=20), lambda: models.lstm(layers=0)]
-)
-def test_a_network_of_no_size_is_refused(build):
-    with pytest.raises(ConfigError, match=r"expected (1|a divisor of)"):
-        build()

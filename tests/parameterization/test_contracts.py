@@ -107,13 +107,13 @@ CASES = {
 }
 RECURRENT = ["lstm", "lstm projected", "gru", "rnn"]
 
-pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")  # torch's, of its plain layer too
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")  # torch warns for its plain layer too
 case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 
 
 def factorized(case: Case, scheme: fp.parameterization.Scheme) -> nn.Module:
-    """At He's scale, so that no recurrent layer or tanh saturates and every gradient can be seen."""
+    """At He's scale, so no recurrent layer or tanh saturates and every gradient is visible."""
     return fp.factorize(case.model(), scheme, force=True, init="calibrated")
 
 
@@ -197,7 +197,7 @@ def test_every_factor_gets_a_gradient(case, scheme):
 @case
 @scheme
 def test_training_equals_training_by_functional_composition(case, scheme):
-    """Steps on the module, against the same steps on a State composed for the plain module in a function."""
+    """Steps on the module equal steps on a state that is composed for the plain module."""
     model, inputs = factorized(case, scheme).double(), doubled(case.batch())
     plain, written = fp.merge(model), forms(model)
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
@@ -247,7 +247,7 @@ def test_names_are_readable(case, scheme):
 @pytest.mark.parametrize("name", RECURRENT)
 @scheme
 def test_a_recurrent_layer_never_computes_with_stale_weights(name, scheme):
-    """torch's recurrent layers keep a list of their weights: each forward must use the factors of that moment."""
+    """torch's recurrent layers keep a list of their weights; each forward must use the current factors."""
     model, inputs = factorized(CASES[name], scheme), CASES[name].batch()
     seen = []
     for _ in range(3):
@@ -277,7 +277,7 @@ def test_tied_weights_share_their_factors(scheme):
 @case
 @scheme
 def test_the_gpu_trains_to_the_same_factors(case, scheme):
-    """Kernels are composed in another order there, and cuDNN packs recurrent weights into a buffer of its own."""
+    """The GPU composes kernels in another order, and cuDNN packs recurrent weights into a separate buffer."""
     model, inputs = factorized(case, scheme).double(), doubled(case.batch())
     there = deepcopy(model).cuda()
     train(model, inputs)
@@ -289,7 +289,7 @@ def test_the_gpu_trains_to_the_same_factors(case, scheme):
 
 
 def test_where_may_go_by_the_name_of_a_part():
-    """The biases and norms of the part are one-dimensional: they stay, and the plan says so."""
+    """The biases and norms of the part are one-dimensional and stay dense, and the plan says so."""
     encoder = nn.Sequential(nn.Conv2d(8, 32, 3), nn.BatchNorm2d(32), nn.Flatten(), nn.Linear(32, 40))
     model = nn.ModuleDict({"encoder": encoder, "head": nn.Linear(40, 30)})
 

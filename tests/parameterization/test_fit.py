@@ -1,4 +1,4 @@
-"""Factors of a trained weight: how near they come, and what a converted network keeps."""
+"""Factors fitted to a trained weight: how close they come, and what a converted network keeps."""
 
 from dataclasses import dataclass
 from statistics import median
@@ -53,7 +53,7 @@ def hosvd_error(w: torch.Tensor, r: int) -> float:
     return float((w - projected).norm() / w.norm())
 
 
-def test_weights_that_are_such_products_are_met_far_below_the_truncated_svd():
+def test_weights_that_are_products_are_fitted_far_better_than_by_a_truncated_svd():
     """The median of 20 draws of 64 x 64 with r = 8, after 40 of the 300 steps that conversion takes."""
     form = write(fp.FedPara(rank=8), (64, 64))
     weights = [product(form, seed) for seed in range(20)]
@@ -73,7 +73,7 @@ def test_weights_that_are_such_products_are_met_far_below_the_truncated_svd():
     ],
     ids=str,
 )
-def test_products_of_the_other_forms_too(scheme, shape):
+def test_products_of_the_other_forms(scheme, shape):
     form = write(scheme, shape)
     ratios = []
     for seed in range(2):
@@ -85,7 +85,7 @@ def test_products_of_the_other_forms_too(scheme, shape):
 
 
 @pytest.mark.parametrize("shape", [(20, 24), (8, 6, 3, 3)], ids=str)
-def test_a_low_rank_weight_is_met_exactly(shape):
+def test_a_low_rank_weight_is_fitted_exactly(shape):
     form = write(fp.LowRank(rank=3), shape)
     assert fit(form, product(form, 0))[1] < 1e-5
 
@@ -93,7 +93,7 @@ def test_a_low_rank_weight_is_met_exactly(shape):
 @each_scheme
 @pytest.mark.parametrize("shape", [(14, 18), (12, 10, 3), (10, 9, 3, 3), (8, 8, 2, 2, 2)], ids=str)
 @pytest.mark.parametrize("steps", [1, 30])
-def test_never_worse_than_the_truncation_it_can_start_from(scheme, shape, steps):
+def test_never_worse_than_the_truncation(scheme, shape, steps):
     form = write(scheme, shape)
     w = 0.1 * torch.randn(shape, generator=seeded(1))
     factors, error = fit(form, w, steps=steps)
@@ -118,7 +118,7 @@ def test_the_scale_of_the_weight_does_not_matter(scheme, scale):
 
 @pytest.mark.parametrize("scale", [1e-30, 1e21, 1e36])
 @pytest.mark.parametrize("scheme", [fp.FedPara(rank=3), fp.PFedPara(rank=3), fp.LowRank(rank=3)])
-def test_nor_where_its_square_is_no_float32(scheme, scale):
+def test_weights_whose_square_overflows_float32(scheme, scale):
     w = torch.randn(12, 12, generator=seeded(0))
     form = write(scheme, w.shape)
     factors, error = fit(form, w * scale)
@@ -128,7 +128,7 @@ def test_nor_where_its_square_is_no_float32(scheme, scale):
     assert float((composed - target).norm() / target.norm()) == pytest.approx(error, rel=1e-2)
 
 
-def test_what_no_tanh_reaches_is_missed_and_said():
+def test_a_weight_beyond_tanhs_range_reports_its_error():
     factors, error = fit(write(fp.FedPara(rank=3, nonlinearity="tanh"), (20, 20)), torch.full((20, 20), 1e30))
     assert all(factor.isfinite().all() for factor in factors)
     assert error == pytest.approx(1.0)
@@ -136,22 +136,22 @@ def test_what_no_tanh_reaches_is_missed_and_said():
 
 @dataclass(frozen=True)
 class Shifted(fp.FedPara):
-    """Somebody's own, which no scale of its factors scales."""
+    """A custom scheme that does not scale with its factors."""
 
     def join(self, inner):
         return 3 + super().join(inner)
 
 
-def test_a_scheme_of_ones_own_is_not_fitted_by_formulas_of_ours():
+def test_a_custom_scheme_cannot_be_fitted():
     layer = nn.Linear(40, 40)
     before = layer.weight.clone()
-    with pytest.raises(SchemeError, match=r"weight: factors of Shifted.*cannot be fitted"):
+    with pytest.raises(SchemeError, match=r"factors of Shifted.*cannot be fitted to a weight"):
         fp.factorize(layer, Shifted(rank=4), init="fit")
     assert torch.equal(layer.weight, before)
 
 
 @each_scheme
-def test_ranks_above_a_side_and_plain_weights(scheme):
+def test_ranks_above_a_side_and_constant_weights(scheme):
     form = write(type(scheme)(gamma=1.0, conv=scheme.conv), (3, 20, 3, 3))
     assert fit(form, torch.randn(form.shape, generator=seeded(3)), steps=30)[1] < 1
     form = write(scheme, (14, 18))
@@ -162,7 +162,7 @@ def test_ranks_above_a_side_and_plain_weights(scheme):
     assert error < 1e-3
 
 
-def test_the_result_is_reproducible_and_of_the_weights_type():
+def test_the_result_is_reproducible_and_keeps_the_dtype():
     form = write(fp.FedPara(rank=3), (14, 18))
     w = torch.randn(form.shape, generator=seeded(4), dtype=torch.float64)
     before = torch.get_rng_state()
@@ -190,7 +190,7 @@ def test_factorize_reports_the_error_of_each_layer():
 
 
 def test_a_converted_digits_network_keeps_its_accuracy():
-    """Trained, converted at gamma 0.5, one epoch of fine-tuning: within a point of where it was."""
+    """After conversion at gamma 0.5 and one epoch of fine-tuning, accuracy is within a point of the original."""
     train, test = data.load("digits")
     x, y = data.normalise(train.inputs, train.mean, train.std), train.labels
     x_test = data.normalise(test.inputs, test.mean, test.std)

@@ -7,7 +7,6 @@ from torch import nn
 from torch.func import functional_call, vmap
 
 import fedpara as fp
-from fedpara.errors import SchemeError
 from fedpara.parameterization import compose_state, corrected_grad, forms
 
 
@@ -105,9 +104,3 @@ def test_compiles_without_a_graph_break():
     expected, _ = corrected_grad(loss, state, forms_, eta=0.1)
     for name, tensor in compiled(state).items():
         assert torch.allclose(tensor, expected[name])
-
-
-def test_unknown_norm():
-    state, forms_, loss = problem(fp.FedPara(rank=2))
-    with pytest.raises(SchemeError, match="plain"):
-        corrected_grad(loss, state, forms_, eta=0.1, norm="l1")

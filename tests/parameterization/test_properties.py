@@ -55,7 +55,7 @@ def test_fit_is_never_worse_than_the_truncated_svd(shape, gamma, seed):
 @settings(deadline=None, max_examples=3)
 @given(st.integers(8, 16), st.integers(8, 16), st.integers(0, 2**31))
 def test_factorizing_by_fit_and_merging_comes_back_near(m, n, seed):
-    """Near: as far as the reported error says, and below the truncated SVD's."""
+    """The merged weight differs by the reported error, which is below the truncated SVD's."""
     torch.manual_seed(seed)
     layer = torch.nn.Linear(n, m)
     w = layer.weight.detach().clone()

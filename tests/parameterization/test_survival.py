@@ -1,7 +1,5 @@
-"""A factorized model goes through everything a PyTorch model goes through."""
+"""A factorized model supports what PyTorch models support: copies, state dicts, moves, vmap, autocast."""
 
-import os
-import shutil
 from copy import deepcopy
 
 import pytest
@@ -9,7 +7,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.func import functional_call, grad, vmap
-from torch.nn.utils import parametrize
 
 import fedpara as fp
 from fedpara.parameterization import compose_state, fit_errors, forms, load
@@ -77,7 +74,7 @@ def test_a_deep_copy_is_independent(scheme, build, inputs, after_forward):
 @each_scheme
 @BOTH
 def test_merging_a_copy_leaves_the_original_and_other_copies_intact(scheme, build, inputs):
-    """torch's copies share the class that holds the weight's property, and removing it there removes it for all."""
+    """Copies share the class with the weight's property, and torch removes the property from the class."""
     model, x = build(scheme), inputs()
     first = model(x).detach()
     copies = [deepcopy(model), deepcopy(deepcopy(model))]
@@ -109,7 +106,7 @@ def test_state_dict_round_trip(scheme, build, inputs):
     assert torch.equal(fp.merge(build(scheme, seed=3), source.state_dict())(x), fp.merge(source)(x))
 
 
-def test_torchs_own_names_are_read_too():
+def test_torchs_names_can_be_loaded_too():
     source, target, x = network(seed=0), network(seed=1), images()
     target.load_state_dict(dict(source.named_parameters()))
     assert torch.equal(source(x), target(x))
@@ -126,7 +123,7 @@ def test_a_state_can_be_assigned_and_loaded_in_part():
         assert torch.equal(tensor, shared.get(name, source.state_dict()[name]))
 
 
-def test_state_dicts_of_parts_speak_the_same_names():
+def test_state_dicts_of_parts_use_the_same_names():
     model = tagger()
     whole, part = model.state_dict(), model.recurrent.state_dict()
     assert "weight_ih_l0_reverse.x2" in part
@@ -201,44 +198,6 @@ def test_vmap_of_grad_equals_a_loop(scheme, through):
             assert torch.allclose(together[name][i], alone[name], rtol=1e-9, atol=1e-12), name
 
 
-@pytest.fixture
-def fresh_compiler():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-@pytest.mark.parametrize("scheme", [SCHEMES[0], SCHEMES[2]], ids=lambda s: s.name)
-@pytest.mark.usefixtures("fresh_compiler")
-def test_compiles_without_a_graph_break(scheme):
-    model, x = network(scheme), images()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(compiled(x), model(x), rtol=1e-5, atol=1e-6)
-    compiled(x).square().mean().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    model(x).square().mean().backward()
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6), name
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert torch.allclose(compiled(x), model(x), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler"
-)
-@pytest.mark.filterwarnings("ignore:`torch.jit")  # inductor's own imports
-def test_compiles_with_inductor():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 4, 2), nn.Flatten(), nn.Linear(16, 4))
-    fp.factorize(model, fp.FedPara(rank=1, nonlinearity="tanh"), force=True)
-    x = torch.randn(2, 2, 3, 3)
-    compiled = torch.compile(model, fullgraph=True, options={"cpp.simdlen": 1})  # a third less C++ to compile
-    with torch.no_grad():
-        assert torch.allclose(compiled(x), model(x), rtol=1e-4, atol=1e-5)
-
-
 @BOTH
 def test_autocast(build, inputs):
     model, x = build(), inputs()
@@ -302,81 +261,3 @@ def test_train_and_eval_and_gradient_checkpointing():
     assert torch.equal(plain, again)
     again.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
-
-
-def test_torchs_cache_composes_once():
-    model, x = network(), images()
-    with parametrize.cached():
-        assert model[4].weight is model[4].weight
-        cached = model(x)
-    assert torch.equal(cached, model(x))
-
-
-def test_a_parametrization_on_top_of_the_factors_is_merged_with_them():
-    torch.manual_seed(0)
-    layer = fp.factorize(nn.Linear(12, 10), SCHEMES[0], force=True)
-    parametrize.register_parametrization(layer, "weight", nn.Softsign())
-    x = torch.randn(3, 12)
-    merged = fp.merge(layer)
-    assert type(merged) is nn.Linear
-    assert torch.allclose(merged(x), layer(x), rtol=1e-5, atol=1e-6)
-
-
-def test_weights_beneath_another_parametrization_can_be_factors():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(16, 12)))
-    fp.factorize(model, fp.FedPara(rank=2), lambda n, m, p: p == "original1")
-    assert "0.parametrizations.weight.original1.x1" in model.state_dict()
-    x, copy = torch.randn(3, 16), deepcopy(model)
-    merged = fp.merge(model)
-    for other in (copy, merged):
-        assert torch.allclose(other(x), model(x), rtol=1e-5, atol=1e-6)
-    assert set(merged.state_dict()) == {
-        "0.bias",
-        "0.parametrizations.weight.original0",
-        "0.parametrizations.weight.original1",
-    }
-
-
-def test_a_recurrent_class_of_ones_own_with_factors_in_its_children_only():
-    class WithHead(nn.LSTM):
-        def __init__(self) -> None:
-            super().__init__(4, 4)
-            self.head = nn.Linear(12, 12)
-
-    model = fp.factorize(WithHead(), fp.FedPara(rank=2), lambda n, m, p: n == "head" and p == "weight")
-    assert set(forms(deepcopy(model))) == {"head.weight"}
-    assert torch.allclose(fp.merge(model).head.weight, model.head.weight)
-
-
-def test_a_wrapper_that_answers_for_what_it_wraps():
-    class Wrapper(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-            self.gate = nn.Parameter(torch.randn(12, 16))
-
-        def __getattr__(self, name: str):
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                return getattr(super().__getattr__("inner"), name)
-
-        def forward(self, x):
-            return self.inner(x) * nn.functional.linear(x, self.gate)
-
-    torch.manual_seed(0)
-    inner = fp.factorize(nn.Sequential(nn.Linear(16, 12)), fp.FedPara(rank=2))
-    model, x = Wrapper(inner), torch.randn(3, 16)
-    assert set(forms(model)) == {"inner.0.weight"}
-    assert set(model.state_dict()) == {
-        "gate",
-        "inner.0.bias",
-        *(f"inner.0.weight.{f}" for f in ("x1", "y1", "x2", "y2")),
-    }
-    model.load_state_dict(deepcopy(model).state_dict())
-    merged = fp.merge(model)
-    assert torch.allclose(merged(x), model(x), rtol=1e-5, atol=1e-6)
-    fp.factorize(merged, fp.FedPara(rank=2))
-    assert set(forms(merged)) == {"gate", "inner.0.weight"}
-    assert not forms(fp.merge(merged))

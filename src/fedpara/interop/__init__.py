@@ -1,4 +1,4 @@
-"""Out of the library: saved states, merged models for other runtimes, PEFT adapters (`fedpara.interop.peft`)."""
+"""Exchange with other tools: saved states, exported models, PEFT adapters (`fedpara.interop.peft`)."""
 
 from fedpara.interop.export import ExportReport, export
 from fedpara.interop.rebuild import build_target, rebuild

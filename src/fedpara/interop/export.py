@@ -1,7 +1,7 @@
-"""The merged model for other runtimes: safetensors, ONNX, or a torch.export program (pt2).
+"""Export a merged model to safetensors, ONNX, or a torch.export program (pt2).
 
-What is written is read again and compared with torch before it takes its name: safetensors bit for bit,
-ONNX with onnxruntime and pt2 with torch.export.load, on inputs of several batch sizes.
+Each file is read back and compared with torch before it gets its final name. Safetensors must match bit for bit.
+The outputs of ONNX (with onnxruntime) and pt2 (with torch.export.load) must match at several batch sizes.
 """
 
 import io
@@ -17,13 +17,12 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from fedpara.errors import FedParaError, MissingExtraError, UsageError, in_a_line, install
 from fedpara.files import replacing
 from fedpara.interop.rebuild import Description, rebuild, refuse_misfit, shape_of
 from fedpara.interop.saved import SavedState, read_state, save_state
-from fedpara.parameterization import forms, load, merge, refuse_old_norms
+from fedpara.parameterization import load, merge
 from fedpara.state import State, nbytes
 
 Format = Literal["safetensors", "onnx", "pt2"]
@@ -31,13 +30,22 @@ Inputs = tuple[Tensor, ...]
 Runner = Callable[[Inputs], list[Tensor]]
 
 ONNX_BYTES = 1536 << 20
-"""Above this torch puts the weights of an ONNX model into a second file."""
+"""Above this size torch writes the weights of an ONNX model to a second file."""
+
+UNTRACEABLE = (
+    "expected a network that torch.export can trace with a dynamic batch size. Safetensors needs no tracing."
+)
+UNSUPPORTED = (
+    "expected a type that onnxruntime computes in, such as float32. Use model.float() or another format."
+)
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """`parameters` counts every number of the merged state, the buffers of a BatchNorm too. `max_difference` is that
-    of the outputs: None for safetensors, which computes none.
+    """What was written.
+
+    `parameters` counts every number in the merged state, buffers included. `max_difference` is the largest
+    difference between the outputs and torch's. Safetensors computes no outputs, so it is None there.
     """
 
     path: Path
@@ -59,30 +67,21 @@ def export(
 ) -> ExportReport:
     """Write the merged `source` to `path` and report what was written.
 
-    ONNX and pt2 need the network: `source` itself, `model` (plain, its weights are replaced in a copy), or the
-    model of this package that the saved state describes. They also need an `example` of its input, batch first; it
-    is drawn at random where the description says its shape. The batch is left free. `tolerance` bounds the
-    difference of the outputs, relative to the largest where that is above 1.
+    ONNX and pt2 need the network. It is `source` itself, a plain `model` (a copy of it gets the weights), or the
+    model of this package that the saved state describes. They also need an `example` input, batch first. If the
+    description has the input's shape, the default is a random example. The batch size stays dynamic.
+    `tolerance` bounds the difference between the outputs, relative to the largest output if that is above 1.
 
-    A state that does not fit the network is refused. A `target` that the state names is never called: pass
+    A state that does not fit the network is a StateError. A `target` that the state names is never called: pass
     `model=build_target(target)` if you trust it.
     """
     path = Path(path)
-    if not isinstance(source, SavedState | nn.Module):
-        raise UsageError(
-            f"the source is of type {type(source).__name__}: expected a torch.nn.Module, or a SavedState, which "
-            "holds a state and its forms."
-        )
-    if not isinstance(tolerance, int | float) or not tolerance > 0:
-        raise UsageError(f"the tolerance is {tolerance!r}: expected a number above 0.")
     if format not in get_args(Format):
         raise UsageError(f"unknown format {format!r}: expected one of {', '.join(get_args(Format))}.")
     if path.is_dir():
-        raise UsageError(
-            f"{path} is a folder: expected the name of a file, such as {path / f'model.{format}'}."
-        )
+        raise UsageError(f"{path} is a folder: expected the name of a file, such as {path}/model.{format}.")
     if os.path.lexists(path) and not overwrite:
-        raise UsageError(f"{path} exists: choose another name (--out), or have it replaced (--overwrite).")
+        raise UsageError(f"{path} exists: choose another name (--out), or replace it (--overwrite).")
     difference: float | None
     with replacing(path) as temporary:
         if format == "safetensors":
@@ -98,28 +97,11 @@ def export(
     return ExportReport(path, format, path.stat().st_size, numbers, difference)
 
 
-def _plain(model: nn.Module) -> nn.Module:
-    refuse_old_norms(model)
-    if any(map(is_lazy, model.parameters())):
-        raise UsageError(
-            f"{type(model).__name__} is lazy and not initialised yet: expected a model with weights. Run a batch "
-            "through it first."
-        )
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise UsageError(
-            f"{type(model).__name__} is on the meta device and holds no numbers: expected a model with weights."
-        )
-    return (merge(model) if forms(model) else deepcopy(model)).cpu().eval()
-
-
 def _network(source: SavedState | nn.Module, model: nn.Module | None) -> tuple[nn.Module, Description | None]:
     if isinstance(source, nn.Module):
-        return _plain(source), None
+        return merge(source).cpu().eval(), None
     if model is None and source.model is None:
-        raise UsageError(
-            "the state does not say which network it belongs to, which ONNX and pt2 need: give the plain model, "
-            "or export safetensors."
-        )
+        raise UsageError("the state does not name its network: give the plain model, or export safetensors.")
     network = deepcopy(model) if model is not None else rebuild(source.model or {})
     state = source.merged()
     refuse_misfit(state, network, _name(source, model))
@@ -133,17 +115,13 @@ def _name(source: SavedState, model: nn.Module | None) -> str:
 
 
 def _inputs(network: nn.Module, example: Tensor | Inputs | None, description: Description | None) -> Inputs:
-    """Two examples or more: torch.export takes a batch of one for a constant."""
+    """Two examples or more: torch.export would treat a batch size of one as a constant."""
     if example is not None:
         given = (example,) if isinstance(example, Tensor) else example
-        if not isinstance(given, tuple | list) or not all(isinstance(x, Tensor) and x.dim() for x in given):
-            raise UsageError("the example is no batch: expected a tensor, or a tuple of them, batch first.")
         return tuple(x if len(x) > 1 else torch.cat([x, x]) for x in given)
     shape = shape_of(description) if description else None
     if shape is None:
-        raise UsageError(
-            f"the shape of an input of {type(network).__name__} is not known: give an example, batch first."
-        )
+        raise UsageError("the shape of the network's input is unknown: give an example, batch first.")
     first = next((m for m in network.modules() if list(m.parameters(recurse=False))), None)
     generator = torch.Generator().manual_seed(0)
     if isinstance(first, nn.Embedding):
@@ -152,9 +130,9 @@ def _inputs(network: nn.Module, example: Tensor | Inputs | None, description: De
 
 
 def _write_safetensors(source: SavedState | nn.Module, model: nn.Module | None, path: Path) -> State:
-    """Equal to the last bit or StateError: the file is read again against the checksum of what was meant."""
+    """Reading the file back compares every bit with the checksum of the state in memory."""
     if isinstance(source, nn.Module):
-        source = SavedState(_plain(source).state_dict())
+        source = SavedState(merge(source).cpu().state_dict())
     state = source.merged()
     if model is not None or "name" in (source.model or {}):
         with torch.random.fork_rng(devices=[]):
@@ -173,37 +151,33 @@ def _write_onnx(network: nn.Module, inputs: Inputs, path: Path) -> Runner:
     except ImportError as error:
         raise MissingExtraError(f"ONNX export needs the package {error.name}: {install('onnx')}") from error
     if nbytes(network.state_dict()) > ONNX_BYTES:
-        raise UsageError(
-            f"the model holds {nbytes(network.state_dict()):,} bytes: one ONNX file takes up to {ONNX_BYTES:,}. "
-            "Export safetensors or pt2."
-        )
-    with _traced(network, "ONNX"), _quiet():
-        program = torch.onnx.export(
+        raise UsageError("the model is too large for one ONNX file: export safetensors or pt2.")
+    with _explained(network, "cannot be exported as ONNX", UNTRACEABLE), _quiet():
+        program: Any = torch.onnx.export(
             network, inputs, dynamo=True, dynamic_shapes=_free_batch(inputs), verbose=False
         )
-    assert program is not None
-    # The notes on each node are stack traces, with the paths of the machine that exported.
+    # Each node carries stack traces with file paths of this machine.
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()
     program.save(path, external_data=False)
-    with _run_by_onnxruntime(network):
+    with _explained(network, "does not run in onnxruntime", UNSUPPORTED):
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [entry.name for entry in session.get_inputs()]
 
     def run(inputs: Inputs) -> list[Tensor]:
         feed = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
-        with _run_by_onnxruntime(network):
+        with _explained(network, "does not run in onnxruntime", UNSUPPORTED):
             return [torch.from_numpy(y) for y in session.run(None, feed)]
 
     return run
 
 
 def _write_pt2(network: nn.Module, inputs: Inputs, path: Path) -> Runner:
-    with _traced(network, "pt2"):
+    with _explained(network, "cannot be exported as pt2", UNTRACEABLE):
         traced = torch.export.export(network, inputs, dynamic_shapes=_free_batch(inputs))
     for node in traced.graph.nodes:
         node.meta.pop("stack_trace", None)
-    # torch's own writer of files aborts the process on a full disk.
+    # Not directly to the path: on a full disk torch's file writer aborts the process.
     content = io.BytesIO()
     torch.export.save(traced, content)
     path.write_bytes(content.getbuffer())
@@ -212,36 +186,23 @@ def _write_pt2(network: nn.Module, inputs: Inputs, path: Path) -> Runner:
 
 
 def _free_batch(inputs: Inputs) -> Any:
-    """The first dimension of every input is the one batch."""
+    """The first dimension of every input is the batch, and all inputs share its size."""
     batch = torch.export.Dim("batch")
     return tuple({0: batch} for _ in inputs)
 
 
 @contextmanager
-def _traced(network: nn.Module, format: str) -> Iterator[None]:
+def _explained(network: nn.Module, problem: str, cure: str) -> Iterator[None]:
+    """Turn an error of another library into a UsageError."""
     try:
         yield
     except Exception as error:
-        raise UsageError(
-            f"{type(network).__name__} could not be exported as {format} ({in_a_line(error)}): expected a network "
-            "that torch.export can trace with a free batch size. Safetensors needs no tracing."
-        ) from error
-
-
-@contextmanager
-def _run_by_onnxruntime(network: nn.Module) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise UsageError(
-            f"onnxruntime does not run {type(network).__name__} ({in_a_line(error)}): expected a network and an "
-            "example of one type that it computes in, such as float32. Use model.float(), or another format."
-        ) from error
+        raise UsageError(f"{type(network).__name__} {problem} ({in_a_line(error)}): {cure}") from error
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch 2.13 warns about its own tree specs, and logs the operators of a torchvision that is not there."""
+    """Hide two messages of torch 2.13: a warning about its own tree specs and a log line about torchvision."""
 
     def wanted(record: logging.LogRecord) -> bool:
         return "torchvision is not installed" not in record.getMessage()
@@ -259,7 +220,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _difference(network: nn.Module, run: Runner, inputs: Inputs, format: str, tolerance: float) -> float:
-    """The largest difference over a batch of one, the example's own, and twice that."""
+    """The largest difference over batches of one, the example's size, and twice that size."""
     worst = 0.0
     for batch in (tuple(x[:1] for x in inputs), inputs, tuple(torch.cat([x, x]) for x in inputs)):
         with torch.no_grad():
@@ -269,8 +230,8 @@ def _difference(network: nn.Module, run: Runner, inputs: Inputs, format: str, to
             largest = float(y.double().abs().max()) if y.numel() else 0.0
             if not difference <= tolerance * max(1.0, largest):
                 raise FedParaError(
-                    f"the {format} model differs from torch by {difference:.2e} in outputs of up to {largest:.2e}: "
-                    f"expected at most {tolerance:g} of it. Nothing was written; raise the tolerance if that is enough."
+                    f"the {format} model differs from torch by {difference:.2e} in outputs of up to {largest:.2e}. "
+                    f"Nothing was written. To accept it, raise the tolerance of {tolerance:g}."
                 )
             worst = max(worst, difference)
     return worst
@@ -286,7 +247,5 @@ def _tensors(output: object) -> list[Tensor]:
     leaves: Sequence[object] = output if isinstance(output, list | tuple) else [output]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if len(tensors) != len(leaves):
-        raise UsageError(
-            f"the model returns {type(output).__name__}: expected a tensor or a tuple of tensors, to compare."
-        )
+        raise UsageError(f"the model returns {type(output).__name__}: expected a tensor or a tuple of them.")
     return tensors

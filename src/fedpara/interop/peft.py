@@ -1,12 +1,12 @@
-"""W = (w1_a w1_b) * (w2_a w2_b): FedPara's factors as the LoHa adapters of Hugging Face PEFT.
+"""W = (w1_a w1_b) * (w2_a w2_b): FedPara's factors as LoHa adapters of Hugging Face PEFT.
 
     weight                               PEFT                                 here
     Linear, 1x1 or reshaped kernel       w1_a [O, r], w1_b [r, n]             X1 [O, r], Y1 [n, r]^T
     kernel (Prop. 3)                     w1_a [r, O], w1_b [r, I], t1         X1^T, Y1^T, T1
 
-PEFT adds the composed weight to the base's own. So an adapter written here gives back the factorized model on a
-base that holds `base_state(state, forms)`, where those weights are 0, and is a delta on any other base. Biases,
-norms and dense layers belong to the base: an adapter has no place for them.
+PEFT adds the composed weight to the base model's weight. On a base that holds `base_state(state, forms)`, where
+those weights are 0, the adapter gives the factorized model; on any other base it is a delta. An adapter holds no
+biases, norms or dense layers: these belong to the base.
 """
 
 import json
@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedpara.errors import SchemeError, StateError, UsageError, expect_kind
+from fedpara.errors import SchemeError, StateError, UsageError, in_a_line
 from fedpara.files import make_folder, read_tensors, replacing, write_tensors
-from fedpara.interop.saved import check_factors, form_of
-from fedpara.parameterization import FedPara, Form, covered
+from fedpara.interop.saved import check_factors
+from fedpara.parameterization import FedPara, Form, covered, write
 from fedpara.parameterization import forms as forms_of
-from fedpara.parameterization.schemes import ConvStyle
 from fedpara.state import State
 
 WEIGHTS = "adapter_model.safetensors"
@@ -45,27 +44,21 @@ def write_adapter(
 ) -> None:
     """Write the factorized weights of a model, or of a state and its forms, as a LoHa adapter.
 
-    FedPara without nonlinearity, on Linear, Conv2d or Conv1d. Its alpha is its rank, so that PEFT's scale is 1.
+    Supports FedPara without nonlinearity, on Linear, Conv2d and Conv1d. Alpha equals the rank, so PEFT's scale is 1.
     """
     folder = Path(folder)
-    if isinstance(source, nn.Module):
-        state, forms = source.state_dict(), forms_of(source)
-        _check_layers(source, forms)
-        if over := covered(source):
-            raise SchemeError(
-                f"{over} has another parametrization on top of its factors, which an adapter does not hold: merge the "
-                "model and export the plain weights instead."
-            )
+    model = source if isinstance(source, nn.Module) else None
+    if model is not None:
+        state, forms = model.state_dict(), forms_of(model)
     else:
-        state = dict(source)
+        state = dict(source)  # type: ignore[arg-type]
     if not forms:
-        raise UsageError(
-            "there is no factorized weight to write: expected a factorized model, or a state and its forms."
-        )
+        raise UsageError("no factorized weight: expected a factorized model, or a state and its forms.")
     check_factors(state, forms)
-    _check_forms(forms)
+    if obstacle := _obstacle(forms, model):
+        raise SchemeError(f"{obstacle}: leave it dense with `where`, or merge the model and export that.")
     if not overwrite and any((folder / name).exists() for name in (WEIGHTS, CONFIG)):
-        raise UsageError(f"{folder} holds an adapter: choose another folder, or allow it to be overwritten.")
+        raise UsageError(f"{folder} holds an adapter: choose another folder, or pass overwrite=True.")
     tensors: State = {}
     for weight, form in forms.items():
         factors = [state[f"{weight}.{factor}"].detach().cpu() for factor in form.factors]
@@ -80,44 +73,52 @@ def write_adapter(
 def read_adapter(
     folder: str | os.PathLike[str], base: nn.Module | None = None
 ) -> tuple[State, dict[str, Form]]:
-    """The factors and forms of a LoHa adapter; its scale alpha / r goes into X1.
+    """The factors and forms of a LoHa adapter. Its scale alpha / r is multiplied into X1.
 
-    A file does not tell a reshaped or 1x1 kernel from a matrix, nor the kernel of a Conv1d from one [k, 1] wide:
-    given the `base` model, the forms have the shapes of its weights.
+    The file alone cannot tell a reshaped or 1x1 kernel from a matrix, nor a Conv1d kernel from one of width [k, 1].
+    With the `base` model, the forms get the shapes of its weights.
     """
     folder = Path(folder)
-    if base is not None:
-        expect_kind("base", base, nn.Module, UsageError)
-    config = _read_config(folder)
     tensors, _ = read_tensors(folder / WEIGHTS)
+    shapes = {name: tuple(tensor.shape) for name, tensor in base.state_dict().items()} if base else None
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        if config["peft_type"] != "LOHA":
+            raise ValueError(f"peft_type is {config['peft_type']!r}, not 'LOHA'")
+        return _understand(tensors, config, shapes)
+    except Exception as error:  # a foreign file may break any assumption
+        raise StateError(
+            f"the adapter in {folder} cannot be read ({in_a_line(error)}): expected a LoHa adapter with {CONFIG} and "
+            f"{WEIGHTS} as PEFT saved them, made for this base."
+        ) from error
+
+
+def _understand(
+    tensors: State, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] | None
+) -> tuple[State, dict[str, Form]]:
+    """Raises on anything unusual; `read_adapter` turns that into one error."""
     layers: defaultdict[str, State] = defaultdict(dict)
     for key, tensor in tensors.items():
         module, _, name = key.removeprefix(PREFIX).rpartition(".")
-        if not key.startswith(PREFIX) or not module or name not in KERNEL:
-            raise StateError(
-                f"{folder / WEIGHTS} holds {key}: expected {PREFIX}<module>.hada_... only. Adapters with other "
-                "modules saved beside (modules_to_save) are not LoHa alone."
-            )
         layers[module][name] = tensor
-    shapes = {name: tuple(tensor.shape) for name, tensor in base.state_dict().items()} if base else None
     state: State = {}
     forms: dict[str, Form] = {}
     for module, hada in layers.items():
+        if hada.keys() not in (MATRIX, KERNEL):
+            raise ValueError(f"{module} has the tensors {sorted(hada)}, not those of a LoHa layer alone")
         weight = f"{module}.weight"
-        if shapes is not None and weight not in shapes:
-            raise StateError(f"the base has no {weight}: expected the model that the adapter was made for.")
         factors, shape = _from_hada(module, hada, shapes[weight] if shapes else None)
         r = factors["x1"].shape[1]
         factors["x1"] = factors["x1"] * _scale(config, module, r)
-        conv: ConvStyle = "tensor" if "t1" in factors or len(shape) == 2 else "reshape"
-        forms[weight] = form_of(FedPara(rank=r, conv=conv), shape, r)
-        state |= {f"{weight}.{name}": factors[name].contiguous() for name in forms[weight].factors}
+        reshaped = "t1" not in factors and len(shape) > 2
+        forms[weight] = write(FedPara(rank=r, conv="reshape" if reshaped else "tensor"), shape, r)
+        state |= {f"{weight}.{name}": factor.contiguous() for name, factor in factors.items()}
     check_factors(state, forms)
     return state, forms
 
 
 def base_state(state: Mapping[str, Tensor], forms: Mapping[str, Form]) -> State:
-    """The state of the plain base on which the adapter is the whole weight: every factorized weight 0."""
+    """The state of a plain base that the adapter completes: every factorized weight is 0."""
     taken = {f"{weight}.{factor}" for weight, form in forms.items() for factor in form.factors}
     rest = {name: tensor for name, tensor in state.items() if name not in taken}
     return rest | {
@@ -126,43 +127,34 @@ def base_state(state: Mapping[str, Tensor], forms: Mapping[str, Form]) -> State:
     }
 
 
-def _check_layers(model: nn.Module, forms: Mapping[str, Form]) -> None:
-    for weight in forms:
-        module = model.get_submodule(_module(weight))
-        if not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
-            raise SchemeError(
-                f"{weight} belongs to a layer of type {type(module).__mro__[1].__name__}: PEFT's LoHa takes Linear, "
-                "Conv1d and Conv2d. Leave it dense with `where`."
-            )
-        parent = model.get_submodule(_module(_module(weight)))
-        if isinstance(parent, nn.MultiheadAttention | nn.TransformerEncoderLayer):
-            raise SchemeError(
-                f"{weight} is read by the {type(parent).__name__} around it, past the layer that PEFT puts in its "
-                "place: its adapter would do nothing. Leave it dense with `where`."
-            )
-
-
-def _check_forms(forms: Mapping[str, Form]) -> None:
+def _obstacle(forms: Mapping[str, Form], model: nn.Module | None) -> str:
+    """Why PEFT could not use the adapter, or "". It would fail there, or silently give other outputs."""
     for weight, form in forms.items():
         if type(form.scheme) is not FedPara or form.scheme.nonlinearity is not None:
-            raise SchemeError(
-                f"{weight} is written by {form.scheme}: a LoHa adapter is W1 * W2, FedPara without nonlinearity. "
-                "Merge the model and export the plain weights instead."
-            )
+            return f"{weight} is written by {form.scheme}, and a LoHa adapter is FedPara without nonlinearity"
         if not weight.endswith(".weight") or not 2 <= len(form.shape) <= 4:
-            raise SchemeError(
-                f"{weight} of shape {form.shape} has no LoHa adapter: PEFT takes the `weight` of a Linear, Conv1d or "
-                "Conv2d inside a model. Leave it dense with `where`."
+            return f"{weight} {form.shape} is not the `weight` of a Linear, Conv1d or Conv2d inside a model"
+        if model is None:
+            continue
+        layer, parent = (model.get_submodule(name) for name in (_module(weight), _module(_module(weight))))
+        if not isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d):
+            kind = type(layer).__mro__[1].__name__
+            return (
+                f"{weight} belongs to a layer of type {kind}, and PEFT's LoHa takes Linear, Conv1d and Conv2d"
             )
+        if isinstance(parent, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+            return (
+                f"{weight} is read directly by its {type(parent).__name__}, which would bypass PEFT's layer"
+            )
+    if model is not None and (over := covered(model)):
+        return f"{over} has another parametrization on top of its factors, which an adapter cannot hold"
     if len(_styles(forms)) > 1:
-        raise SchemeError(
-            'the kernels are written in both styles, conv="tensor" and conv="reshape": an adapter has one '
-            "(use_effective_conv2d) for all. Factorize them alike."
-        )
+        return 'the kernels mix conv="tensor" and conv="reshape", and an adapter has one style (use_effective_conv2d)'
+    return ""
 
 
 def _styles(forms: Mapping[str, Form]) -> set[bool]:
-    """Of the kernels, is a core used. PEFT uses none for a 1x1 kernel, whatever its style here."""
+    """Whether the kernels have cores. PEFT never uses one for a 1x1 kernel, so those do not count."""
     return {form.is_kernel for form in forms.values() if prod(form.shape[2:]) > 1}
 
 
@@ -182,17 +174,8 @@ def _to_hada(form: Form, factors: list[Tensor]) -> State:
 
 
 def _from_hada(module: str, hada: State, shape: tuple[int, ...] | None) -> tuple[State, tuple[int, ...]]:
-    """x1 y1 [t1] x2 y2 [t2] and the shape of the weight, which is `shape` where that is known."""
-    given = {name: tuple(tensor.shape) for name, tensor in hada.items()}
+    """x1 y1 [t1] x2 y2 [t2], and the shape of the weight: `shape` if the base is known."""
     kernel = hada.keys() == KERNEL
-    widths = {"hada_w1_a": 2, "hada_w1_b": 2, "hada_t1": 4}
-    if hada.keys() not in (MATRIX, KERNEL) or any(
-        len(given[n]) != d for n, d in widths.items() if n in given
-    ):
-        raise StateError(
-            f"the adapter of {module} is {given}: expected matrices hada_w1_a, hada_w1_b, hada_w2_a, hada_w2_b, "
-            "and for a kernel hada_t1 and hada_t2 of four dimensions."
-        )
     factors: State = {}
     for i in (1, 2):
         x, y = hada[f"hada_w{i}_a"], hada[f"hada_w{i}_b"]
@@ -205,10 +188,7 @@ def _from_hada(module: str, hada: State, shape: tuple[int, ...] | None) -> tuple
     if shape is None:
         return factors, own
     if shape[0] != own[0] or prod(shape) != prod(own) or (kernel and len(shape) == 2):
-        raise StateError(
-            f"the adapter of {module} makes a weight of shape {own} and the base's is {shape}: expected the model "
-            "that the adapter was made for."
-        )
+        raise ValueError(f"{module} has shape {own} in the adapter and {shape} in the base")
     for name in ("t1", "t2") if kernel else ():
         factors[name] = factors[name].reshape(*factors[name].shape[:2], *shape[2:])
     return factors, shape
@@ -219,7 +199,7 @@ def _module(weight: str) -> str:
 
 
 def _config(forms: Mapping[str, Form]) -> dict[str, object]:
-    """Module names as anchored patterns: a bare `fc` would also name `head.fc`."""
+    """PEFT's config. Module names are anchored patterns: a bare `fc` would also match `head.fc`."""
     r = Counter(form.rank for form in forms.values()).most_common(1)[0][0]
     own = {f"^{re.escape(_module(weight))}": form.rank for weight, form in forms.items() if form.rank != r}
     return {
@@ -239,41 +219,15 @@ def _config(forms: Mapping[str, Form]) -> dict[str, object]:
     }
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
-        raise StateError(
-            f"{folder} holds a pickle, adapter_model.bin: expected {WEIGHTS}. Save it again with PEFT."
-        )
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise StateError(
-            f"{folder / CONFIG} cannot be read ({error}): expected the folder of a PEFT adapter, with {CONFIG} and "
-            f"{WEIGHTS}."
-        ) from error
-    kind = config.get("peft_type") if isinstance(config, dict) else None
-    if kind != "LOHA":
-        raise StateError(f"{folder} holds an adapter of type {kind!r}: expected 'LOHA'.")
-    return dict(config)
-
-
 def _scale(config: Mapping[str, Any], module: str, r: int) -> float:
-    """alpha / r, each from its pattern where one matches the module, as PEFT looks them up."""
-    rank = _looked_up(config.get("rank_pattern"), module, config.get("r"))
-    alpha = _looked_up(config.get("alpha_pattern"), module, config.get("alpha"))
-    if rank != r or not isinstance(alpha, int | float):
-        raise StateError(
-            f"{CONFIG} gives {module} the rank {rank!r} and alpha {alpha!r}: expected the rank of its tensors, {r}, "
-            "and a number. The two files do not belong together."
-        )
+    """alpha / r, each from the first pattern that matches the module, as PEFT looks them up."""
+    rank = _looked_up(config.get("rank_pattern"), module, config["r"])
+    alpha: float = _looked_up(config.get("alpha_pattern"), module, config["alpha"])
+    if rank != r:
+        raise ValueError(f"{CONFIG} gives {module} rank {rank!r}, and its tensors have rank {r}")
     return alpha / r
 
 
-def _looked_up(patterns: Any, module: str, default: object) -> object:
-    try:
-        matches = [value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", module)]
-    except (AttributeError, re.error) as error:
-        raise StateError(
-            f"{CONFIG} holds the patterns {patterns!r} ({error}): expected names or patterns."
-        ) from error
+def _looked_up(patterns: Any, module: str, default: Any) -> Any:
+    matches = [value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", module)]
     return matches[0] if matches else default

@@ -1,4 +1,4 @@
-"""Ordinary networks, and which of their weights are worth factorizing."""
+"""Plain networks, and the rules for which of their weights to factorize."""
 
 from fedpara.models.cnn import cnn
 from fedpara.models.lstm import lstm

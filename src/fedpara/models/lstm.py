@@ -1,11 +1,12 @@
 """i, f, o = sigmoid, g = tanh of  W_ih x_t + b_ih + W_hh h + b_hh;   c = f c + i g;   h = o tanh(c)
 
 The next-character model of the Shakespeare experiments (appendix C.2): two layers of 256, 80 characters and
-an embedding of 8, which the paper leaves open; 819,920 parameters and, with weight normalisation, a gain a row.
+819,920 parameters. The paper does not state the embedding size; it is 8 here. Weight normalisation adds one gain
+per row:
 
-    W = gain V / ||V||     (a row at a time)
+    W = gain V / ||V||     (row by row)
 
-Written in matrix products and not with `nn.LSTM`, whose fused kernels `torch.func.vmap` has no rule for.
+It uses matrix products because `torch.func.vmap` does not support the fused kernels of `nn.LSTM`.
 """
 
 from collections.abc import Callable
@@ -14,11 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedpara.errors import ConfigError
-
 
 def unrolled(projected: Tensor, w_hh: Tensor) -> Tensor:
-    """W_ih x + b of every character [T, B, 4H] and W_hh [4H, H] to every h [T, B, H]."""
+    """Every h [T, B, H] from W_ih x + b of every character [T, B, 4H] and W_hh [4H, H]."""
     h = c = projected.new_zeros(projected.shape[1], w_hh.shape[1], dtype=w_hh.dtype)
     outputs = []
     for p in projected.unbind(0):
@@ -30,11 +29,11 @@ def unrolled(projected: Tensor, w_hh: Tensor) -> Tensor:
 
 
 class LSTMLayer(nn.Module):
-    """One layer over time-first input [T, B, I] to [T, B, H]; names, gate order and start are torch's.
+    """One layer, from [T, B, I] to [T, B, H], time first. Names, gate order and initialisation are torch's.
 
-    `weight_ih` and `weight_hh` hold V. A gain starts at the row norm of the V drawn here and is a parameter
-    of its own, so W keeps this scale whatever V is later written as. Each weight is read once a forward:
-    reading a re-parametrized attribute computes it.
+    `weight_ih` and `weight_hh` hold V. Each gain is a separate parameter that starts at the row norm of V, so W
+    keeps its scale when V is factorized. `forward` reads each weight once, because reading a factorized weight
+    composes it.
     """
 
     recurrence: Callable[[Tensor, Tensor], Tensor] = staticmethod(unrolled)
@@ -80,9 +79,7 @@ def lstm(
     layers: int = 2,
     weight_norm: bool = True,
 ) -> CharacterLSTM:
-    """int64 [B, T] to the scores [B, classes] of the character after the last."""
-    if layers < 1:
-        raise ConfigError(f"an lstm of {layers} layers: expected 1 or more.")
+    """int64 [B, T] to the scores [B, classes] of the next character."""
     return CharacterLSTM(classes, vocabulary, embedding, hidden, layers, weight_norm)
 
 

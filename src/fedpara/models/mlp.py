@@ -1,6 +1,6 @@
 """fc2(relu(fc1(x))): the two FC layers of the personalisation experiments (appendix C.2), 256-C.
 
-784-256-62 has 216,894 parameters. `layers` puts more hidden layers of the same width between.
+784-256-62 has 216,894 parameters. `layers` sets the number of hidden layers, all of the same width.
 """
 
 from collections import OrderedDict
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def mlp(inputs: int = 784, hidden: int = 256, classes: int = 10, layers: int = 1) -> nn.Sequential:
-    """[B, ...] of `inputs` values an example to [B, classes]; `layers` hidden ones, `fc1` on; torch's own start."""
+    """[B, ...] with `inputs` values per example to [B, classes]; layers `fc1`, `fc2`, ...; torch's initialisation."""
     modules: list[tuple[str, nn.Module]] = [("flatten", nn.Flatten())]
     for number in range(1, layers + 1):
         modules += [(f"fc{number}", nn.Linear(inputs, hidden)), (f"relu{number}", nn.ReLU())]

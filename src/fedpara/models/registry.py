@@ -1,4 +1,4 @@
-"""Models by name, as configs and the command line ask for them."""
+"""Models by name, for configs and the command line."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fedpara.errors import ConfigError, among, expect_kind
+from fedpara.errors import ConfigError, among
 from fedpara.models.cnn import cnn
 from fedpara.models.lstm import lstm
 from fedpara.models.mlp import mlp
@@ -16,11 +16,14 @@ from fedpara.models.rules import Rule, convolutions, linears, recurrent
 from fedpara.models.vgg import vgg16
 
 Shape = tuple[int, ...]
+Build = Callable[[int, Shape], nn.Module]
 
 
 @dataclass(frozen=True)
 class Entry:
-    build: Callable[[int, Shape], nn.Module]
+    """How to build a model, its default rule, and the example shapes it takes."""
+
+    build: Build
     rule: Rule
     shape: Shape
     expects: str
@@ -31,12 +34,24 @@ def _image(least: int, most: float = math.inf) -> Callable[[Shape], bool]:
     return lambda shape: len(shape) == 3 and all(least <= side <= most for side in shape[1:])
 
 
-def _vgg(**changed: Any) -> Callable[[int, Shape], nn.Module]:
-    return lambda classes, shape: vgg16(classes, channels=shape[0], **changed)
+def _vgg(**options: Any) -> Build:
+    return lambda classes, shape: vgg16(classes, channels=shape[0], **options)
 
 
-# The variants: no dropout; no bias before a norm; two groups of channels for 32; narrow, which is dense and as small as
-# FedPara at gamma 0.1 (1,492,710 parameters for 10 classes); tiny, a sixteenth as wide, for a quick try.
+def _resnet(**options: Any) -> Build:
+    return lambda classes, shape: resnet18(classes, channels=shape[0], **options)
+
+
+def _lstm(**options: Any) -> Build:
+    return lambda classes, shape: lstm(classes, vocabulary=classes, **options)
+
+
+def _mlp(**options: Any) -> Build:
+    return lambda classes, shape: mlp(math.prod(shape), classes=classes, **options)
+
+
+# Variants: no dropout; no bias before a norm; 2 channel groups instead of 32; narrow, a dense model as small as
+# FedPara at gamma 0.1 (1,492,710 parameters for 10 classes); tiny, a sixteenth as wide, for quick trials.
 VGG = {
     "vgg16": _vgg(),
     "vgg16-nodrop": _vgg(dropout=0.0),
@@ -47,6 +62,10 @@ VGG = {
     "vgg16-tiny": _vgg(groups=4, width=4, bias=False),
 }
 
+RESNET = ((3, 32, 32), "an image (channels, height, width)", _image(1))
+LSTM = ((80,), "a sequence of characters (length,)", lambda shape: len(shape) == 1)
+ANY = ("any shape", lambda shape: len(shape) > 0)
+
 MODELS: dict[str, Entry] = {
     **{
         name: Entry(
@@ -54,55 +73,13 @@ MODELS: dict[str, Entry] = {
         )
         for name, build in VGG.items()
     },
-    "resnet18": Entry(
-        lambda classes, shape: resnet18(classes, norm="batch", channels=shape[0]),
-        convolutions,
-        (3, 32, 32),
-        "an image (channels, height, width)",
-        _image(1),
-    ),
-    "resnet18-gn": Entry(
-        lambda classes, shape: resnet18(classes, norm="group", channels=shape[0]),
-        convolutions,
-        (3, 32, 32),
-        "an image (channels, height, width)",
-        _image(1),
-    ),
-    "resnet18-tiny": Entry(
-        lambda classes, shape: resnet18(classes, norm="batch", channels=shape[0], shrink=16),
-        convolutions,
-        (3, 32, 32),
-        "an image (channels, height, width)",
-        _image(1),
-    ),
-    "lstm": Entry(
-        lambda classes, shape: lstm(classes, vocabulary=classes),
-        recurrent,
-        (80,),
-        "a sequence of characters (length,)",
-        lambda shape: len(shape) == 1,
-    ),
-    "lstm-tiny": Entry(
-        lambda classes, shape: lstm(classes, vocabulary=classes, hidden=16),
-        recurrent,
-        (80,),
-        "a sequence of characters (length,)",
-        lambda shape: len(shape) == 1,
-    ),
-    "mlp": Entry(
-        lambda classes, shape: mlp(math.prod(shape), classes=classes),
-        linears,
-        (1, 28, 28),
-        "any shape",
-        lambda shape: len(shape) > 0,
-    ),
-    "deep-mlp": Entry(
-        lambda classes, shape: mlp(math.prod(shape), classes=classes, layers=2),
-        linears,
-        (1, 8, 8),
-        "any shape",
-        lambda shape: len(shape) > 0,
-    ),
+    "resnet18": Entry(_resnet(norm="batch"), convolutions, *RESNET),
+    "resnet18-gn": Entry(_resnet(norm="group"), convolutions, *RESNET),
+    "resnet18-tiny": Entry(_resnet(norm="batch", shrink=16), convolutions, *RESNET),
+    "lstm": Entry(_lstm(), recurrent, *LSTM),
+    "lstm-tiny": Entry(_lstm(hidden=16), recurrent, *LSTM),
+    "mlp": Entry(_mlp(), linears, (1, 28, 28), *ANY),
+    "deep-mlp": Entry(_mlp(layers=2), linears, (1, 8, 8), *ANY),
     "cnn": Entry(
         lambda classes, shape: cnn(classes, channels=shape[0], size=min(shape[1:])),
         convolutions,
@@ -118,44 +95,38 @@ def names() -> list[str]:
 
 
 def build(name: str, *, classes: int, shape: Shape) -> nn.Module:
-    """The named model for examples of one `shape` (no batch), drawn from torch's global generator.
+    """The named model for examples of one `shape` (without the batch), drawn from torch's global generator.
 
-    The lstm predicts the next character, so its vocabulary is its `classes`.
+    The lstm predicts the next character, so `classes` is also its vocabulary.
     """
-    expect_kind("the model's name", name, str, ConfigError)
-    expect_kind("classes", classes, int, ConfigError)
-    if not isinstance(shape, tuple | list) or not all(isinstance(side, int) for side in shape):
-        raise ConfigError(f"the shape is {shape!r}: expected whole numbers, such as (3, 32, 32).")
     entry = _entry(name)
-    if classes < 1:
-        raise ConfigError(f"model {name!r} with {classes} classes: expected 1 or more.")
-    if not all(side >= 1 for side in shape) or not entry.fits(shape):
+    if classes < 1 or not all(side >= 1 for side in shape) or not entry.fits(shape):
         raise ConfigError(
-            f"model {name!r} does not take examples of shape {shape}: it expects {entry.expects}. "
-            "Choose another model or another data set."
+            f"model {name!r} does not take examples of shape {shape} with {classes} classes: expected {entry.expects}, "
+            "and at least 1 class. Choose another model or another data set."
         )
     return entry.build(classes, shape)
 
 
 def rule(name: str) -> Rule:
-    """What of the named model is factorized unless told otherwise."""
+    """The default rule for which weights of the named model to factorize."""
     return _entry(name).rule
 
 
 def usual_shape(name: str) -> Shape:
-    """The shape of an example of the data the named model is made for."""
+    """The example shape of the data that the named model was made for."""
     return _entry(name).shape
 
 
 def last_layer(model: nn.Module) -> set[str]:
-    """The parameters of the last linear layer, named as in `model.state_dict()`: what FedPer keeps.
+    """The parameters of the last linear layer, named as in `model.state_dict()`. FedPer keeps them private.
 
-    Last in the order of `model.named_modules()`, which in every model here is the output layer.
+    The last one in `model.named_modules()` is the output layer in every model of this package.
     """
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not layers:
         raise ConfigError(
-            f"{type(model).__name__} has no linear layer: expected one, whose parameters stay private."
+            f"{type(model).__name__} has no linear layer to keep private: choose another `share`."
         )
     prefix = f"{layers[-1]}." if layers[-1] else ""
     return {name for name in model.state_dict() if name.startswith(prefix)}

@@ -1,6 +1,6 @@
-"""ResNet18 (appendix D.2), for 32x32 images: 3x3 stem of stride 1 and no max-pool, as is usual there.
+"""ResNet18 (appendix D.2) for 32x32 images, with the usual 3x3 stem of stride 1 and no max-pool.
 
-The paper keeps BatchNorm here; GroupNorm is the option for clients whose data differ.
+The paper uses BatchNorm. GroupNorm is an option for clients with different data distributions.
 """
 
 from collections import OrderedDict
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedpara.errors import ConfigError
 from fedpara.models.init import he_convolutions
 
 WIDTHS = (64, 128, 256, 512)
@@ -17,7 +16,7 @@ Norm = Callable[[int], nn.Module]
 
 
 class BasicBlock(nn.Module):
-    """relu(norm2(conv2(relu(norm1(conv1(x))))) + shortcut(x)), the shortcut 1x1 where the shape changes."""
+    """relu(norm2(conv2(relu(norm1(conv1(x))))) + shortcut(x)); the shortcut is a 1x1 conv where the shape changes."""
 
     def __init__(self, inputs: int, width: int, stride: int, norm: Norm) -> None:
         super().__init__()
@@ -35,11 +34,9 @@ class BasicBlock(nn.Module):
 
 
 def resnet18(classes: int = 10, norm: str = "batch", channels: int = 3, shrink: int = 1) -> nn.Sequential:
-    """[B, channels, H, W] to [B, classes]; `norm` is "batch" or "group" (32 groups). Widths are over `shrink`."""
+    """[B, channels, H, W] to [B, classes]; `norm` is "batch" or "group" (32 groups). `shrink` divides the widths."""
     widths = [full // shrink for full in WIDTHS]
     norms: dict[str, Norm] = {"batch": nn.BatchNorm2d, "group": lambda width: nn.GroupNorm(32, width)}
-    if norm not in norms:
-        raise ConfigError(f"resnet18 with norm {norm!r}: expected 'batch' or 'group'.")
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=nn.Conv2d(channels, widths[0], 3, padding=1, bias=False),
         norm1=norms[norm](widths[0]),

@@ -1,7 +1,7 @@
-"""What of a model is factorized: predicates (name of the module, the module, name of its parameter) -> bool.
+"""Rules for which weights to factorize: predicates of (module name, module, parameter name).
 
-`name` is the one of `model.named_modules()` ("features.0"), `parameter` the attribute ("weight").
-A rule may give any other value in place of True: the caller says what it means.
+`name` is as in `model.named_modules()` ("features.0"); `parameter` is the attribute ("weight").
+A rule may return a scheme instead of True.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,6 @@ from typing import Literal, TypeVar
 
 from torch import Tensor, nn
 
-from fedpara.errors import ConfigError
 from fedpara.models.lstm import LSTMLayer
 
 T = TypeVar("T")
@@ -26,7 +25,7 @@ CONVOLUTIONS = (
 
 
 def convolutions(name: str, module: nn.Module, parameter: str) -> bool:
-    """The kernel of every convolution, transposed ones too."""
+    """The kernel of every convolution, including transposed ones."""
     return isinstance(module, CONVOLUTIONS) and parameter == "weight"
 
 
@@ -36,7 +35,7 @@ def linears(name: str, module: nn.Module, parameter: str) -> bool:
 
 
 def recurrent(name: str, module: nn.Module, parameter: str) -> bool:
-    """Input and hidden matrices of every recurrent layer or cell, this package's and torch's."""
+    """The input and hidden matrices of every recurrent layer or cell, from this package or torch."""
     layers = (LSTMLayer, nn.RNNBase, nn.RNNCellBase)
     return isinstance(module, layers) and parameter.startswith(("weight_ih", "weight_hh"))
 
@@ -48,9 +47,9 @@ def everything(name: str, module: nn.Module, parameter: str) -> bool:
 
 
 def resnet_layers(early: T, rest: T) -> Callable[[str, nn.Module, str], T | Literal[False]]:
-    """`early` for the first and second convolution and every 1x1 one, `rest` for the other convolutions.
+    """`early` for the first two convolutions and every 1x1 one, `rest` for the other convolutions, False otherwise.
 
-    The split of appendix D.2, where the early ones keep gamma 1.0; False for what is not a convolution.
+    The split of appendix D.2, where the early layers keep gamma 1.0.
     """
 
     def rule(name: str, module: nn.Module, parameter: str) -> T | Literal[False]:
@@ -63,17 +62,11 @@ def resnet_layers(early: T, rest: T) -> Callable[[str, nn.Module, str], T | Lite
 
 
 def hybrid(model: nn.Module, dense_layers: int) -> Rule:
-    """False for the first `dense_layers` convolutions of the model and True for the later ones.
+    """False for the first `dense_layers` convolutions in `model.named_modules()`, True for the later ones.
 
-    Pufferfish's hybrid (appendix D.2): low rank only where the layers are wide and far from the input.
-    Order is that of `model.named_modules()`, names are fixed when the rule is made.
+    Pufferfish's hybrid (appendix D.2): low rank only for the wide layers far from the input.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, CONVOLUTIONS)]
-    if not 0 <= dense_layers < len(names):
-        raise ConfigError(
-            f"hybrid with {dense_layers} dense layers of a model with {len(names)} convolutions: "
-            f"expected 0 or more and fewer than {len(names)}."
-        )
     later = set(names[dense_layers:])
 
     def rule(name: str, module: nn.Module, parameter: str) -> bool:

@@ -1,4 +1,4 @@
-"""VGG16 for 32x32 images, GroupNorm for BatchNorm, head 512-512-C (appendix C.2, Table of gamma).
+"""VGG16 for 32x32 images, with GroupNorm instead of BatchNorm and a 512-512-C head (appendix C.2, gamma table).
 
 15,253,578 parameters for 10 classes and 15,299,748 for 100.
 """
@@ -7,11 +7,10 @@ from collections import OrderedDict
 
 from torch import nn
 
-from fedpara.errors import ConfigError
 from fedpara.models.init import he_convolutions
 
 STAGES = ((1, 1), (2, 2), (4, 4, 4), (8, 8, 8), (8, 8, 8))
-"""Widths of the convolutions, in units of the first one's."""
+"""Widths of the convolutions, as multiples of the first."""
 
 
 def vgg16(
@@ -25,12 +24,10 @@ def vgg16(
     """[B, channels, 32, 32] to [B, classes]; children `features`, `flatten`, `classifier`.
 
     The layout of the features is torchvision's `vgg16_bn`. Five halvings leave 512x1x1, so there is no
-    pooling before the head. `width` is that of the first stage, and the others are 2, 4 and 8 times as wide. Without
-    `bias` a convolution has none: the norm behind it takes W at any scale, but a bias beside a small W soon outweighs
-    it.
+    pooling before the head. `width` is the width of the first stage; the others are 2, 4 and 8 times as wide, and
+    `groups` must divide it. `bias=False` removes the bias of the convolutions: the norm behind them removes the scale
+    of W, but a bias next to a small W soon outweighs it.
     """
-    if groups < 1 or width % groups:
-        raise ConfigError(f"vgg16 with {groups} groups: expected a divisor of {width}, its narrowest width.")
     features: list[nn.Module] = []
     inputs = channels
     for stage in STAGES:

@@ -1,4 +1,4 @@
-"""How a weight is written as factors, and back."""
+"""Weights as factors: schemes, `factorize`, `merge`, starting factors and fitting."""
 
 from fedpara.parameterization.convert import (
     as_they_are,
@@ -16,7 +16,16 @@ from fedpara.parameterization.convert import (
 from fedpara.parameterization.fit import fit
 from fedpara.parameterization.initialise import calibrated, fan_out, he
 from fedpara.parameterization.jacobian import corrected_grad
-from fedpara.parameterization.schemes import SCHEMES, FedPara, Form, LowRank, PFedPara, Scheme, write
+from fedpara.parameterization.schemes import (
+    SCHEMES,
+    FedPara,
+    Form,
+    LowRank,
+    PFedPara,
+    Scheme,
+    make_scheme,
+    write,
+)
 from fedpara.parameterization.selection import Choice, plan
 
 __all__ = [
@@ -40,6 +49,7 @@ __all__ = [
     "forms",
     "he",
     "load",
+    "make_scheme",
     "merge",
     "plan",
     "private",

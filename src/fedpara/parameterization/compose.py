@@ -1,9 +1,8 @@
-"""How factors become a weight. Forward, merge, Jacobian correction, fitting and export all call these.
+"""Inner weights from factors, and the nonlinearity s that a scheme applies to them.
 
-matrix    X Y^T                                      Prop. 1, each inner weight
-kernel    T x_1 X x_2 Y                              Prop. 3, each inner weight
-fedpara   s(W1) * s(W2)                              s: identity or tanh (appendix B)
-pfedpara  s(W1) * (s(W2) + 1)                        section 2.3
+matrix    X Y^T              Prop. 1
+kernel    T x_1 X x_2 Y      Prop. 3
+s         identity or tanh   appendix B
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +13,21 @@ from torch.nn.functional import pad
 
 Nonlinearity = Callable[[Tensor], Tensor]
 
+SATURATION = 0.96
+"""The largest |tanh| that a fit starts from."""
+
 
 def identity(w: Tensor) -> Tensor:
     return w
 
 
+def atanh(w: Tensor) -> Tensor:
+    """The inverse of tanh, finite for every w."""
+    return w.clamp(-SATURATION, SATURATION).atanh()
+
+
 NONLINEARITIES: dict[str | None, Nonlinearity] = {None: identity, "tanh": torch.tanh}
+INVERSES: dict[str | None, Nonlinearity] = {None: identity, "tanh": atanh}
 
 
 def matrix(x: Tensor, y: Tensor) -> Tensor:
@@ -30,8 +38,8 @@ def matrix(x: Tensor, y: Tensor) -> Tensor:
 def kernels(parts: Sequence[Sequence[Tensor]], channels_last: bool = False) -> list[Tensor]:
     """W[o, i, k...] = sum_ab X[o, a] T[a, b, k...] Y[i, b] for each (X, Y, T), all of the same shapes.
 
-    Contiguous by default, as a dense kernel is: what a convolution returns can then be `.view`ed as before.
-    Channels-last is what comes out of the products without a copy, and what the GPU's convolutions want.
+    Contiguous by default, like a dense kernel: a convolution's output then still supports `.view`.
+    Channels-last needs no copy after the products, and GPU convolutions prefer it.
     """
     if not channels_last:
         return [_contiguous(x, y, t) for x, y, t in parts]
@@ -41,32 +49,24 @@ def kernels(parts: Sequence[Sequence[Tensor]], channels_last: bool = False) -> l
 
 
 def _contiguous(x: Tensor, y: Tensor, t: Tensor) -> Tensor:
-    """The small product first, Z = T x_2 Y, so that the large one, X Z, is a single GEMM."""
+    """W = X Z with Z = T x_2 Y. The small product comes first, so the large one is a single GEMM."""
     r = t.shape[0]
     z = (y @ t.reshape(r, r, -1)).reshape(r, -1)
     return (x @ z).reshape(x.shape[0], y.shape[0], *t.shape[2:])
 
 
 def _channels_last(x: Tensor, y: Tensor, t: Tensor) -> Tensor:
-    """The same, with the core's second index moved last: no product has to be rearranged."""
+    """The same with the core's second index last, so no product needs rearranging."""
     r = t.shape[0]
     z = t.flatten(2).transpose(1, 2).reshape(-1, r) @ y.mT
     return (x @ z.reshape(r, -1)).reshape(x.shape[0], *t.shape[2:], y.shape[0]).movedim(-1, 1)
 
 
 def _channels_last_batched(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """A layer's inner weights as one batch of two GEMMs, the rank padded to the tensor cores' multiple of 8."""
+    """All inner weights of a layer in two batched GEMMs, with the rank padded to a multiple of 8 for tensor cores."""
     x, y, t = (torch.stack(list(same)) for same in zip(*parts, strict=True))
     k, spare = t.shape[3:], -t.shape[1] % 8
     x, y = pad(x, (0, spare)), pad(y, (0, spare))
     core = pad(t.flatten(3).transpose(2, 3), (0, spare, 0, 0, 0, spare))
     inner = (x @ core.flatten(2)).reshape(len(parts), -1, core.shape[3]) @ y.mT
     return list(inner.reshape(len(parts), x.shape[1], *k, y.shape[1]).movedim(-1, 2).unbind())
-
-
-def fedpara(w1: Tensor, w2: Tensor, s: Nonlinearity = identity) -> Tensor:
-    return s(w1) * s(w2)
-
-
-def pfedpara(w1: Tensor, w2: Tensor, s: Nonlinearity = identity) -> Tensor:
-    return s(w1) * (s(w2) + 1)

@@ -1,8 +1,8 @@
-"""factorize: any nn.Module to its factorized form; merge: back to plain layers with the same output.
+"""`factorize` turns any nn.Module into its factorized form; `merge` turns it back into plain layers.
 
-The factors are registered through `torch.nn.utils.parametrize`, so the module keeps its class, its forward
-and its other parameters. In every state dict they are called after the weight they make:
-`features.0.weight.x1`, not `features.0.parametrizations.weight.original0`.
+`torch.nn.utils.parametrize` holds the factors, so the module keeps its class, its forward and its other
+parameters. State dicts name a factor after its weight: `features.0.weight.x1`, not
+`features.0.parametrizations.weight.original0`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,10 +14,10 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.utils import parametrize
 
-from fedpara.errors import SchemeError, StateError, expect_kind
+from fedpara.errors import SchemeError
 from fedpara.parameterization import initialise
 from fedpara.parameterization.fit import fit
-from fedpara.parameterization.naming import attach, detach, expect, is_parametrized
+from fedpara.parameterization.naming import attach, detach, is_parametrized, refuse_mismatch
 from fedpara.parameterization.schemes import Form, Scheme
 from fedpara.parameterization.selection import Choice, Where, plan
 from fedpara.state import State
@@ -26,11 +26,11 @@ M = TypeVar("M", bound=nn.Module)
 
 AUTOCAST = ("cpu", "cuda", "mps", "xpu")
 ORDER = "_fedpara_order"
-"""The owner's parameters in the order it was built with: optimizers and state dicts go by it."""
+"""Attribute for a module's original parameter order, which optimizers and state dicts follow."""
 
 
 class Factors(nn.Module):
-    """The parametrization of one weight: forward composes it from its factors."""
+    """The parametrization of one weight: `forward` composes it from its factors."""
 
     def __init__(self, form: Form, start: list[Tensor], error: float | None = None) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Factors(nn.Module):
         return self._composed[0]
 
     def right_inverse(self, weight: Tensor) -> list[Tensor]:
-        """The prepared factors at registration; afterwards, on `module.weight = w`, a fit to w."""
+        """The prepared factors at registration. Later, on `module.weight = w`, factors fitted to w."""
         if self._start is not None:
             start, self._start = self._start, None
             return start
@@ -55,7 +55,7 @@ class Factors(nn.Module):
         return factors
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy composes for itself."""
+        """Copies do not share the composed weight."""
         return {**vars(self), "_composed": None}
 
     def extra_repr(self) -> str:
@@ -64,10 +64,10 @@ class Factors(nn.Module):
 
 @contextmanager
 def composed_once(model: nn.Module) -> Iterator[None]:
-    """Within, every factorized weight of this model is composed when first read, and not again.
+    """Inside this context, each factorized weight of the model is composed once, when it is first read.
 
-    Not torch's `parametrize.cached`, which is one cache for the whole process: another thread would train on what is
-    kept here, and its factors would get no gradient.
+    torch's `parametrize.cached` is not thread-safe: its cache is global, so another thread would train on weights
+    composed here, and its factors would get no gradient.
     """
     weights = [factors for _, _, factors in _owners(model)]
     for factors in weights:
@@ -81,7 +81,7 @@ def composed_once(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_they_are() -> Iterator[None]:
-    """Within, no autocast and no inference mode of a caller: tensors keep their types, and can be trained."""
+    """Inside this context, the caller's autocast and inference mode are off: tensors keep their type and can train."""
     with ExitStack() as outside:
         outside.enter_context(torch.inference_mode(False))
         for kind in AUTOCAST:
@@ -100,27 +100,29 @@ def factorize(
     force: bool = False,
     generator: Generator | None = None,
 ) -> M:
-    """Write the chosen weights of `model` as factors, in place, and return it.
+    """Write the chosen weights of `model` as factors, in place, and return the model.
 
-    `where(name, module, parameter_name)` answers True, False, or a scheme of that weight's own; by default
-    every parameter of two or more dimensions is taken. Where one has fewer, True leaves it as it is. A weight that the
-    rank gamma chooses would not make smaller, or only without full rank, stays dense unless `force`. So does a kernel
-    with one channel on a side where that rank is 1, which makes its filters multiples of one another, and an
-    embedding with a padding row. A `rank` of one's own is an error where it is too high for a weight. `init` is
-    "fan_out", "calibrated", "he", "fit" (factors of the weight that is there) or a function of (form, generator) that
-    gives the factors in the order of `form.factors`; left out, it is the scheme's own.
-    After an error nothing has changed.
+    `where(name, module, parameter_name)` returns True, False, or a scheme for that weight. The default chooses
+    every weight of two or more dimensions.
+
+    Some chosen weights stay dense, and `plan` gives the reason: parameters of one dimension, integer weights,
+    embeddings with sparse gradients. Unless `force`, so do weights that would not become smaller, or only at the cost
+    of full rank; kernels whose filters would all be multiples of one filter; and embeddings with a padding row.
+    A `rank` that is too high for a weight is an error.
+
+    `init` is "fan_out", "calibrated", "he", "fit" (fits factors to the current weight), or a function of
+    (form, generator) that returns the factors in the order of `form.factors`. The default depends on the scheme.
+
+    If this raises, the model is unchanged.
     """
-    if generator is not None:
-        expect_kind("generator", generator, Generator, SchemeError)
     planned = plan(model, scheme, where, force=force)
     choices = [c for c in planned if c.form is not None]
     if not choices:
         reasons = "; ".join(f"{c.name}: {c.reason}" for c in planned[:3]) + ("; ..." if planned[3:] else "")
         raise SchemeError(
-            f"no weight of {type(model).__name__} was factorized ({reasons or 'it has none'}): expected `where` "
-            "to choose at least one that becomes smaller. `fedpara inspect` shows them all; `force=True` takes "
-            "what is chosen even where it grows."
+            f"no weight of {type(model).__name__} was factorized ({reasons or 'it has none'}): `where` must choose "
+            "at least one that becomes smaller. `fedpara inspect` lists all weights; `force=True` also factorizes "
+            "weights that grow."
         )
     prepared = [_prepare(choice, init, generator) for choice in choices]
     done: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -147,13 +149,10 @@ def factorize(
 
 @as_they_are()
 def merge(model: M, state: Mapping[str, Tensor] | None = None) -> M:
-    """A copy of `model` with plain weights, equal to what it composes now (or from `state`)."""
-    expect_kind("model", model, nn.Module, SchemeError)
-    if not forms(model):
-        raise SchemeError(
-            f"{type(model).__name__} holds no factorized weight: there is nothing to merge. "
-            "Factorize it first, or use the model as it is."
-        )
+    """A copy of `model` with plain weights, composed from its factors or from those in `state`.
+
+    A model without factors is only copied.
+    """
     refuse_old_norms(model)
     plain = deepcopy(model)
     for owner in {owner for owner, _, _ in _owners(plain)}:
@@ -176,29 +175,24 @@ def merge(model: M, state: Mapping[str, Tensor] | None = None) -> M:
 
 
 def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """`model.load_state_dict(state)` that checks every name and shape before it copies anything."""
-    expect_kind("state", state, Mapping, StateError)
+    """Like `model.load_state_dict(state)`, but checks every name and shape before copying anything."""
     own = model.state_dict()
-    tensors = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor)}  # not extra state
-    expect(
-        {name: tensor for name, tensor in state.items() if name in tensors or name not in own},
-        {name: tensor.shape for name, tensor in tensors.items()},
+    shapes = {
+        name: tensor.shape for name, tensor in own.items() if isinstance(tensor, Tensor)
+    }  # no extra state
+    refuse_mismatch(
+        {name: tensor for name, tensor in state.items() if name in shapes or name not in own}, shapes
     )
-    if meta := [name for name, tensor in tensors.items() if tensor.is_meta and not state[name].is_meta]:
-        raise StateError(
-            f"{meta[0]} is on the meta device, where nothing can be loaded: expected a model with memory. Use "
-            "model.to_empty(device=...) first."
-        )
     model.load_state_dict(dict(state))
 
 
 def forms(model: nn.Module) -> dict[str, Form]:
-    """The form of every factorized weight, by each name that a state dict has for it."""
+    """The form of every factorized weight by name. A weight with two names in the state dict appears under both."""
     return {weight: factors.form for weight, factors in _weights(model)}
 
 
 def covered(model: nn.Module) -> str:
-    """A factorized weight with another parametrization on top of it, or "": its form is then not all it is made by."""
+    """The name of a factorized weight with another parametrization on top, or "". Its form alone does not give it."""
     named = {module: name for name, module in model.named_modules()}
     over = (
         f"{named[owner]}.{parameter}".lstrip(".")
@@ -209,49 +203,43 @@ def covered(model: nn.Module) -> str:
 
 
 def private(model: nn.Module) -> frozenset[str]:
-    """The names of the factors that never leave the device."""
+    """The names of the private factors, which never leave the client."""
     return frozenset(f"{weight}.{factor}" for weight, form in forms(model).items() for factor in form.private)
 
 
 def fit_errors(model: nn.Module) -> dict[str, float]:
-    """||W - compose|| / ||W|| of every weight that was factorized with init="fit"."""
+    """||W - compose|| / ||W|| of every weight that was fitted (init="fit")."""
     return {weight: factors.error for weight, factors in _weights(model) if factors.error is not None}
 
 
 def compose_state(state: Mapping[str, Tensor], forms: Mapping[str, Form]) -> State:
-    """The state of the plain model: factors replaced by the weights they make, the rest as it is.
+    """The state of the plain model: weights composed from their factors, other tensors unchanged.
 
-    Pure and traceable, so `functional_call(plain, compose_state(state, forms), x)` is the factorized model
+    A pure, traceable function: `functional_call(plain, compose_state(state, forms), x)` runs the factorized model
     under vmap, grad and compile.
     """
     taken = {f"{weight}.{factor}" for weight, form in forms.items() for factor in form.factors}
     plain = {name: tensor for name, tensor in state.items() if name not in taken}
     for weight, form in forms.items():
-        try:
-            plain[weight] = form.compose([state[f"{weight}.{factor}"] for factor in form.factors])
-        except KeyError as missing:
-            raise StateError(
-                f"the state has no factor {missing}: {weight} is written as {', '.join(form.factors)}."
-            ) from None
+        plain[weight] = form.compose([state[f"{weight}.{factor}"] for factor in form.factors])
     return plain
 
 
 def _prepare(choice: Choice, init: initialise.Init | str | None, generator: Generator | None) -> Factors:
     form, weight = choice.form, choice.weight
     assert form is not None
-    if isinstance(init, str) and init == "fit":
-        try:
-            return Factors(form, *fit(form, weight))
-        except SchemeError as error:
-            raise SchemeError(f"{choice.name}: {error}") from None
-    if isinstance(init, str):
-        init = initialise.named(init)
-    if init is not None and not callable(init):
-        raise SchemeError(f"init must be a name or a function of (form, generator): got {init!r}.")
-    factors = initialise.checked(init or initialise.default, form, generator)
-    return Factors(
-        form, [factor.detach().to(weight, copy=True) for factor in factors]
-    )  # two may be one tensor
+    if init == "fit":
+        return Factors(form, *fit(form, weight))
+    start = initialise.named(init) if isinstance(init, str) else init or initialise.default
+    factors = start(form, generator)
+    got = [tuple(factor.shape) for factor in factors]
+    if got != list(form.factors.values()):
+        raise SchemeError(
+            f"{choice.name}: the initialiser returned factors of shapes {got}: expected {dict(form.factors)}, in this "
+            "order. `form.factors` holds these shapes."
+        )
+    # Copies: an initialiser may return one tensor twice.
+    return Factors(form, [factor.detach().to(weight, copy=True) for factor in factors])
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, str, Factors]]:
@@ -261,7 +249,7 @@ def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, str, Factors]]:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Factors]]:
-    """By name. A module that the model holds under two is here under both, as in its state dict."""
+    """The factors by weight name. A module with two names appears under both, as in the state dict."""
     for name, module in model.named_modules(remove_duplicate=False):
         for parameter, factors in _own_factors(module):
             yield f"{name}.{parameter}".lstrip("."), factors
@@ -284,7 +272,7 @@ def _originals(owner: nn.Module, parameter: str) -> list[nn.Parameter]:
 
 
 def _tie(owner: nn.Module, parameter: str, twin: nn.Module, twin_parameter: str) -> None:
-    """Two modules that shared a weight share its factors."""
+    """Let two modules that shared a weight share its factors."""
     chain = _chain(owner, parameter)
     parametrize.register_parametrization(
         twin, twin_parameter, Factors(chain[0].form, list(_originals(owner, parameter)))
@@ -293,21 +281,20 @@ def _tie(owner: nn.Module, parameter: str, twin: nn.Module, twin_parameter: str)
 
 
 def _own_class(copy: nn.Module) -> None:
-    """A deep copy shares the class that carries its weight's property, and torch removes the property there."""
+    """Give a deep copy its own class: torch removes the weight's property from the class, which copies share."""
     cls = type(copy)
     members = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     copy.__class__ = type(cls.__name__, cls.__bases__, members)
 
 
 def refuse_old_norms(model: nn.Module) -> None:
-    """torch's old weight_norm and spectral_norm leave a computed tensor on the module, which cannot be copied."""
+    """SchemeError for torch's old weight_norm and spectral_norm, whose computed tensors cannot be copied."""
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if isinstance(value, Tensor) and not value.is_leaf:
                 raise SchemeError(
-                    f"{f'{name}.{attribute}'.lstrip('.')} is computed from other tensors, as torch's old weight_norm "
-                    "and spectral_norm do, and cannot be copied: expected parameters. Use "
-                    "torch.nn.utils.parametrizations.weight_norm (or spectral_norm) instead."
+                    f"{f'{name}.{attribute}'.lstrip('.')} is computed from other tensors and cannot be copied: use "
+                    "torch.nn.utils.parametrizations.weight_norm (or spectral_norm) instead of torch's old functions."
                 )
 
 
@@ -318,7 +305,7 @@ def _restore(owner: nn.Module, parameter: str, dense: nn.Parameter) -> None:
         setattr(owner, parameter, dense)
     else:
         if "parametrizations" in owner._modules and not is_parametrized(owner):
-            # Registration stopped between the change of class and the first property.
+            # Registration failed after torch changed the class and before it added the first property.
             del owner.parametrizations
             owner.__class__ = type(owner).__bases__[0]
         parameters[parameter] = dense

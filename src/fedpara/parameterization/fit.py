@@ -1,10 +1,10 @@
-"""Factors for a weight that is already trained: min ||W - compose(factors)||.
+"""Factors for a trained weight: min ||W - compose(factors)||.
 
 No closed form exists for a Hadamard product of low-rank weights, so quasi-Newton steps (L-BFGS) run from
-two starts and the best of all candidates is kept:
+the starts of `Scheme.split` and the best candidate is kept:
 
     truncation   W1 = the rank-R truncated SVD of W (HOSVD for a kernel), W2 = all ones (zeros for pFedPara)
-    root         W1 = truncation of sign(W) sqrt|W|, W2 = truncation of sqrt|W|
+    root         W1 = truncation of sign(W) sqrt|W|, W2 = truncation of sqrt|W| (FedPara only)
 
 The truncation itself is a candidate, so the result is never worse than it.
 """
@@ -19,33 +19,17 @@ from fedpara.parameterization.schemes import SCHEMES, Form
 
 STEPS = 300
 NOISE = 0.3
-"""W2's unused columns need some: at exactly zero their gradient is zero too."""
-SATURATION = 0.96
-"""The largest value a tanh is asked to take at the start."""
+"""Scale of the noise on zero entries: an unused column of W2 that is exactly zero gets no gradient."""
 
 
 def fit(form: Form, weight: Tensor, steps: int = STEPS) -> tuple[list[Tensor], float]:
     """The factors, in the form's order, and ||W - compose(factors)|| / ||W||."""
     if type(form.scheme) not in SCHEMES.values():
         raise SchemeError(
-            f"factors of {form.scheme!r} cannot be fitted to a weight: expected one of {', '.join(SCHEMES)}, whose "
-            "formulas the fit inverts. Give `init` a function of your own."
-        )
-    if weight.is_meta:
-        raise SchemeError(
-            "the weight is on the meta device and holds no numbers: expected a trained weight to fit. Load the "
-            "weights first, or start from scratch with another init."
+            f"factors of {form.scheme!r} cannot be fitted to a weight: expected one of {', '.join(SCHEMES)}. "
+            "Pass `init` a function that returns the factors."
         )
     w = weight.detach().float().cpu()
-    if tuple(w.shape) != form.shape:
-        raise SchemeError(
-            f"factors of a weight of shape {form.shape} cannot be fitted to one of {tuple(w.shape)}."
-        )
-    if not w.isfinite().all():
-        raise SchemeError(
-            f"{int((~w.isfinite()).sum())} of {w.numel():,} entries are NaN or infinite: expected a trained weight to "
-            "fit. Start from scratch with another init, or leave this weight out with `where`."
-        )
     unit = _rms(w) if form.scheme.nonlinearity is None else 1.0
     w = w / unit
     best = _best(form, w, steps)
@@ -54,39 +38,34 @@ def fit(form: Form, weight: Tensor, steps: int = STEPS) -> tuple[list[Tensor], f
 
 
 def _best(form: Form, w: Tensor, steps: int) -> list[Tensor]:
-    truncation = _truncation_start(form, w)
-    candidates = [truncation]
-    starts = [_stirred(form, truncation)]
-    if form.scheme.name == "fedpara":
-        starts.append(_root_start(form, w))
-    candidates += [_descend(form, w, start, steps) for start in starts]
+    truncation, *others = _starts(form, w)
+    starts = [_with_noise(form, truncation), *others]
+    candidates = [truncation, *(_descend(form, w, start, steps) for start in starts)]
     return min(candidates, key=lambda factors: _distance(form, w, factors))
 
 
 def truncation_error(form: Form, weight: Tensor) -> float:
-    """||W - compose|| / ||W|| of the truncated SVD (HOSVD) alone: what `fit` starts from."""
+    """||W - compose|| / ||W|| of the truncated SVD (HOSVD), the first start of `fit`."""
     w = weight.detach().float().cpu()
-    return _distance(form, w, _truncation_start(form, w)) / float(w.norm())
+    return _distance(form, w, _starts(form, w)[0]) / float(w.norm())
 
 
 def _rms(w: Tensor) -> float:
-    """Of the largest first, whose square float32 may not hold; 1 where every entry is 0."""
+    """1 if every entry is 0. Divides by the largest entry first: its square may overflow float32."""
     largest = float(w.abs().max())
     return largest * float((w / largest).square().mean().sqrt()) if largest else 1.0
 
 
-def _truncation_start(form: Form, w: Tensor) -> list[Tensor]:
-    if form.scheme.name == "lowrank":
-        return _truncate(form, w)
-    if form.scheme.name == "pfedpara":
-        return _truncate(form, _preimage(form, w)) + _constant(form, w, 0.0)
-    one = _preimage(form, w.new_ones(()))
-    return _truncate(form, _preimage(form, w / _image(form, one))) + _constant(form, w, float(one))
+def _starts(form: Form, w: Tensor) -> list[list[Tensor]]:
+    """The factors of each split of w."""
+    return [
+        [factor for part in parts for factor in _factors(form, part, like=w)]
+        for parts in form.scheme.split(w)
+    ]
 
 
-def _root_start(form: Form, w: Tensor) -> list[Tensor]:
-    root = w.abs().sqrt()
-    return _truncate(form, _preimage(form, w.sign() * root)) + _truncate(form, _preimage(form, root))
+def _factors(form: Form, inner: Tensor | float, like: Tensor) -> list[Tensor]:
+    return _truncate(form, inner) if isinstance(inner, Tensor) else _constant(form, like, inner)
 
 
 def _truncate(form: Form, w: Tensor) -> list[Tensor]:
@@ -111,7 +90,7 @@ def _padded(x: Tensor, r: int) -> Tensor:
 
 def _constant(form: Form, like: Tensor, value: float) -> list[Tensor]:
     """The factors of an inner weight that is `value` everywhere: first columns of ones, the rest zero."""
-    shapes = list(form.factors.values())[len(form.factors) // 2 :]
+    shapes = list(form.factors.values())[: 3 if form.is_kernel else 2]
     factors = [like.new_zeros(shape) for shape in shapes]
     factors[0][:, 0] = value
     factors[1][:, 0] = 1.0
@@ -120,7 +99,7 @@ def _constant(form: Form, like: Tensor, value: float) -> list[Tensor]:
     return factors
 
 
-def _stirred(form: Form, factors: list[Tensor]) -> list[Tensor]:
+def _with_noise(form: Form, factors: list[Tensor]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     scale = NOISE / form.rank**0.5
     return [
@@ -146,20 +125,11 @@ def _descend(form: Form, w: Tensor, start: Sequence[Tensor], steps: int) -> list
 
 
 def _rescaled(form: Form, factors: list[Tensor], unit: float) -> list[Tensor]:
-    """compose(result) = unit * compose(factors); pFedPara's W2 keeps its scale, since W2 + 1 has none to give."""
-    scaled = len(factors) // 2 if form.scheme.private else len(factors)
-    share = unit ** (1 / scaled)
-    return [f * share if i < scaled else f for i, f in enumerate(factors)]
+    """compose(result) = unit * compose(factors), with private factors unchanged: W2 + 1 does not scale with W2."""
+    share = unit ** (1 / (form.scheme.degree * (3 if form.is_kernel else 2)))
+    return [f if name in form.private else f * share for name, f in zip(form.factors, factors, strict=True)]
 
 
 def _distance(form: Form, w: Tensor, factors: Sequence[Tensor]) -> float:
     distance = float((form.compose(factors).double() - w).norm())
     return distance if distance == distance else float("inf")
-
-
-def _preimage(form: Form, w: Tensor) -> Tensor:
-    return w.clamp(-SATURATION, SATURATION).atanh() if form.scheme.nonlinearity else w
-
-
-def _image(form: Form, w: Tensor) -> Tensor:
-    return w.tanh() if form.scheme.nonlinearity else w

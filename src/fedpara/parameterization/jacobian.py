@@ -1,10 +1,10 @@
-"""Jacobian correction (appendix B): steer the stepped factors towards the dense step.
+"""Jacobian correction (appendix B): a penalty that pulls the stepped factors towards the dense step.
 
     R = L + lambda/2 ||W' - (W - eta J_W)||,   W' = compose(F - eta J_F),   J_F = (dW/dF)^T J_W
 
-J_W, the loss's gradient at the composed weight, is a constant: it comes out of the one backward pass through
-the network, and only the composition is differentiated twice. The printed expansion of W' has a misprint and
-is not coded: the stepped factors are composed. A layer's penalty is a norm, as printed, or its square.
+J_W is the gradient of the loss at the composed weight. It counts as a constant: one backward pass through the
+network gives it, and only the composition is differentiated twice. The paper's expansion of W' has a misprint,
+so W' is composed from the stepped factors. A layer's penalty is the norm, as in the paper, or its square.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.func import grad, vjp
 
-from fedpara.errors import SchemeError
 from fedpara.parameterization.convert import compose_state
 from fedpara.parameterization.schemes import Form
 from fedpara.state import State
@@ -26,7 +25,7 @@ Loss = Callable[[State], Tensor]
 def penalty(
     form: Form, factors: tuple[Tensor, ...], j_w: Tensor, eta: float | Tensor, norm: Norm = "plain"
 ) -> Tensor:
-    """1/2 ||W' - (W - eta J_W)|| (or its square) of one layer, a function of its factors."""
+    """1/2 ||W' - (W - eta J_W)|| (or its square) of one layer, as a function of its factors."""
     w, pull = vjp(lambda *f: form.compose(f), *factors)  # type: ignore[misc]
     stepped = form.compose([f - eta * j for f, j in zip(factors, pull(j_w), strict=True)])
     squared = (stepped - (w - eta * j_w)).square().sum()
@@ -44,11 +43,9 @@ def corrected_grad(
 ) -> tuple[State, Tensor]:
     """The gradient of L + lambda * penalty at `state`, and L.
 
-    `loss` is a function of the plain model's state (composed weights). One forward and one backward pass
-    through it, whatever lambda; with lambda 0 this is the ordinary gradient.
+    `loss` is a function of the plain model's state (composed weights). It runs one forward and one backward pass
+    for any lambda. Lambda 0 gives the ordinary gradient.
     """
-    if norm not in ("plain", "squared"):
-        raise SchemeError(f"norm must be 'plain' or 'squared': got {norm!r}.")
     plain, pull = vjp(lambda s: compose_state(s, forms), dict(state))  # type: ignore[misc]
     j_plain, value = torch.func.grad_and_value(loss)(plain)
     gradient: State = pull(j_plain)[0]
@@ -65,6 +62,6 @@ def corrected_grad(
 
 
 def _sqrt(squared: Tensor) -> Tensor:
-    """sqrt with gradient 0 at 0, where a layer's factors already step as the dense weight would."""
+    """sqrt with gradient 0 at 0, where the factors already follow the dense step."""
     positive = squared > 0
     return torch.where(positive, torch.where(positive, squared, 1.0).sqrt(), 0.0)

@@ -1,7 +1,7 @@
-"""Readable factor names in every state dict: `features.0.weight.x1` outside, `original0` inside.
+"""Readable factor names in state dicts: `features.0.weight.x1` instead of torch's `original0`.
 
-A pair of state-dict hooks on each module that owns factors translates both ways, so plain
-`state_dict()` and `load_state_dict()` speak the readable names, on the model and on any part of it.
+Each module with factors gets a pair of state-dict hooks that translate both ways. So `state_dict()` and
+`load_state_dict()` use the readable names, on the model and on any part of it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ def attach(module: nn.Module) -> None:
             module.register_state_dict_post_hook(_to_readable),
             module.register_load_state_dict_pre_hook(_to_internal),
         )
-        # Not setattr: a wrapper, such as torch.compile's, would set it on what it wraps.
+        # Not setattr: a wrapper, such as torch.compile's, sets attributes on the module inside it.
         vars(module)[HOOKS] = handles
         vars(module)["load_state_dict"] = MethodType(_load_state_dict, module)
         if isinstance(module, nn.RNNBase) and is_parametrized(module):
@@ -38,32 +38,22 @@ def detach(module: nn.Module) -> None:
 
 
 def is_parametrized(module: nn.Module, parameter: str | None = None) -> bool:
-    """torch's question, to the module itself: a wrapper may answer for what it wraps."""
+    """torch's function for this module only: a wrapper may forward the question to the module inside it."""
     return "parametrizations" in module._modules and parametrize.is_parametrized(module, parameter)
 
 
-def expect(state: Mapping[str, Tensor], shapes: Mapping[str, Size]) -> None:
-    """StateError unless `state` has exactly these names and shapes."""
-    missing = [name for name in shapes if name not in state]
-    extra = [name for name in state if name not in shapes]
-    if missing or extra:
-        raise StateError(
-            "the state does not fit the model:"
-            + (f" missing {_some(missing)}." if missing else "")
-            + (f" Unknown {_some(extra)}." if extra else "")
-            + " It may belong to another scheme, rank or model, or hold dense weights: these are loaded before "
-            'factorize(..., init="fit").'
-        )
-    for name, shape in shapes.items():
-        if not isinstance(state[name], Tensor):
-            raise StateError(
-                f"{name} is a {type(state[name]).__name__}: expected a tensor of shape {tuple(shape)}."
-            )
-        if state[name].shape != shape:
-            raise StateError(
-                f"{name} has shape {tuple(state[name].shape)}: expected {tuple(shape)}. "
-                "The state comes from another rank or gamma; factorize the model as it was when the state was saved."
-            )
+def mismatch(state: Mapping[str, Tensor], shapes: Mapping[str, Size | tuple[int, ...]]) -> str:
+    """How a state's names and shapes differ from those expected, or "" if they agree."""
+    found = {
+        "missing": [name for name in shapes if name not in state],
+        "unexpected": [name for name in state if name not in shapes],
+        "wrong shape": [
+            f"{name} {tuple(state[name].shape)} instead of {tuple(shape)}"
+            for name, shape in shapes.items()
+            if name in state and state[name].shape != shape
+        ],
+    }
+    return "; ".join(f"{kind}: {_shortened(names)}" for kind, names in found.items() if names)
 
 
 def _to_readable(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -79,18 +69,34 @@ def _to_internal(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
 
 def _load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-    """The factors of the whole subtree are checked before the first tensor is copied.
+    """Compare the factors of all submodules with the state before copying the first tensor.
 
-    In the method and not in a hook: torch tells its hooks nothing of `strict`.
+    This cannot be a hook: torch does not pass `strict` to its hooks.
     """
     strict = options.get("strict", args[0] if args else True)
-    if isinstance(state_dict, Mapping):  # else torch says what it expects
+    if isinstance(state_dict, Mapping):  # otherwise torch raises its own TypeError
+        given: dict[str, Tensor] = {}
+        shapes: dict[str, Size] = {}
         for name, module in self.named_modules():
-            _check_factors(module, state_dict, f"{name}." if name else "", strict)
+            own, needed = _factors(module, state_dict, f"{name}." if name else "", strict)
+            given |= own
+            shapes |= needed
+        refuse_mismatch(given, shapes)
     return type(self).load_state_dict(self, state_dict, *args, **options)
 
 
-def _check_factors(module: nn.Module, state: Mapping[str, Tensor], prefix: str, strict: bool) -> None:
+def refuse_mismatch(state: Mapping[str, Tensor], shapes: Mapping[str, Size]) -> None:
+    if wrong := mismatch(state, shapes):
+        raise StateError(
+            f"the state does not fit the model; {wrong}. It may belong to another model, scheme, rank or gamma. "
+            'If it holds dense weights, load them before factorize(..., init="fit").'
+        )
+
+
+def _factors(
+    module: nn.Module, state: Mapping[str, Tensor], prefix: str, strict: bool
+) -> tuple[dict[str, Tensor], dict[str, Size]]:
+    """What a state holds for this module's factors, under either name, and the shapes they need."""
     names = list(_names(module))
     weights = {readable.rpartition(".")[0] for readable, _, _ in names}
     inside = tuple(f"{prefix}{weight}." for weight in weights)
@@ -102,11 +108,11 @@ def _check_factors(module: nn.Module, state: Mapping[str, Tensor], prefix: str, 
     if not strict:
         given = {name: tensor for name, tensor in given.items() if name in shapes}
         shapes = {name: shape for name, shape in shapes.items() if name in given}
-    expect(given, shapes)
+    return given, shapes
 
 
 def _names(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """(`weight.x1`, `parametrizations.weight.original0`, the factor) of each factor this module owns."""
+    """(`weight.x1`, `parametrizations.weight.original0`, the factor) for each factor of this module."""
     if not is_parametrized(module):
         return
     for parameter, chain in module.parametrizations.items():  # type: ignore[union-attr, operator]
@@ -117,7 +123,7 @@ def _names(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _drop_flat_weights_on_copy(module: nn.RNNBase) -> None:
-    """torch's RNNs keep the last composed weights in a list, and a tensor with a history cannot be copied."""
+    """torch's RNNs keep the last composed weights in a list, and deepcopy fails on tensors with a history."""
     cls = type(module)
     copy = cls.__deepcopy__  # type: ignore[attr-defined]
 
@@ -133,5 +139,5 @@ def _drop_flat_weights_on_copy(module: nn.RNNBase) -> None:
     cls.__deepcopy__ = deepcopy  # type: ignore[attr-defined]
 
 
-def _some(names: list[str]) -> str:
+def _shortened(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

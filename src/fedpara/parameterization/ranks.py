@@ -1,4 +1,4 @@
-"""How many numbers a factorized weight holds, and which rank gamma chooses.
+"""The number of parameters at a rank, and the rank for a gamma.
 
     matrix m x n (Prop. 1)         2 R (m + n) parameters,        rank(W) <= R^2
     kernel O x I x k (Prop. 3)     2 R (O + I + R k) parameters,  rank(W^(1)) <= R^2, k = k1 k2 ...
@@ -6,14 +6,14 @@
     r_max = the largest R with no more parameters than the dense weight
     r     = round((1 - gamma) r_min + gamma r_max), at least 1
 
-A matrix is the kernel formula without its core: every function takes `k`, None for a matrix.
+Every function takes `k`: None for a matrix, whose formula is the kernel's without the core.
 """
 
 from math import isqrt
 
 
 def parameters(m: int, n: int, k: int | None, r: int, halves: int = 2) -> int:
-    """halves * R (m + n [+ R k]): two halves for FedPara, one for a plain low-rank weight."""
+    """halves * R (m + n [+ R k]), with two halves for FedPara and one for a low-rank weight."""
     return halves * r * (m + n + (0 if k is None else r * k))
 
 
@@ -27,7 +27,7 @@ def r_max(m: int, n: int, k: int | None) -> int:
 
 
 def largest(m: int, n: int, k: int | None, budget: int, halves: int = 2) -> int:
-    """The largest R whose `parameters` stay within `budget`, exact in integers."""
+    """The largest R whose `parameters` stay within `budget`, in exact integer arithmetic."""
     budget //= halves
     s = m + n
     if k is None:

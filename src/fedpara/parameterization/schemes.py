@@ -1,17 +1,21 @@
-"""The ways a weight can be written as factors.
+"""The schemes: ways to write a weight as factors.
 
     FedPara    W = s(W1) * s(W2)           X1 Y1 [T1], X2 Y2 [T2]     rank(W) <= R^2
-    PFedPara   W = s(W1) * (s(W2) + 1)     the same; X2 Y2 [T2] never leave the device
+    PFedPara   W = s(W1) * (s(W2) + 1)     the same; X2 Y2 [T2] are private
     LowRank    W = X Y^T, or Tucker-2 for kernels                     rank(W) <= R
 
-A scheme is a value that says how; `write(scheme, shape)` is one weight written that way, a `Form`.
+`write(scheme, shape)` applies a scheme to the shape of one weight and returns a `Form`.
+
+To add a scheme, write a subclass of `Scheme` with `@register` above it. Configs, saved states, starting factors,
+fitting and reports need nothing else. Add its name to `choices.SCHEMES` for the command line's help.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from math import prod
-from numbers import Integral, Real
-from typing import ClassVar, Literal, Protocol
+from operator import index
+from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
@@ -21,43 +25,138 @@ from fedpara.parameterization import compose, ranks
 Nonlinearity = Literal["tanh"]
 ConvStyle = Literal["tensor", "reshape"]
 
+SIZES = ("gamma", "rank", "ratio")
+"""The options that choose a weight's rank. A scheme takes exactly one."""
 
-class Scheme(Protocol):
-    @property
-    def name(self) -> str: ...
+ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "gamma": (
+        lambda gamma: gamma is None or 0 <= gamma <= 1,
+        "0 (the lowest rank that allows full rank) to 1 (the highest that is no bigger than the dense weight)",
+    ),
+    "rank": (
+        lambda rank: rank is None or rank >= 1,
+        "a whole number of at least 1. Set gamma instead to choose each weight's rank from its shape",
+    ),
+    "ratio": (
+        lambda ratio: ratio is None or 0 < ratio <= 1,
+        "the share of the dense parameters to keep, above 0 and at most 1",
+    ),
+    "nonlinearity": (lambda s: s in compose.NONLINEARITIES, "None or 'tanh'"),
+    "conv": (lambda conv: conv in ("tensor", "reshape"), "'tensor' (Prop. 3) or 'reshape' (Prop. 1)"),
+}
+"""For each option, a test of its value and the words for what passes."""
+
+
+@dataclass(frozen=True)
+class Scheme(ABC):
+    """W = join(W1, ...), where each inner weight is W_i = X_i Y_i^T (Prop. 1) or T_i x_1 X_i x_2 Y_i (Prop. 3)."""
+
+    gamma: float | None = None
+    rank: int | None = None
+
+    name: ClassVar[str]
+    """In configs and files."""
+    title: ClassVar[str]
+    """In reports."""
+    suffixes: ClassVar[tuple[str, ...]] = ("1", "2")
+    """One per inner weight: `("1", "2")` names the factors x1 y1 t1 and x2 y2 t2."""
+    private: ClassVar[tuple[str, ...]] = ()
+    """Suffixes of the private inner weights. Their scale is fixed; the shared ones carry the scale of W."""
+    kernel_init: ClassVar[str] = "calibrated"
+    """The default initialiser of kernels (Prop. 3). Matrices start with "calibrated"."""
 
     @property
-    def suffixes(self) -> tuple[str, ...]:
-        """One suffix an inner weight: `("1", "2")` gives factors x1 y1 t1 and x2 y2 t2."""
+    def nonlinearity(self) -> Nonlinearity | None:
+        return None
 
     @property
-    def private(self) -> tuple[str, ...]:
-        """The suffixes of the inner weights that stay on the device."""
-
-    @property
-    def nonlinearity(self) -> Nonlinearity | None: ...
-
-    @property
+    @abstractmethod
     def conv(self) -> ConvStyle: ...
 
-    def rank_of(self, m: int, n: int, k: int | None) -> int: ...
+    @property
+    def degree(self) -> int:
+        """W grows by c^degree when every shared inner weight grows by c."""
+        return len(self.suffixes) - len(self.private)
 
+    def __post_init__(self) -> None:
+        options = {option.name: getattr(self, option.name) for option in fields(self)}
+        sizes = {name: value for name, value in options.items() if name in SIZES}
+        given = [name for name, value in sizes.items() if value is not None]
+        if len(given) != 1:
+            raise SchemeError(
+                f"{type(self).__name__} takes exactly one of {', '.join(sizes)}: got {' and '.join(given) or 'none'}."
+            )
+        for name, (accepts, expected) in ACCEPTED.items():
+            if name in options and not accepts(options[name]):
+                raise SchemeError(f"{name} is {options[name]!r}: expected {expected}.")
+
+    def rank_of(self, m: int, n: int, k: int | None) -> int:
+        """The rank R of the factors of an m x n matrix, or of an m x n x k kernel."""
+        if self.rank is None:
+            return self.chosen_rank(m, n, k)
+        limit = ranks.largest(m, n, k, m * n * (k or 1), halves=len(self.suffixes))
+        if self.rank > limit:
+            sides = f"{m} x {n}" + (f" x {k}" if k else "")
+            raise SchemeError(
+                f"rank {self.rank} is above {limit}, the largest that makes a {sides} weight no bigger than it is: "
+                "lower the rank, set gamma instead, or give this weight its own scheme (or False) through `where`."
+            )
+        return self.rank
+
+    def chosen_rank(self, m: int, n: int, k: int | None) -> int:
+        """The rank if no `rank` was given."""
+        assert self.gamma is not None
+        return ranks.rank_for_gamma(m, n, k, self.gamma)
+
+    @abstractmethod
     def rank_bound(self, r: int) -> int:
-        """The rank the composed weight cannot exceed, by the propositions."""
+        """An upper bound on rank(W), by the propositions."""
 
+    @abstractmethod
     def join(self, inner: Sequence[Tensor]) -> Tensor:
-        """The inner weights put together."""
+        """W from its inner weights."""
+
+    @abstractmethod
+    def split(self, w: Tensor) -> list[list[Tensor | float]]:
+        """Inner weights whose join is near `w`: one list per start of `fit`. A number is a constant inner weight."""
+
+    def s(self, w: Tensor) -> Tensor:
+        return compose.NONLINEARITIES[self.nonlinearity](w)
+
+    def s_inverse(self, w: Tensor) -> Tensor:
+        return compose.INVERSES[self.nonlinearity](w)
+
+
+S = TypeVar("S", bound=Scheme)
+SCHEMES: dict[str, type[Scheme]] = {}
+"""The registered schemes by name."""
+
+
+def register(scheme: type[S]) -> type[S]:
+    SCHEMES[scheme.name] = scheme
+    return scheme
+
+
+def make_scheme(name: str, **options: Any) -> Scheme:
+    """The registered scheme `name` with these options. An option that is None counts as not given."""
+    scheme = SCHEMES[name]
+    given = {option: value for option, value in options.items() if value is not None}
+    known = [option.name for option in fields(scheme)]
+    for option in given:
+        if option not in known:
+            raise SchemeError(f"scheme {name!r} has no {option}: leave it out. It takes {', '.join(known)}.")
+    return scheme(**given)
 
 
 @dataclass(frozen=True)
 class Form:
-    """One weight of a given shape written as factors of a given rank."""
+    """A scheme applied to one weight: its shape, its rank, and the shapes of its factors."""
 
     scheme: Scheme
     shape: tuple[int, ...]
     rank: int
     factors: Mapping[str, tuple[int, ...]] = field(compare=False)
-    channels_last: bool = field(default=False, compare=False)  # how a composed kernel lies in memory
+    channels_last: bool = field(default=False, compare=False)  # memory layout of a composed kernel
 
     @property
     def is_kernel(self) -> bool:
@@ -82,7 +181,7 @@ class Form:
         return frozenset(name for name in self.factors if name[1:] in self.scheme.private)
 
     def inner(self, factors: Sequence[Tensor]) -> list[Tensor]:
-        """W1 and W2: each from its own factors, in the order of `self.factors`."""
+        """The inner weights (W1 and W2) from factors in the order of `self.factors`."""
         each = 3 if self.is_kernel else 2
         parts = [factors[i : i + each] for i in range(0, len(factors), each)]
         if self.is_kernel:
@@ -93,164 +192,45 @@ class Form:
         return self.scheme.join(self.inner(factors))
 
 
-def write(scheme: Scheme, shape: Sequence[int]) -> Form:
-    """The form a scheme gives a weight of this shape; SchemeError where it cannot."""
+def write(scheme: Scheme, shape: Sequence[int], rank: int | None = None) -> Form:
+    """The form of a weight of this shape, at the scheme's rank for it.
+
+    An explicit `rank` may be above r_max, as in a file that another tool wrote.
+    """
     shape = tuple(shape)
-    if len(shape) < 2 or 0 in shape:
-        raise SchemeError(
-            f"{scheme.name} cannot write a weight of shape {shape}: expected two or more dimensions, none of "
-            "them 0. Leave this parameter out with `where`."
-        )
-    m, n, k = _sides(scheme, shape)
-    r = scheme.rank_of(m, n, k)
-    if not _is_rank(r):
-        raise SchemeError(f"{scheme!r} chose the rank {r!r}: expected a whole number of at least 1.")
-    r = int(r)
+    kernel = len(shape) > 2 and scheme.conv == "tensor"
+    m, n, k = (shape[0], shape[1], prod(shape[2:])) if kernel else (shape[0], prod(shape[1:]), None)
+    r = index(scheme.rank_of(m, n, k) if rank is None else rank)
     factors: dict[str, tuple[int, ...]] = {}
     for suffix in scheme.suffixes:
         factors |= {f"x{suffix}": (m, r), f"y{suffix}": (n, r)}
-        if k is not None:
+        if kernel:
             factors[f"t{suffix}"] = (r, r, *shape[2:])
     return Form(scheme, shape, r, factors)
 
 
-def _sides(scheme: Scheme, shape: tuple[int, ...]) -> tuple[int, int, int | None]:
-    if len(shape) > 2 and scheme.conv == "tensor":
-        return shape[0], shape[1], prod(shape[2:])
-    return shape[0], prod(shape[1:]), None
-
-
-def _check(scheme: "FedPara | PFedPara | LowRank", sizes: Mapping[str, object]) -> None:
-    given = [name for name, value in sizes.items() if value is not None]
-    if len(given) != 1:
-        raise SchemeError(
-            f"{type(scheme).__name__} takes exactly one of {', '.join(sizes)}: got {' and '.join(given) or 'none'}."
-        )
-    gamma, rank, ratio = sizes.get("gamma"), sizes.get("rank"), sizes.get("ratio")
-    if gamma is not None and not (isinstance(gamma, Real) and 0 <= float(gamma) <= 1):
-        raise SchemeError(
-            f"gamma must lie in [0, 1]: got {gamma!r}. 0 is the least rank that allows full rank, "
-            "1 the largest that is no bigger than the dense weight."
-        )
-    if ratio is not None and not (isinstance(ratio, Real) and 0 < float(ratio) <= 1):
-        raise SchemeError(
-            f"ratio must lie in (0, 1]: got {ratio!r}. It is the share of the dense parameters to keep."
-        )
-    if rank is not None and not _is_rank(rank):
-        raise SchemeError(
-            f"rank must be a whole number of at least 1: got {rank!r}. With gamma instead, each weight's rank is "
-            "chosen from its shape."
-        )
-    if scheme.nonlinearity not in tuple(compose.NONLINEARITIES):
-        raise SchemeError(f"nonlinearity must be None or 'tanh': got {scheme.nonlinearity!r}.")
-    if scheme.conv not in ("tensor", "reshape"):
-        raise SchemeError(f"conv must be 'tensor' (Prop. 3) or 'reshape' (Prop. 1): got {scheme.conv!r}.")
-
-
-def _is_rank(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
-
-
-def _given_rank(rank: int, limit: int, m: int, n: int, k: int | None) -> int:
-    if rank > limit:
-        sides = f"{m} x {n}" + (f" x {k}" if k else "")
-        raise SchemeError(
-            f"rank {rank} is above {limit}, the largest that makes a {sides} weight no bigger than it is: lower "
-            "the rank, set gamma instead, or give this weight its own scheme (or False) through `where`."
-        )
-    return rank
-
-
-def _hadamard_rank(scheme: "FedPara | PFedPara", m: int, n: int, k: int | None) -> int:
-    if scheme.rank is not None:
-        return _given_rank(scheme.rank, ranks.r_max(m, n, k), m, n, k)
-    assert scheme.gamma is not None
-    return ranks.rank_for_gamma(m, n, k, scheme.gamma)
-
-
+@register
 @dataclass(frozen=True)
-class FedPara:
-    """W = s(W1) * s(W2), W_i = X_i Y_i^T (Prop. 1) or T_i x_1 X_i x_2 Y_i (Prop. 3)."""
-
-    gamma: float | None = None
-    rank: int | None = None
-    nonlinearity: Nonlinearity | None = None
-    conv: ConvStyle = "tensor"
-
-    name: ClassVar[str] = "fedpara"
-    suffixes: ClassVar[tuple[str, ...]] = ("1", "2")
-    private: ClassVar[tuple[str, ...]] = ()
-
-    def __post_init__(self) -> None:
-        _check(self, {"gamma": self.gamma, "rank": self.rank})
-
-    def rank_of(self, m: int, n: int, k: int | None) -> int:
-        return _hadamard_rank(self, m, n, k)
-
-    def rank_bound(self, r: int) -> int:
-        return r * r
-
-    def join(self, inner: Sequence[Tensor]) -> Tensor:
-        return compose.fedpara(inner[0], inner[1], compose.NONLINEARITIES[self.nonlinearity])
-
-
-@dataclass(frozen=True)
-class PFedPara:
-    """W = s(W1) * (s(W2) + 1): W1 is shared, W2 stays on the device and personalises."""
-
-    gamma: float | None = None
-    rank: int | None = None
-    nonlinearity: Nonlinearity | None = None
-    conv: ConvStyle = "tensor"
-
-    name: ClassVar[str] = "pfedpara"
-    suffixes: ClassVar[tuple[str, ...]] = ("1", "2")
-    private: ClassVar[tuple[str, ...]] = ("2",)
-
-    def __post_init__(self) -> None:
-        _check(self, {"gamma": self.gamma, "rank": self.rank})
-
-    def rank_of(self, m: int, n: int, k: int | None) -> int:
-        return _hadamard_rank(self, m, n, k)
-
-    def rank_bound(self, r: int) -> int:
-        """rank(W2 + 1) <= r + 1"""
-        return r * (r + 1)
-
-    def join(self, inner: Sequence[Tensor]) -> Tensor:
-        return compose.pfedpara(inner[0], inner[1], compose.NONLINEARITIES[self.nonlinearity])
-
-
-@dataclass(frozen=True)
-class LowRank:
+class LowRank(Scheme):
     """W = X Y^T, or Tucker-2 T x_1 X x_2 Y for a kernel.
 
     `gamma` takes the largest rank that needs no more parameters than FedPara at that gamma,
     `ratio` the largest within that share of the dense weight.
     """
 
-    gamma: float | None = None
-    rank: int | None = None
     ratio: float | None = None
     conv: ConvStyle = "tensor"
 
-    name: ClassVar[str] = "lowrank"
-    suffixes: ClassVar[tuple[str, ...]] = ("",)
-    private: ClassVar[tuple[str, ...]] = ()
-    nonlinearity: ClassVar[Nonlinearity | None] = None
+    name = "lowrank"
+    title = "low-rank"
+    suffixes = ("",)
 
-    def __post_init__(self) -> None:
-        _check(self, {"gamma": self.gamma, "rank": self.rank, "ratio": self.ratio})
-
-    def rank_of(self, m: int, n: int, k: int | None) -> int:
-        dense = m * n * (k or 1)
-        if self.rank is not None:
-            return _given_rank(self.rank, ranks.largest(m, n, k, dense, halves=1), m, n, k)
+    def chosen_rank(self, m: int, n: int, k: int | None) -> int:
         if self.ratio is not None:
+            dense = m * n * (k or 1)
             budget = int(self.ratio * dense)
         else:
-            assert self.gamma is not None
-            budget = ranks.parameters(m, n, k, ranks.rank_for_gamma(m, n, k, self.gamma))
+            budget = ranks.parameters(m, n, k, super().chosen_rank(m, n, k))
         return max(1, ranks.largest(m, n, k, budget, halves=1))
 
     def rank_bound(self, r: int) -> int:
@@ -259,7 +239,56 @@ class LowRank:
     def join(self, inner: Sequence[Tensor]) -> Tensor:
         return inner[0]
 
+    def split(self, w: Tensor) -> list[list[Tensor | float]]:
+        return [[w]]
 
-SCHEMES: dict[str, type[FedPara] | type[PFedPara] | type[LowRank]] = {
-    scheme.name: scheme for scheme in (FedPara, PFedPara, LowRank)
-}
+
+@register
+@dataclass(frozen=True)
+class FedPara(Scheme):
+    """W = s(W1) * s(W2), W_i = X_i Y_i^T (Prop. 1) or T_i x_1 X_i x_2 Y_i (Prop. 3)."""
+
+    nonlinearity: Nonlinearity | None = None
+    conv: ConvStyle = "tensor"
+
+    name = "fedpara"
+    title = "FedPara"
+    kernel_init = "fan_out"
+
+    def rank_bound(self, r: int) -> int:
+        return r * r
+
+    def join(self, inner: Sequence[Tensor]) -> Tensor:
+        return self.s(inner[0]) * self.s(inner[1])
+
+    def split(self, w: Tensor) -> list[list[Tensor | float]]:
+        """W and all ones; sign(W) sqrt|W| and sqrt|W|."""
+        one, root = self.s_inverse(w.new_ones(())), w.abs().sqrt()
+        return [
+            [self.s_inverse(w / self.s(one)), float(one)],
+            [self.s_inverse(w.sign() * root), self.s_inverse(root)],
+        ]
+
+
+@register
+@dataclass(frozen=True)
+class PFedPara(Scheme):
+    """W = s(W1) * (s(W2) + 1): W1 is shared, W2 is private and personalises the model."""
+
+    nonlinearity: Nonlinearity | None = None
+    conv: ConvStyle = "tensor"
+
+    name = "pfedpara"
+    title = "pFedPara"
+    private = ("2",)
+
+    def rank_bound(self, r: int) -> int:
+        """rank(W2 + 1) <= r + 1"""
+        return r * (r + 1)
+
+    def join(self, inner: Sequence[Tensor]) -> Tensor:
+        return self.s(inner[0]) * (self.s(inner[1]) + 1)
+
+    def split(self, w: Tensor) -> list[list[Tensor | float]]:
+        """W and all zeros."""
+        return [[self.s_inverse(w), 0.0]]

@@ -1,4 +1,4 @@
-"""Which weights become factors, and why the others do not. Nothing is changed here."""
+"""Which weights become factors, and why the others stay dense. Nothing here changes the model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from math import prod
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fedpara.errors import SchemeError, expect_kind
+from fedpara.errors import SchemeError
 from fedpara.parameterization.schemes import Form, Scheme, write
 
 Where = Callable[[str, nn.Module, str], "bool | Scheme"]
@@ -15,7 +15,7 @@ Where = Callable[[str, nn.Module, str], "bool | Scheme"]
 
 @dataclass(frozen=True)
 class Choice:
-    """One parameter of the model: the form it takes, or the reason it stays as it is."""
+    """One parameter of the model: the form it takes, or the reason it stays dense."""
 
     name: str
     weight: nn.Parameter
@@ -31,20 +31,13 @@ class Choice:
 def plan(
     model: nn.Module, scheme: Scheme, where: Where | None = None, *, force: bool = False
 ) -> list[Choice]:
-    """A choice for every parameter, in the model's order. A weight that several modules share is one choice.
-
-    True from `where` is for weights: a parameter of fewer than two dimensions stays as it is.
-    """
-    expect_kind("model", model, nn.Module, SchemeError)
-    if where is not None and not callable(where):
-        raise SchemeError(f"`where` is {where!r}: expected a function of (name, module, parameter name).")
+    """What `factorize` does with each parameter, in the model's order. A shared weight is one choice."""
     for name, module in model.named_modules():
-        if isinstance(module, parametrize.ParametrizationList) and isinstance(
-            getattr(module[0], "form", None), Form
-        ):
+        is_list = isinstance(module, parametrize.ParametrizationList)
+        if is_list and isinstance(getattr(module[0], "form", None), Form):
             raise SchemeError(
-                f"{type(model).__name__} is factorized already ({name.replace('.parametrizations', '')} is made of "
-                "factors): expected plain weights. Merge it first, or factorize a fresh model."
+                f"{type(model).__name__} is already factorized ({name.replace('.parametrizations', '')} has factors): "
+                "merge it first, or factorize a fresh model."
             )
     return [
         _choose(names, owners, weight, scheme, where, force) for names, owners, weight in _parameters(model)
@@ -73,26 +66,19 @@ def _choose(
         for name, (module, parameter) in zip(names, owners, strict=True)
     ]
     answer = next((a for a in answers if a is not False), False)
-    if weight.dim() < 2 and (answer is False or answer is True):
+    if weight.dim() < 2:
         return choice(None, "one-dimensional")
     if answer is False:
         return choice(None, "not chosen")
     if not weight.is_floating_point():
-        raise SchemeError(
-            f"{names[0]} holds {str(weight.dtype).removeprefix('torch.')}: expected floating-point numbers, which "
-            "factors can be multiplied into. Leave this parameter out with `where`."
-        )
+        return choice(None, "not floating-point")
     if any(getattr(module, "sparse", False) is True for module, _ in owners):
-        raise SchemeError(
-            f"the gradient of {names[0]} is sparse, and factors have none such: expected an embedding with "
-            "sparse=False. Set it so, or leave this parameter out with `where`."
-        )
+        return choice(None, "its gradient is sparse, and the gradients of factors are dense")
     own = scheme if answer is True else answer
-    if not hasattr(own, "rank_of") or isinstance(own, type):
-        said = "the scheme is" if answer is True else "`where` answered"
-        others = "" if answer is True else "True, False or "
+    if not isinstance(own, Scheme):
         raise SchemeError(
-            f"{said} {own!r} for {names[0]}: expected {others}a scheme, such as FedPara(gamma=0.1)."
+            f"the scheme of {names[0]} is {own!r}: expected a scheme, such as FedPara(gamma=0.1). `where` may also "
+            "return True or False."
         )
     try:
         form = write(own, weight.shape)
@@ -100,42 +86,37 @@ def _choose(
         raise SchemeError(f"{names[0]}: {error}") from None
     if form.parameters >= form.dense_parameters and not force:
         return choice(
-            None, f"its factors ({form.parameters:,}) would be no smaller than it ({weight.numel():,})"
+            None,
+            f"its factors ({form.parameters:,}) would be no smaller than the weight ({weight.numel():,})",
         )
     if _too_thin(form) and not force:
         return choice(
-            None, f"rank {form.rank} would make it smaller, but not of full rank, and no rank does both"
+            None, f"rank {form.rank} would make it smaller but not of full rank, and no rank does both"
         )
-    if _of_one_filter(form) and not force:
-        return choice(None, "rank 1 would make each of its filters a multiple of one and the same")
+    if _has_one_filter(form) and not force:
+        return choice(None, "rank 1 would make all its filters multiples of one filter")
     if any(getattr(module, "padding_idx", None) is not None for module, _ in owners) and not force:
-        return choice(None, "its padding row must stay as it is, which factors cannot promise")
+        return choice(None, "its padding row must stay fixed, and training factors would change it")
     return choice(form, "")
 
 
 def _too_thin(form: Form) -> bool:
-    """Where r_max < r_min, gamma chooses a rank between the two, too low for a product of full rank."""
-    if getattr(form.scheme, "gamma", None) is None or len(form.scheme.suffixes) < 2:
+    """Where r_max < r_min, gamma chooses a rank between them, which is too low for a product of full rank."""
+    if form.scheme.gamma is None or len(form.scheme.suffixes) < 2:
         return False
     m, n = form.shape[0], form.shape[1] if form.is_kernel else prod(form.shape[1:])
     return form.scheme.rank_bound(form.rank) < min(m, n)
 
 
-def _of_one_filter(form: Form) -> bool:
-    """With one channel on a side, as in depthwise layers or on grey images, r_min is 1: enough by the rule only."""
-    return getattr(form.scheme, "gamma", None) is not None and form.is_kernel and form.max_rank == 1
+def _has_one_filter(form: Form) -> bool:
+    """With one channel on a side (depthwise layers, grey images) r_min is 1, which satisfies only the formula."""
+    return form.scheme.gamma is not None and form.is_kernel and form.max_rank == 1
 
 
 def _parameters(model: nn.Module) -> list[tuple[list[str], list[tuple[nn.Module, str]], nn.Parameter]]:
     found: dict[int, tuple[list[str], list[tuple[nn.Module, str]], nn.Parameter]] = {}
     for prefix, module in model.named_modules():
         for parameter, weight in module.named_parameters(recurse=False, remove_duplicate=False):
-            if isinstance(weight, nn.UninitializedParameter):
-                raise SchemeError(
-                    f"{prefix}.{parameter}".lstrip(".")
-                    + " has no shape yet: expected a model whose lazy modules "
-                    "have run. Pass one batch through it first."
-                )
             names, owners, _ = found.setdefault(id(weight), ([], [], weight))
             names.append(f"{prefix}.{parameter}" if prefix else parameter)
             owners.append((module, parameter))
