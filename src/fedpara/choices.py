@@ -10,7 +10,8 @@ MODELS = (
     *("vgg16", "vgg16-nodrop", "vgg16-nobias", "vgg16-gn2", "vgg16-gn2-nodrop", "vgg16-narrow", "vgg16-tiny"),
     *("resnet18", "resnet18-gn", "resnet18-tiny", "lstm", "lstm-tiny", "mlp", "deep-mlp", "cnn"),
 )
-"""Copies of `data.names()` and `models.names()`, whose modules import torch. A test compares them."""
+SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
+"""Copies of the names in `data`, `models` and `parameterization`, which import torch. A test compares them."""
 SPLITS = ("iid", "dirichlet", "dirichlet-capped", "shards", "owner", "largest")
 ENGINES = ("auto", "sequential", "batched", "flower")
 FORMATS = ("html", "markdown", "csv", "latex", "png", "svg")

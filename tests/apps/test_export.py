@@ -86,7 +86,7 @@ def test_no_file_of_a_run_is_replaced(cli, tmp_path):
     assert "run/checkpoint.safetensors" in own
     for name in (*own, "link/config.toml", "run/nodes.txt", "run/clients/new.safetensors", kept):
         code, _, err = cli("export", "run", "--client", 0, "--out", name, "--overwrite")
-        assert (code, "of the run's own" in " ".join(err.split())) == (2, True), (name, err)
+        assert (code, "belongs to the run" in " ".join(err.split())) == (2, True), (name, err)
     assert contents(tmp_path / "run") == before
     for _ in range(2):
         assert cli("export", "run", "--client", 0, "--out", "run/mine.safetensors", "--overwrite")[0] == 0

@@ -24,7 +24,7 @@ BAD = {
     "split": (["run", "--split", "dirichlett"], 2, "did you mean 'dirichlet'"),
     "cohort above clients": (["run", "--clients", "5", "--cohort", "6"], 2, "cohort"),
     "zero rounds": (["run", "--rounds", "0"], 2, "rounds is 0"),
-    "alpha": (["run", "--alpha", "0"], 2, "alpha is 0.0"),
+    "alpha": (["run", "--alpha", "0"], 2, "alpha = 0.0"),
     "gamma": (["run", "--gamma", "1.5"], 2, "gamma"),
     "rank": (["run", "--rank", "0"], 2, "rank"),
     "more clients than examples": (["run", "--clients", "5000"], 2, "5000"),

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fedpara import choices, data, models
+from fedpara import choices, data, models, parameterization
 
 HEAVY = {"torch", "numpy", "sklearn", "safetensors", "matplotlib", "flwr"}
 PROGRAM = """
@@ -54,6 +54,7 @@ def test_a_command_imports_torch_once_its_options_are_valid():
 def test_choices_equal_the_registries():
     assert [*choices.DATASETS] == data.names()
     assert [*choices.MODELS] == models.names()
+    assert ("original", *parameterization.SCHEMES) == choices.SCHEMES
 
 
 def test_ctrl_c_during_the_import_of_torch(tmp_path):

@@ -17,6 +17,7 @@ from fedpara.choices import (
     MODELS,
     PAPER_RESULTS,
     PAPER_RUNS,
+    SCHEMES,
     SPLITS,
 )
 
@@ -30,7 +31,7 @@ Track = Annotated[str, typer.Option(help="Also log to tensorboard, mlflow or wan
 
 def inspect(
     model: Annotated[str, typer.Argument(help="A library model, or package.module:function.")],
-    scheme: Annotated[str, typer.Option(help="fedpara, pfedpara or lowrank.")] = "fedpara",
+    scheme: Annotated[str, typer.Option(help=", ".join(SCHEMES[1:]))] = "fedpara",
     gamma: Annotated[
         float | None, typer.Option(help="Size: from the smallest full rank (0) to dense (1).")
     ] = None,
@@ -70,7 +71,7 @@ def run(
         typer.Option(help=f"{', '.join(DATASETS)}; generated:NAME (synthetic), hub:OWNER/NAME@REVISION"),
     ] = None,
     model: Annotated[str | None, typer.Option(help=", ".join(MODELS))] = None,
-    scheme: Annotated[str | None, typer.Option(help="original, lowrank, fedpara, pfedpara")] = None,
+    scheme: Annotated[str | None, typer.Option(help=", ".join(SCHEMES))] = None,
     gamma: Annotated[
         float | None, typer.Option(help="Size: from the smallest full rank (0) to dense (1).")
     ] = None,

@@ -11,6 +11,7 @@ from torch import nn
 from fedpara import models
 from fedpara.apps.named_model import is_custom
 from fedpara.apps.terminal.table import empty_table, print_table
+from fedpara.choices import SCHEMES
 from fedpara.errors import UsageError
 from fedpara.experiments.build import build_scheme
 from fedpara.experiments.config import Experiment
@@ -35,7 +36,7 @@ def inspect(
     fields = {"scheme": scheme, "gamma": gamma, "rank": rank, "ratio": ratio}
     wanted = build_scheme(replace(Experiment(), nonlinearity=nonlinearity, conv=conv, **fields))  # type: ignore[arg-type]
     if wanted is None:
-        raise UsageError("scheme 'original' factorizes nothing: choose fedpara, pfedpara or lowrank.")
+        raise UsageError(f"scheme 'original' factorizes nothing: choose one of {', '.join(SCHEMES[1:])}.")
     network, rule = load_model(model, classes)
     choices = plan(network, wanted, None if every else rule, force=force)
     if as_json:

@@ -1,7 +1,7 @@
 """Turn an Experiment into the objects that it names."""
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from os import PathLike
@@ -75,19 +75,15 @@ def build_algorithm(experiment: Experiment) -> Algorithm:
 
 def build_scheme(experiment: Experiment) -> Scheme | None:
     """The scheme, or None for the original weights."""
-    kind = parameterization.SCHEMES.get(experiment.scheme)
-    accepted = ("init", *(f.name for f in fields(kind))) if kind else ()
-    options = ("gamma", "rank", "ratio", "nonlinearity", "init")
-    given = {name: value for name in options if (value := getattr(experiment, name)) is not None}
-    for name in given:
-        if name not in accepted:
-            raise ConfigError(f"scheme {experiment.scheme!r} has no {name}: leave it out.")
-    if kind is None:
+    options = {name: getattr(experiment, name) for name in ("gamma", "rank", "ratio", "nonlinearity")}
+    if experiment.scheme == "original":
+        given = [name for name in (*options, "init") if getattr(experiment, name) is not None]
+        if given:
+            raise ConfigError(f"scheme 'original' has no {given[0]}: leave it out.")
         return None
-    given.pop("init", None)  # for `build_model`
-    if not given.keys() & {"gamma", "rank", "ratio"}:
-        given["gamma"] = DEFAULT_GAMMA
-    return kind(conv=experiment.conv, **given)  # type: ignore[arg-type]
+    if all(options[size] is None for size in ("gamma", "rank", "ratio")):
+        options["gamma"] = DEFAULT_GAMMA
+    return parameterization.make_scheme(experiment.scheme, conv=experiment.conv, **options)
 
 
 def build_model(

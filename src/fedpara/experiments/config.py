@@ -11,7 +11,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, get_args
 
-from fedpara import algorithms, models
+from fedpara import algorithms, models, parameterization
 from fedpara.algorithms.core import Weighting
 from fedpara.choices import ENGINES, SPLITS
 from fedpara.engines.settings import Precision, Share
@@ -21,8 +21,10 @@ from fedpara.errors import ConfigError, among
 OWNED = ("owner", "largest")
 """Splits whose clients are the owners of the examples."""
 
+TITLES = {"original": "original"} | {name: scheme.title for name, scheme in parameterization.SCHEMES.items()}
+"""How reports name the schemes."""
 CHOICES: dict[str, Sequence[str]] = {
-    "scheme": ("original", "lowrank", "fedpara", "pfedpara"),
+    "scheme": ("original", *parameterization.SCHEMES),
     "split": SPLITS,
     "model": models.names(),
     "algorithm": algorithms.names(),

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fedpara.experiments import Experiment, Summary
-from fedpara.experiments.config import FREE, OWNED
+from fedpara.experiments.config import FREE, OWNED, TITLES
 from fedpara.experiments.paper.measures import GIGABYTE, asked
 
 _SETS = {
@@ -25,7 +25,6 @@ _SPLITS = {
     "largest": "by writer",
     "shards": "two classes per client",
 }
-_SCHEMES = {"original": "original", "lowrank": "low-rank", "fedpara": "FedPara", "pfedpara": "pFedPara"}
 _ALGORITHMS = {"fedprox": "FedProx", "scaffold": "SCAFFOLD", "feddyn": "FedDyn", "fedadam": "FedAdam"}
 _SHARES = {"none": "Local", "fedper": "FedPer"}
 
@@ -160,7 +159,7 @@ def label_of(experiment: Experiment) -> str:
     elif e.personal and e.scheme == "original":
         words = ["FedAvg's global model"]
     else:
-        words = [_SCHEMES[e.scheme]]
+        words = [TITLES[e.scheme]]
     if e.gamma is not None and e.scheme != "lowrank":
         words.append(f"γ {e.gamma:g}")
     if e.algorithm != "fedavg":

@@ -148,7 +148,7 @@ def test_a_stopped_run_is_not_waited_for(tmp_path):
 
 def test_a_run_with_client_memory_stays_on_its_engine(tmp_path):
     run_on_nodes(replace(BASE, **CASES["scaffold"]), tmp_path / "a")
-    with pytest.raises(RunError, match="go on with --engine flower"):
+    with pytest.raises(RunError, match="resume with --engine flower"):
         resume(tmp_path / "a", rounds=4, engine="sequential")
     run_sequentially(replace(BASE, rounds=5), tmp_path / "b")
     run_on_nodes(BASE, tmp_path / "c")

@@ -43,7 +43,7 @@ FAULTS = {
     "round": (spoilt(recoded(dict, round=7)), "it is of round 7: expected 2"),
     "stale": (spoilt(lambda a: replace(a, round=1)), "client 1 in round 1: expected client 1 in round 2"),
     "name": (spoilt(lambda a: replace(a, client=3)), "for client 3 in round 2"),
-    "forged": (spoilt(recoded(dict, sender="client:3")), "in the name of client 1"),
+    "forged": (spoilt(recoded(dict, sender="client:3")), "names client:3 as its sender"),
     "scheme": (spoilt(recoded(dict, scheme="dense")), "it is of scheme 'dense'"),
     "cut": (spoilt(lambda a: replace(a, message=a.message[:-9])), "does not match its digest"),
     "noise": (spoilt(lambda a: replace(a, message=bytes(1000))), "expected b'FPM1'"),
@@ -89,7 +89,7 @@ def test_a_late_response_is_rejected_and_logged(tmp_path):
         {"client": 2, "reason": "no reply within 100 s"}
     ]
     assert read_run(tmp_path / "a").metrics[1]["refused"] == []
-    assert "round 3: client 2's reply of round 1 came too late and is refused" in log(tmp_path / "a")
+    assert "round 3: client 2's reply to round 1 came too late and is refused" in log(tmp_path / "a")
     up = [line["up"] for line in read_run(tmp_path / "a").metrics]
     assert up[0] == up[1] / 5 * 4  # five clients' messages are of one size
     assert up[2] == up[1] / 5 * 6, "a late message counts as sent"
@@ -114,7 +114,7 @@ def test_too_few_valid_replies_keep_the_model(tmp_path, case):
     transport.change = lambda request, packet: "lost" if request.round == 2 and request.client > 1 else packet
     run_on_nodes(experiment, tmp_path / "a", transport, policy=Policy(deadline=100, wait=5, minimum=3))
     run_on_nodes(replace(experiment, rounds=1), tmp_path / "b")
-    assert "round 2 had 2 of 3 usable updates: the model is kept as it was" in log(tmp_path / "a")
+    assert "round 2 had 2 of 3 usable updates: the model stays unchanged" in log(tmp_path / "a")
     states = [final_checkpoint(tmp_path / name).state for name in "ab"]
     assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
 

@@ -110,7 +110,7 @@ def test_a_non_finite_aggregate_of_finite_updates_is_not_saved(tmp_path, algorit
     transport.change = vast
     experiment = replace(BASE, algorithm=algorithm, cohort=5)
     with pytest.raises(
-        RunError, match=r"round 2: the aggregated model.*The state before it is kept.*max_norm"
+        RunError, match=r"round 2: the aggregated model.*The state before this round is kept.*max_norm"
     ):
         run_on_nodes(experiment, tmp_path / "a", transport)
     assert len(read_run(tmp_path / "a").metrics) == 1
