@@ -37,14 +37,6 @@ def install(extra: str) -> str:
     return f"install fedpara's extra {extra!r}; in a checkout: pip install '.[{extra}]'."
 
 
-def expect_kind(what: str, value: object, kind: type, error: "type[FedParaError]") -> None:
-    """Raise `error` if an argument is not an instance of `kind`."""
-    if not isinstance(value, kind):
-        got = f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
-        whose = "" if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}'s "
-        raise error(f"{what} is {got}: expected {whose}{kind.__name__}.")
-
-
 class FedParaError(Exception):
     pass
 

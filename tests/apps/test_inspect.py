@@ -61,7 +61,7 @@ def test_a_custom_model(cli, tmp_path):
     for target, says in (
         ("theirs:biuld", "Did you mean 'build'"),
         ("theirs:broken", "KeyError"),
-        ("theirs:number", "no function 'number'"),
+        ("theirs:number", "'int' object is not callable"),
         ("nowhere:build", "could not be imported"),
         ("theirs:", "does not name a function"),
     ):

@@ -139,13 +139,6 @@ def test_an_existing_run_is_kept_and_the_error_shows_how_to_resume_it(cli):
     assert "fedpara resume a" in err
 
 
-def test_an_invalid_world_size(cli, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    code, out, err = cli("inspect", "mlp")
-    assert (code, out) == (2, "")
-    assert "WORLD_SIZE is 'two'" in err
-
-
 def test_a_preset_is_not_written_into_a_run_folder(cli, tmp_path):
     assert cli("run", *TINY, "--rounds", "1", "--out", "a")[0] == 0
     before = sorted(path.name for path in (tmp_path / "a").iterdir())

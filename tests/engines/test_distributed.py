@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 import fedpara as fp
 from fedpara import algorithms, data, models
 from fedpara.apps import cli
-from fedpara.engines.distributed.process_group import all_gather, place
-from fedpara.errors import ConfigError, FedParaError, RunError
+from fedpara.engines.distributed.process_group import all_gather
+from fedpara.errors import FedParaError, RunError
 from fedpara.experiments import Experiment, read_run, resume, run
 from fedpara.experiments.config import to_toml
 from fedpara.experiments.storage.tensor_files import read_tensors
@@ -329,11 +329,3 @@ def test_more_ranks_than_gpus_are_refused_by_all(tmp_path):
 if __name__ == "__main__":
     simulations(Path(sys.argv[1]), int(os.environ["RANK"]))
     commands()
-
-
-@pytest.mark.parametrize("set", [{"WORLD_SIZE": "abc"}, {"WORLD_SIZE": "2", "RANK": "abc"}])
-def test_an_environment_that_is_not_torchruns_is_refused(monkeypatch, set):
-    for name, value in set.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="is 'abc': torchrun sets a whole number"):
-        place()

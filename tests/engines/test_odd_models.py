@@ -192,7 +192,7 @@ def test_torchs_old_weight_norm_is_refused_by_name(world, engine):
         world.simulate(world.model("original", network), engine=engine)
 
 
-@pytest.mark.parametrize("field", ["rounds", "cohort", "evaluate_every", "seed"])
+@pytest.mark.parametrize("field", ["rounds", "cohort", "evaluate_every"])
 def test_counts_are_whole_numbers(world, field):
     with pytest.raises(ConfigError, match=rf"{field} is 1\.5: expected .*whole number"):
         world.simulate(world.model(), **{field: 1.5})

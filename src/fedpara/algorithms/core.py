@@ -223,9 +223,6 @@ def expect_variables(algorithm: str, function: str, made: Any) -> Variables:
     return made
 
 
-expect_groups = expect_variables  # the old name
-
-
 def expect_like(algorithm: str, function: str, made: Any, x: State) -> None:
     """Raise ConfigError if a custom algorithm's function did not return x's names, shapes and types."""
     given = made if isinstance(made, dict) else {}

@@ -13,7 +13,6 @@ from typing import Any
 
 import typer
 
-from fedpara.apps.named_model import refuse_users
 from fedpara.apps.terminal.progress import Show, say
 from fedpara.apps.terminal.results import json_of, print_runs
 from fedpara.engines.distributed.process_group import Part, join
@@ -39,7 +38,6 @@ def run(
     as_json: bool,
 ) -> None:
     """`given` holds the experiment's fields that were given as options."""
-    refuse_users(given)
     if option:
         given = {**given, "options": read_options(option)}
     require(track)

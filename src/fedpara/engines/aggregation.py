@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fedpara.algorithms import Algorithm, FromMean, Update, Variables
-from fedpara.algorithms.core import MeanOfUpdates, Weighting, expect_groups, expect_like
+from fedpara.algorithms.core import MeanOfUpdates, Weighting, expect_like, expect_variables
 from fedpara.engines.transfer import HOST, device_of, move, move_variables
 from fedpara.errors import ConfigError
 from fedpara.state import State, WeightedSum
@@ -61,7 +61,7 @@ def _checked(algorithm: Algorithm, made: tuple[State, Variables], x: State) -> t
             f"{said} {type(made).__name__}: expected (the new x, the server's new variables), two dicts."
         )
     expect_like(algorithm.name, "aggregate", made[0], x)
-    expect_groups(algorithm.name, "aggregate", made[1])
+    expect_variables(algorithm.name, "aggregate", made[1])
     return made
 
 

@@ -4,13 +4,15 @@ The algorithm's functions are called once, one gradient is computed on one examp
 one example of each test set is scored.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from fedpara.algorithms import Algorithm, Local
-from fedpara.algorithms.core import expect_groups, expect_like
+from fedpara.algorithms.core import expect_like, expect_variables
 from fedpara.data import Examples, FederatedData, normalise
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import Program
@@ -21,21 +23,41 @@ from fedpara.errors import ConfigError, in_a_line
 from fedpara.parameterization import covered
 from fedpara.state import State, zeros_like
 
+Problem = tuple[str, Exception | None]
+"""A sentence for the user, and the error that it explains."""
+
 
 def check_run(session: Session, task: Task, data: FederatedData, settings: Settings, personal: bool) -> None:
-    """ConfigError for a run that cannot work, in one sentence that says why."""
-    program = session.program
+    """ConfigError for a run that cannot work, with the first problem found."""
+    for text, cause in _problems(session, task, data, settings, personal):
+        raise ConfigError(text) from cause
+
+
+def _problems(
+    session: Session, task: Task, data: FederatedData, settings: Settings, personal: bool
+) -> Iterator[Problem]:
+    program, local = session.program, session.algorithm.local
     if settings.cohort > len(data):
-        raise ConfigError(f"a cohort of {settings.cohort} from {len(data)} clients: choose a smaller cohort.")
+        yield f"a cohort of {settings.cohort} from {len(data)} clients: choose a smaller cohort.", None
     if task.augment == "crop-flip" and len(data.train.shape) != 3:
-        raise ConfigError(
-            f"crop-flip needs images, and the examples have shape {data.train.shape}: use 'none'."
+        yield f"crop-flip needs images, and the examples have shape {data.train.shape}: use 'none'.", None
+    if local.jacobian and (reason := _no_jacobian(program)):
+        yield f"the Jacobian correction {reason}. Leave the correction out.", None
+    yield from _of_algorithm(session.algorithm, program.start(program.shared))
+    if len(data.train) and (error := _failure(program, data, local, 1)) is not None:
+        yield from _of_training(program, data, local, error)
+    if personal and not data.has_personal:
+        yield "personal=True scores each client's own model, and no client has test data.", None
+    if task.test is not None and not program.private:
+        yield from _of_test_set(program, "the test data", task.test)
+    if personal and data.personal is not None:
+        yield from _of_test_set(program, "the clients' test data", data.personal[0])
+    if settings.target is not None and not personal and (program.private or task.test is None):
+        yield (
+            f"a target of {settings.target} needs test data to be measured on: give the Task a test set, or the "
+            "clients test data where parts of the model are private.",
+            None,
         )
-    if session.algorithm.local.jacobian and (reason := _no_jacobian(program)):
-        raise ConfigError(f"the Jacobian correction {reason}. Leave the correction out.")
-    _check_algorithm(session.algorithm, program.start(program.shared))
-    _check_training(program, data, session.algorithm.local)
-    _check_scoring(program, task, data, settings, personal)
 
 
 def _no_jacobian(program: Program) -> str:
@@ -49,76 +71,51 @@ def _no_jacobian(program: Program) -> str:
     return ""
 
 
-def _check_algorithm(a: Algorithm, x: State) -> None:
+def _of_algorithm(a: Algorithm, x: State) -> Iterator[Problem]:
     """Calls every function of the algorithm once, except `aggregate`."""
-    broadcast = expect_groups(
-        a.name, "broadcast", a.broadcast(expect_groups(a.name, "server_init", a.server_init(x)))
-    )
-    first = expect_groups(a.name, "client_init", a.client_init(x))
+    server = expect_variables(a.name, "server_init", a.server_init(x))
+    broadcast = expect_variables(a.name, "broadcast", a.broadcast(server))
+    first = expect_variables(a.name, "client_init", a.client_init(x))
     expect_like(a.name, "correct", a.correct(zeros_like(x), x, x, broadcast, first), x)
-    made = a.finish(x, x, broadcast, first, 1, 1.0)
+    made: Any = a.finish(x, x, broadcast, first, 1, 1.0)
     if not (isinstance(made, tuple) and len(made) == 2):
-        raise ConfigError(
-            f"algorithm {a.name!r}: finish returned {type(made).__name__}: expected a pair of dicts, what the client "
-            "sends and its new variables."
-        )
-    extra, kept = (expect_groups(a.name, "finish", part) for part in made)
+        what = "expected a pair of dicts, what the client sends and its new variables."
+        yield f"algorithm {a.name!r}: finish returned {type(made).__name__}: {what}", None
+    extra, kept = (expect_variables(a.name, "finish", part) for part in made)
     if taken := {PRIVATE, ""} & {*first, *kept, *broadcast, *extra}:
-        raise ConfigError(
-            f"algorithm {a.name!r} names a variable {taken.pop()!r}, which is reserved: rename it."
-        )
+        yield f"algorithm {a.name!r} names a variable {taken.pop()!r}, which is reserved: rename it.", None
     if any(state.keys() != first.get(name, {}).keys() for name, state in kept.items()):
-        raise ConfigError(
-            f"algorithm {a.name!r}: finish returns client variables with other names than client_init: expected the "
-            "same names."
-        )
+        what = "client variables with other names than client_init: expected the same names."
+        yield f"algorithm {a.name!r}: finish returns {what}", None
 
 
-def _check_training(program: Program, data: FederatedData, local: Local) -> None:
-    """ConfigError for a model that cannot train on these examples in these batches."""
-    if not len(data.train) or (error := _failure(program, data, local, 1)) is None:
-        return
+def _of_training(program: Program, data: FederatedData, local: Local, error: Exception) -> Iterator[Problem]:
+    """Why the model cannot train on one example, where that matters."""
     said = in_a_line(error).rstrip(".")
-    if _failure(program, data, local, 2) is None:
-        if smallest_batch(data, local) != 1:  # asks every client for its size, so only where it matters
-            return
-        raise ConfigError(
+    if _failure(program, data, local, 2) is not None:
+        advice = _cure(program, data) if "type" in said else ""
+        yield (
+            f"the model cannot train on {_read(data, 1).inputs.dtype} examples of shape {data.train.shape} with labels "
+            f"up to {int(data.train.labels.max())}: {said}.{advice}",
+            error,
+        )
+    elif smallest_batch(data, local) == 1:  # asks every client for its size, so only where it matters
+        yield (
             f"the model cannot train on a batch of one example, and some client has such a batch ({said}). Choose "
-            "another batch size, or a model without BatchNorm."
-        ) from error
-    raise ConfigError(
-        f"the model cannot train on {_read(data, 1).inputs.dtype} examples of shape {data.train.shape} with labels up "
-        f"to {int(data.train.labels.max())}: {said}.{_cure(program, data) if 'type' in said else ''}"
-    ) from error
-
-
-def _check_scoring(
-    program: Program, task: Task, data: FederatedData, settings: Settings, personal: bool
-) -> None:
-    if personal and not data.has_personal:
-        raise ConfigError("personal=True scores each client's own model, and no client has test data.")
-    if task.test is not None and not program.private:
-        _check_test_set(program, "the test data", task.test)
-    if personal and data.personal is not None:
-        _check_test_set(program, "the clients' test data", data.personal[0])
-    if settings.target is not None and not personal and (program.private or task.test is None):
-        raise ConfigError(
-            f"a target of {settings.target} needs test data to be measured on: give the Task a test set, or the "
-            "clients test data where parts of the model are private."
+            "another batch size, or a model without BatchNorm.",
+            error,
         )
 
 
-def _check_test_set(program: Program, what: str, test: Examples) -> None:
+def _of_test_set(program: Program, what: str, test: Examples) -> Iterator[Problem]:
     if not len(test):
-        raise ConfigError(f"{what} hold no example: give some, or None.")
+        yield f"{what} hold no example: give some, or None.", None
     some = test.subset([int(test.labels.argmax())])
     try:
         Worker(program).evaluate(program.initial, some)
     except Exception as error:
-        raise ConfigError(
-            f"the model cannot be scored on {what}, {test.inputs.dtype} of shape {test.shape} with labels up to "
-            f"{int(test.labels.max())}: {in_a_line(error).rstrip('.')}."
-        ) from error
+        kind = f"{test.inputs.dtype} of shape {test.shape} with labels up to {int(test.labels.max())}"
+        yield f"the model cannot be scored on {what}, {kind}: {in_a_line(error).rstrip('.')}.", error
 
 
 def _cure(program: Program, data: FederatedData) -> str:

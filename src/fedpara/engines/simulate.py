@@ -115,29 +115,27 @@ def simulate(
     set, it is the mean over the cohort of each client's own model on its own test data, after training and before
     aggregation.
 
-    Args:
-        task: The model, its test set and the augmentation.
-        data: Who holds which examples.
-        algorithm: Such as `algorithms.fedavg(lr=0.1)`.
-        rounds: How many rounds to run.
-        cohort: How many clients take part in each round.
-        seed: Decides every random draw of the run.
-        link: The encoding of messages in each direction, such as `Link(up="float16")`.
-        share: What clients send: "all", "fedper" (all but the last layer) or "none". pFedPara's second factors are
-            never sent.
-        engine: "auto", "batched" or "sequential".
-        precision: Of the batched engine on a GPU: "float32", "tf32" or "bfloat16"; None chooses the fastest.
-        evaluate_every: Score the model every so many rounds, and after the last.
-        personal: Score each client's own model on its own test data; None does so if the clients have any.
-        max_norm: Refuse an update further than this from the model that was sent, counting changes of control variates
-            and of BatchNorm's statistics.
-        weights: "examples" weights each update by the client's number of examples, "uniform" weights all alike.
-            SCAFFOLD and FedDyn are uniform by definition.
-        max_share: The largest share of a round's weight that one client may have, such as 0.5.
-        target: Stop at this accuracy, a fraction such as 0.8.
-        memory: Where clients' private parts and variables are kept: an object with `get(client)` and
-            `put(client, round, variables)`.
-        on_round: Called with the result of each round.
+    task            the model, its test set and the augmentation
+    data            who holds which examples
+    algorithm       such as `algorithms.fedavg(lr=0.1)`
+    rounds, cohort  how many rounds, and how many clients in each
+    seed            decides every random draw of the run
+    link            the encoding of messages in each direction, such as `Link(up="float16")`
+    share           what clients send: "all", "fedper" (all but the last layer) or "none"; pFedPara's second factors
+                    are never sent
+    engine          "auto", "batched" or "sequential"
+    precision       of the batched engine on a GPU: "float32", "tf32" or "bfloat16"; by default the fastest
+    evaluate_every  score the model every so many rounds, and after the last
+    personal        score each client's own model on its own test data; by default if the clients have any
+    max_norm        refuse an update further than this from the model that was sent, counting changes of control
+                    variates and of BatchNorm's statistics
+    weights         "examples" weights each update by the client's number of examples, "uniform" weights all alike;
+                    SCAFFOLD and FedDyn are uniform by definition
+    max_share       the largest share of a round's weight that one client may have, such as 0.5
+    target          stop at this accuracy, a fraction such as 0.8
+    memory          where clients' private parts and variables are kept: an object with `get(client)` and
+                    `put(client, round, variables)`
+    on_round        called with the result of each round
     """
     settings = Settings(
         rounds=rounds,

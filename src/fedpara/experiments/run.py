@@ -28,8 +28,8 @@ from fedpara.experiments.storage.environment import environment_warning
 from fedpara.experiments.storage.run_folder import (
     NODES,
     RunFolder,
-    checked_run,
     create,
+    load_run,
     open_run,
     refuse_used,
 )
@@ -128,7 +128,7 @@ def look_over(
     experiment = _changed(path, rounds, engine, precision)
     parts = build(experiment, data_dir)
     _prepared(experiment, parts)
-    folder = checked_run(path, experiment, parts.digest)
+    folder = load_run(path, experiment, parts.digest)
     folder.close()
     return folder.progress.round if folder.progress else 0, folder.finished
 

@@ -78,8 +78,6 @@ def export(
     path = Path(path)
     if format not in get_args(Format):
         raise UsageError(f"unknown format {format!r}: expected one of {', '.join(get_args(Format))}.")
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder: expected the name of a file, such as {path}/model.{format}.")
     if os.path.lexists(path) and not overwrite:
         raise UsageError(f"{path} exists: choose another name (--out), or replace it (--overwrite).")
     difference: float | None

@@ -178,7 +178,7 @@ def test_the_keys_file_that_certs_writes_can_be_read(tmp_path):
         ("[[node]]\nclient = 0\nclients = 1", "'key'"),
         ('[[node]]\nkey = "no key"\nclient = 0\nclients = 1', "cannot be read"),
         ('[[node]]\nkey = "ssh-none AAAA"\nclient = 0\nclients = 1', "cannot be read"),
-        ('[[node]]\nkey = "a"\nclient = 3\nclients = 3', "client = 3, clients = 3: expected whole numbers"),
+        ('[[node]]\nkey = "a"\nclient = 3\nclients = 3', "has 3 of 3: expected whole numbers"),
     ],
 )
 def test_an_invalid_keys_file(tmp_path, text, says):

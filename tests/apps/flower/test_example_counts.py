@@ -106,7 +106,7 @@ def test_a_huge_count_is_capped_and_logged(tmp_path, own):
         state = final_checkpoint(tmp_path / name).state
         for key, tensor in two.items():
             torch.testing.assert_close(state[key], share * tensor, rtol=1e-2, atol=1e-4)
-    message = "client 2 with 1099511627776 examples counts as 899: max_share limits each client to 50% of a round's weight"
+    message = "client 2 with 1099511627776 examples counts as 899: max_share limits each client to 50%"
     assert message in log(tmp_path / "default")
     assert "counts as" not in log(tmp_path / "free") + log(tmp_path / "uniform")
 

@@ -140,7 +140,7 @@ def test_the_narrow_precisions_need_a_gpu(digits):
             {"precision": "tf32", "engine": "sequential"},
             "needs the batched engine on a GPU",
         ),
-        ({"precision": "float8"}, "unknown precision 'float8': expected one of float32, tf32, bfloat16"),
+        ({"precision": "float8"}, "precision is 'float8': expected one of float32, tf32, bfloat16"),
     ):
         with pytest.raises(ConfigError, match=text):
             fp.simulate(task, federation, algorithms.fedavg(lr=0.1), rounds=1, cohort=2, **words)

@@ -21,6 +21,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from fedpara.apps.flower.run_config import served
 from fedpara.engines.flower.roster import Keys
 from fedpara.errors import ConfigError, MissingExtraError, install
 
@@ -176,13 +177,8 @@ def read_keys(path: Path) -> Keys:
 
 
 def _entry(path: Path, entry: dict[str, Any]) -> tuple[bytes, tuple[int, int]]:
-    key, k, n = entry["key"], entry["client"], entry["clients"]
-    if type(k) is not int or type(n) is not int or not 0 <= k < n:
-        raise ConfigError(
-            f"the keys file {path} has client = {k!r}, clients = {n!r}: expected whole numbers with "
-            "0 <= client < clients."
-        )
-    return _to_pem(key), (k, n)
+    where = f"the keys file {path} (client, clients)"
+    return _to_pem(entry["key"]), served(entry["client"], entry["clients"], where)
 
 
 def _to_pem(key: str) -> bytes:

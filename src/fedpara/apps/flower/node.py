@@ -17,6 +17,7 @@ import torch
 
 import fedpara
 from fedpara.algorithms import Variables
+from fedpara.apps.flower.run_config import served
 from fedpara.data import Examples
 from fedpara.engines.client import client_round
 from fedpara.engines.flower.engine import digest
@@ -141,13 +142,8 @@ def place(node_config: NodeConfig) -> tuple[int, int]:
     """(k, n) from the node's config: the node serves the clients i with i % n == k."""
     for first, every in (("client", "clients"), ("partition-id", "num-partitions")):
         if first in node_config:
-            k, n = node_config[first], node_config.get(every)
-            if type(k) is not int or type(n) is not int or not 0 <= k < n:
-                raise ConfigError(
-                    f"the node's config has {first}={k!r} {every}={n!r}: expected whole numbers with "
-                    f"0 <= {first} < {every}."
-                )
-            return k, n
+            where = f"the node's config ({first}, {every})"
+            return served(node_config[first], node_config.get(every), where)
     raise ConfigError(
         "the node's config does not say which clients it serves: add --node-config "
         "'partition-id=0 num-partitions=3', with a different partition-id per node."

@@ -78,6 +78,13 @@ def refuse_another(path: Path, asked: Experiment, free: Container[str] = ("round
         )
 
 
+def served(k: Any, n: Any, where: str) -> tuple[int, int]:
+    """(k, n): a node serves the clients i with i % n == k. ConfigError for other values."""
+    if type(k) is not int or type(n) is not int or not 0 <= k < n:
+        raise ConfigError(f"{where} has {k!r} of {n!r}: expected whole numbers, such as 0 of 3.")
+    return k, n
+
+
 def defaults() -> dict[str, str]:
     """Every key, unset except for `out`."""
     return {**dict.fromkeys((*OWN, *FIELDS), ""), "out": DEFAULT_OUT}

@@ -6,7 +6,6 @@ from typing import Any
 
 from fedpara.apps.flower.processes import require
 from fedpara.apps.flower.run_config import policy_of, refuse_another
-from fedpara.apps.named_model import refuse_users
 from fedpara.apps.run import finish
 from fedpara.apps.terminal.progress import Show, say
 from fedpara.engines.progress import Schedule
@@ -84,7 +83,6 @@ def _is_finished(out: Path, rounds: int, data_dir: Path | None) -> bool:
 
 def _experiment(preset: str | None, config: Path | None, said: list[str]) -> Experiment:
     given = {**dict(_field(text) for text in said), "engine": "flower"}
-    refuse_users(given)
     if preset is None:
         return with_values(read_toml(config) if config else Experiment(), given)
     if config is not None:

@@ -56,11 +56,9 @@ class Batched:
         stay: bool = True,
         wait: bool | None = None,
     ) -> None:
-        """`size` is the cohort's, or this rank's share of it.
+        """`size` is the cohort's; `stream` separates what the layers of several ranks draw; `stay`: see `stays`.
 
-        stream   separates what layers draw in several engines of one run (ranks)
-        stay     whether updates may stay on the device, see `stays`
-        wait     whether trained states wait on the device for the last client; otherwise each is freed as it ends
+        `wait`: whether trained states wait on the device for the last client. Otherwise each is freed as it ends.
         """
         self.stream, self.stay = stream, stay
         self.session, self.task, self.data, self.memory = session, task, data, PendingMemory(memory)
@@ -97,10 +95,7 @@ class Batched:
 
     @property
     def stays(self) -> bool:
-        """Whether updates stay on the device, where the server checks and aggregates them.
-
-        Client memories, extra variables and lossy encodings are made on the host, so updates with those do not stay.
-        """
+        """Whether the server checks and aggregates updates on the device. Memories and lossy links need the host."""
         alone = not self.session.stateful and not self.session.extras and self.session.link == Link()
         return self.stay and self.waits and alone and self.session.algorithm.on_any_device
 
@@ -327,10 +322,7 @@ class Batched:
         if not self.on_gpu:
             return partial(tick, lane_state)
         if self.compile:
-            logger.info(
-                "engine: compiling the step of %d lanes; this takes minutes once, then it is cached",
-                self.lanes,
-            )
+            logger.info("engine: compiling the step of %d lanes; this takes minutes, once", self.lanes)
         return capture(tick, lane_state, self.compile, self.notes)
 
     def _collect(self, event: Event) -> dict[int, Trained]:

@@ -122,18 +122,8 @@ class ProcessGroup:
 
 def place() -> tuple[int, int]:
     """(this process's rank, the number of ranks), from torchrun's environment."""
-    size = _whole("WORLD_SIZE", "1")
-    return (_whole("RANK"), size) if size > 1 and "RANK" in os.environ else (0, 1)
-
-
-def _whole(variable: str, usual: str = "") -> int:
-    value = os.environ.get(variable, usual)
-    try:
-        return int(value)
-    except ValueError:
-        raise ConfigError(
-            f"the environment variable {variable} is {value!r}: torchrun sets a whole number. Unset it."
-        ) from None
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    return (int(os.environ["RANK"]), size) if size > 1 and "RANK" in os.environ else (0, 1)
 
 
 @cache

@@ -29,14 +29,12 @@ class Policy:
                 )
 
     def schedule(self, schedule: Schedule) -> Schedule:
-        if not 1 <= self.minimum <= schedule.cohort:
+        """The schedule with the clients that are asked beyond the cohort, and the replies that a round needs."""
+        cohort, spare = schedule.cohort, schedule.clients - schedule.cohort
+        if not 1 <= self.minimum <= cohort:
+            raise ConfigError(f"min_replies is {self.minimum}: expected 1 to the cohort of {cohort}.")
+        if self.oversample > spare:
             raise ConfigError(
-                f"min_replies is {self.minimum}: expected 1 to the cohort of {schedule.cohort}."
+                f"oversample is {self.oversample}: only {spare} clients are outside the cohort."
             )
-        asked = schedule.cohort + self.oversample
-        if asked > schedule.clients:
-            raise ConfigError(
-                f"oversample is {self.oversample}: together with a cohort of {schedule.cohort} that is more than the "
-                f"{schedule.clients} clients."
-            )
-        return replace(schedule, cohort=asked, minimum=self.minimum)
+        return replace(schedule, cohort=cohort + self.oversample, minimum=self.minimum)

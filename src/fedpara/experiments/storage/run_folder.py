@@ -210,7 +210,7 @@ def refuse_used(path: Path) -> None:
 
 def open_run(path: Path, experiment: Experiment, data: str) -> RunFolder:
     """The folder, ready to resume. Changes of FREE fields in `experiment` are written to its config."""
-    folder = checked_run(path, experiment, data)
+    folder = load_run(path, experiment, data)
     with ExitStack() as on_error:
         on_error.callback(folder.close)
         if experiment != read_config(path):
@@ -219,7 +219,7 @@ def open_run(path: Path, experiment: Experiment, data: str) -> RunFolder:
     return folder
 
 
-def checked_run(path: Path, experiment: Experiment, data: str) -> RunFolder:
+def load_run(path: Path, experiment: Experiment, data: str) -> RunFolder:
     """The folder, if this experiment can resume in it with these examples."""
     folder = RunFolder(path, experiment)
     with ExitStack() as on_error:

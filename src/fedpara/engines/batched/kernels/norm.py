@@ -29,7 +29,8 @@ class LanesGroupNorm(nn.GroupNorm):
         if self.affine:
             a = a * self.weight
         d = -mean * a + (self.bias if self.affine else 0.0)
-        return x * a[..., None, None] + d[..., None, None]
+        # In the input's type, as BatchNorm under autocast: what follows then reads and writes half as much.
+        return (x * a[..., None, None] + d[..., None, None]).to(input.dtype)
 
     def _of_group(self, values: Tensor) -> Tensor:
         return values.unflatten(1, (self.num_groups, -1)).mean(2)  # type: ignore[no-any-return]
