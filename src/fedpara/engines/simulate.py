@@ -118,7 +118,8 @@ def simulate(
     task            the model, its test set and the augmentation
     data            who holds which examples
     algorithm       such as `algorithms.fedavg(lr=0.1)`
-    rounds, cohort  how many rounds, and how many clients in each
+    rounds          how many rounds to run
+    cohort          how many clients take part in each round
     seed            decides every random draw of the run
     link            the encoding of messages in each direction, such as `Link(up="float16")`
     share           what clients send: "all", "fedper" (all but the last layer) or "none"; pFedPara's second factors
