@@ -73,7 +73,8 @@ def test_out_must_not_be_a_folder(cli, tmp_path, more):
     run(Experiment(**PLAIN, rounds=1), tmp_path / "run")
     (tmp_path / "models").mkdir()
     code, _, err = cli("export", "run", "--format", "pt2", "--out", "models", *more)
-    assert (code, "models is a folder" in err) == (2, True)
+    assert code == 2
+    assert "models exists" in err or "models is not a place for a file" in err
     assert list((tmp_path / "models").iterdir()) == []
 
 

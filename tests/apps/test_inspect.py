@@ -62,8 +62,8 @@ def test_a_custom_model(cli, tmp_path):
         ("theirs:biuld", "Did you mean 'build'"),
         ("theirs:broken", "KeyError"),
         ("theirs:number", "'int' object is not callable"),
-        ("nowhere:build", "could not be imported"),
-        ("theirs:", "does not name a function"),
+        ("nowhere:build", "No module named 'nowhere'"),
+        ("theirs:", "could not be built"),
     ):
         code, out, err = cli("inspect", target)
         assert (code, out) == (2, "")

@@ -15,7 +15,7 @@ BAD = {
     "dataset": (["run", "--dataset", "digit"], 2, "Did you mean 'digits'"),
     "missing dataset": (["run", "--dataset", "mnist"], 1, "mnist"),
     "model": (["run", "--model", "vgg61"], 2, "did you mean 'vgg16'? Known: vgg16, "),
-    "custom model": (["run", "--model", "os:getcwd"], 2, "takes library models only"),
+    "custom model": (["run", "--model", "os:getcwd"], 2, "unknown model 'os:getcwd'"),
     "preset": (["run", "quikstart"], 2, "did you mean 'quickstart'"),
     "scheme": (["run", "--scheme", "fedparra"], 2, "did you mean 'fedpara'"),
     "algorithm": (["run", "--algorithm", "fedproxy"], 2, "did you mean 'fedprox'"),

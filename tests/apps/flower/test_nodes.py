@@ -107,9 +107,9 @@ def test_a_hanging_client_does_not_block_its_node(tmp_path, monkeypatch):
     ("config", "says"),
     [
         ({}, "does not say which clients it serves"),
-        ({"partition-id": 3, "num-partitions": 3}, "partition-id=3 num-partitions=3"),
-        ({"partition-id": "a", "num-partitions": 3}, "partition-id='a'"),
-        ({"client": 0}, "client=0 clients=None"),
+        ({"partition-id": 3, "num-partitions": 3}, "(partition-id, num-partitions) has 3 of 3"),
+        ({"partition-id": "a", "num-partitions": 3}, "has 'a' of 3"),
+        ({"client": 0}, "(client, clients) has 0 of None"),
     ],
 )
 def test_a_node_must_say_which_clients_it_serves(config, says):

@@ -178,7 +178,8 @@ def read_keys(path: Path) -> Keys:
 
 def _entry(path: Path, entry: dict[str, Any]) -> tuple[bytes, tuple[int, int]]:
     where = f"the keys file {path} (client, clients)"
-    return _to_pem(entry["key"]), served(entry["client"], entry["clients"], where)
+    numbers = served(entry["client"], entry["clients"], where)
+    return _to_pem(entry["key"]), numbers
 
 
 def _to_pem(key: str) -> bytes:
