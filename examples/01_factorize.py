@@ -1,6 +1,6 @@
 """Factorize a network, train it in an ordinary loop, and merge it back to plain layers.
 
-Data: scikit-learn's digits. Takes a few seconds on a CPU.
+Data: scikit-learn's digits. Takes about ten seconds on a CPU.
 """
 
 # --8<-- [start:model]

@@ -2,7 +2,7 @@
 
     server    v = beta v + (mean(y_i) - x);   x = x + v
 
-Data: two moons, with a custom split. Takes a few seconds on a CPU.
+Data: two moons, with a custom split. Takes about ten seconds on a CPU.
 """
 
 # --8<-- [start:algorithm]

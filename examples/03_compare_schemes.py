@@ -1,6 +1,6 @@
 """Simulate a federation and compare schemes by accuracy and bytes sent.
 
-Data: scikit-learn's digits, split unevenly among 20 clients. Takes a few seconds on a CPU.
+Data: scikit-learn's digits, split unevenly among 20 clients. Takes about ten seconds on a CPU.
 """
 
 # --8<-- [start:data]

@@ -1,6 +1,6 @@
 """Give every client its own model with pFedPara, and compare it with FedAvg, FedPer and local training.
 
-Data: scikit-learn's digits, split unevenly among 30 clients. Takes a few seconds on a CPU.
+Data: scikit-learn's digits, split unevenly among 30 clients. Takes about ten seconds on a CPU.
 """
 
 # --8<-- [start:data]
