@@ -24,7 +24,18 @@ KEYS = ["run", "rounds", "accuracy", "bytes_up", "bytes_down", "seconds", "engin
 
 @pytest.mark.parametrize(
     "command",
-    ["inspect", "run", "resume", "reproduce", "report", "export", "data list", "data verify", "data prepare"],
+    [
+        "inspect",
+        "run",
+        "resume",
+        "sweep",
+        "reproduce",
+        "report",
+        "export",
+        "data list",
+        "data verify",
+        "data prepare",
+    ],
 )
 def test_help_shows_an_example(cli, command):
     code, out, _ = cli(*command.split(), "--help")

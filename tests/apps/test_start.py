@@ -18,7 +18,7 @@ except SystemExit as end:
     tops = {name.partition(".")[0] for name in sys.modules}
     sys.stderr.write("\\n" + json.dumps([end.code, sorted(tops)]))
 """
-COMMANDS = ("inspect", "run", "resume", "reproduce", "report", "export", "data", "flower")
+COMMANDS = ("inspect", "run", "resume", "sweep", "reproduce", "report", "export", "data", "flower")
 
 
 def start(*words):

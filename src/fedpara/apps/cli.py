@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from fedpara.engines.distributed.process_group import ProcessGroup
 
 INTERRUPTED = 130
-RESUMABLE = {"run", "resume", "reproduce"}
-"""Commands that leave a resumable run folder when interrupted."""
+_RESUME = "`fedpara resume` continues the run"
+RESUMABLE = {"run": _RESUME, "resume": _RESUME, "reproduce": _RESUME, "sweep": "the same command continues"}
+"""Commands that leave a resumable run folder when interrupted, and how to continue."""
 
 app = typer.Typer(
     name="fedpara",
@@ -43,6 +44,7 @@ app = typer.Typer(
 app.command()(commands.inspect)
 app.command()(commands.run)
 app.command()(commands.resume)
+app.command()(commands.sweep)
 app.command()(commands.reproduce)
 app.command()(commands.report)
 app.command()(commands.export)
@@ -153,8 +155,8 @@ def main() -> None:
         say(f"fedpara: out of memory ({in_a_line(error)}): try a smaller model or batch.")
         code = 1
     if code == INTERRUPTED and first_rank:
-        saved = ": finished rounds are saved, `fedpara resume` continues the run"
-        saved = saved if RESUMABLE & {*sys.argv[1:2]} else ""
+        how = RESUMABLE.get("".join(sys.argv[1:2]))
+        saved = f": finished rounds are saved, {how}" if how else ""
         say(f"interrupted{saved if started else ': nothing was begun'}.")
     if group:
         group.leave()

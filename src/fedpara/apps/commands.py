@@ -170,6 +170,38 @@ def resume(
     work(folder, rounds, engine, precision, data_dir, track, as_json)
 
 
+def sweep(
+    preset: Annotated[str | None, typer.Argument(help="A preset with a single run.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A TOML file of fields; the values of --set override it.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="A field and its values, such as lr=0.02,0.1; repeatable. options.mu=0.1,1 varies an option of the "
+            "algorithm.",
+        ),
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Seeds, such as 0-4 or 0,2,5; default: the experiment's.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the run folders.")] = Path("runs/sweep"),
+    data_dir: DataDir = None,
+    track: Track = "none",
+    as_json: Json = False,
+) -> None:
+    """Run every combination of some values and seeds, and compare the settings in a table.
+
+    The same command resumes interrupted runs and skips finished ones.
+
+    Example: fedpara sweep --config base.toml --set lr=0.02,0.1 --set scheme=fedpara,lowrank --seeds 0-4
+    """
+    with starting():
+        from fedpara.apps.sweep import sweep as work
+    work(preset, config, set_ or [], seeds, out, data_dir, track, as_json)
+
+
 def reproduce(
     names: Annotated[
         list[str] | None, typer.Argument(help="Names of tables and figures; --list shows them.")

@@ -41,8 +41,8 @@ def run(
     if option:
         given = {**given, "options": read_options(option)}
     require(track)
-    experiments = _experiments(preset, config, given)
-    _refuse_ranks(*(experiment.engine for experiment in experiments.values()))
+    experiments = experiments_of(preset, config, given)
+    refuse_ranks(*(experiment.engine for experiment in experiments.values()))
     folder = _folder(out, preset or "run", list(experiments))
     alone = len(experiments) == 1
     paths = {name: folder if alone else folder / name for name in experiments}
@@ -52,7 +52,7 @@ def run(
         if out is None:
             _remove_empty(folder, folder.parent)
         raise
-    finish(folder, _go_on(paths, data_dir, track), as_json)
+    finish(folder, _all_of(paths, data_dir, track), as_json)
 
 
 def resume(
@@ -70,7 +70,7 @@ def resume(
         paths = {path.parent.name: path.parent for path in sorted(folder.glob("*/config.toml"))}
     if not paths:
         raise ConfigError(f"{folder} holds no run: give a folder that `fedpara run` made.")
-    finish(folder, _go_on(paths, data_dir, track, rounds, engine, precision), as_json)
+    finish(folder, _all_of(paths, data_dir, track, rounds, engine, precision), as_json)
 
 
 def _folder(out: Path | None, name: str, runs: list[str]) -> Path:
@@ -106,7 +106,7 @@ def _remove_empty(*folders: Path) -> None:
             folder.rmdir()
 
 
-def _experiments(preset: str | None, config: Path | None, given: dict[str, Any]) -> dict[str, Experiment]:
+def experiments_of(preset: str | None, config: Path | None, given: dict[str, Any]) -> dict[str, Experiment]:
     if preset is None:
         base = read_toml(config) if config else Experiment()
         return {"run": with_values(base, given)}
@@ -120,15 +120,22 @@ def _experiments(preset: str | None, config: Path | None, given: dict[str, Any])
     return {name: with_values(experiment, given) for name, experiment in runs.items()}
 
 
-def _go_on(
+def _all_of(paths: dict[str, Path], *how: Any) -> dict[str, Summary]:
+    """`go_on` for runs that belong together: RunError at the end names those that failed."""
+    summaries, failed = go_on(paths, *how)
+    raise_failed(failed, len(paths))
+    return summaries
+
+
+def go_on(
     paths: dict[str, Path],
     data_dir: Path | None,
     track: str,
     rounds: int | None = None,
     engine: str | None = None,
     precision: str | None = None,
-) -> dict[str, Summary]:
-    """Run each folder to its end. If one fails, the others still run; RunError at the end names it."""
+) -> tuple[dict[str, Summary], dict[str, FedParaError]]:
+    """The finished runs and the errors of the failed ones. If a run fails, the others still run."""
     summaries: dict[str, Summary] = {}
     failed: dict[str, FedParaError] = {}
 
@@ -137,7 +144,7 @@ def _go_on(
         try:
             yield
         except FedParaError as error:
-            if len(paths) == 1 or join().over:
+            if join().over:
                 raise
             failed[name] = error
 
@@ -146,7 +153,7 @@ def _go_on(
         with trying(name):
             before[name] = read_run(path)
     engines = {name: engine or summary.experiment.engine for name, summary in before.items()}
-    _refuse_ranks(*engines.values())
+    refuse_ranks(*engines.values())
     for name in [name for name in before if engines[name] == "flower"]:
         with trying(name):
             look_over(paths[name], rounds, engine, precision, data_dir)  # Flower would only log the error
@@ -170,11 +177,11 @@ def _go_on(
                 summaries[name] = play(
                     path, rounds=rounds, engine=engine, data_dir=data_dir, on_round=on_round
                 )
-    _raise(failed, len(paths))
-    return summaries
+    return summaries, failed
 
 
-def _raise(failed: dict[str, FedParaError], of: int) -> None:
+def raise_failed(failed: dict[str, FedParaError], of: int) -> None:
+    """RunError that names the failed runs, out of `of` runs. The same error in every run is raised as it is."""
     if len(failed) == of and len({str(error) for error in failed.values()}) == 1:
         raise next(iter(failed.values()))  # the same mistake in every run
     if failed:
@@ -190,7 +197,7 @@ def _say_if_met(name: str, run: Summary, rounds: int) -> None:
         )
 
 
-def _refuse_ranks(*engines: str) -> None:
+def refuse_ranks(*engines: str) -> None:
     if "flower" in engines and join().size > 1:
         raise UsageError("--engine flower starts its own processes: use it without torchrun.")
 

@@ -1,0 +1,123 @@
+"""`fedpara sweep`: a grid of experiments, and a table with one row per setting."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import typer
+
+from fedpara.apps.flower.run_config import refuse_another
+from fedpara.apps.run import experiments_of, go_on, raise_failed, refuse_ranks
+from fedpara.apps.terminal.table import empty_table, print_table
+from fedpara.engines.distributed.process_group import join
+from fedpara.errors import ConfigError, FedParaError, UsageError
+from fedpara.experiments import Experiment
+from fedpara.experiments.config import FREE
+from fedpara.experiments.sweep import Point, Row, points, read_grid, read_seeds, rows, take_up, text_of
+from fedpara.experiments.trackers import require
+from fedpara.report.tables import spread_of
+
+
+def sweep(
+    preset: str | None,
+    config: Path | None,
+    set_: list[str],
+    seeds: str | None,
+    out: Path,
+    data_dir: Path | None,
+    track: str,
+    as_json: bool,
+) -> None:
+    require(track)
+    listed = _points(_base(preset, config), set_, seeds)
+    refuse_ranks(*(point.experiment.engine for point in listed))
+    if (out / "config.toml").exists():
+        raise ConfigError(f"{out} holds a run: choose another --out, or the folder of a sweep.")
+    paths = {point.name: out / point.name for point in listed}
+    for point in listed:
+        if (paths[point.name] / "config.toml").exists():
+            refuse_another(paths[point.name], point.experiment, FREE)
+    finished = take_up({paths[point.name]: point.experiment for point in listed}, data_dir)
+    runs = {name: finished[path] for name, path in paths.items() if path in finished}
+    left = {name: path for name, path in paths.items() if name not in runs}
+    failed: dict[str, FedParaError] = {}
+    if left:
+        done, failed = go_on(left, data_dir, track)
+        runs |= done
+    if join().rank == 0:
+        table = rows(listed, runs)
+        if as_json:
+            typer.echo(json.dumps(_json(out, table, failed)))
+        else:
+            _print(table)
+    raise_failed(failed, len(listed))
+
+
+def _base(preset: str | None, config: Path | None) -> Experiment:
+    runs = experiments_of(preset, config, {})
+    if len(runs) > 1:
+        raise UsageError(
+            f"{preset} has {len(runs)} runs ({', '.join(runs)}), and a sweep varies one: write one of them as a "
+            "--config."
+        )
+    return next(iter(runs.values()))
+
+
+def _points(base: Experiment, given: Sequence[str], seeds: str | None) -> list[Point]:
+    grid = read_grid(given)
+    if "seed" in grid and seeds is not None:
+        raise UsageError("the seeds are given twice, by --seeds and by --set seed: choose one.")
+    if not grid and seeds is None:
+        raise UsageError(
+            "nothing to vary: give fields, such as --set lr=0.02,0.1, or seeds, such as --seeds 0-4."
+        )
+    wanted = grid.pop("seed", [base.seed]) if seeds is None else read_seeds(seeds)
+    return points(base, grid, wanted)
+
+
+def _print(table: Sequence[Row]) -> None:
+    shown = empty_table([*table[0].values], ["accuracy", "seeds", "sent [MB]", "rounds"])
+    for row in table:
+        sent = [(run.bytes_up + run.bytes_down) / 1e6 for run in row.runs]
+        shown.add_row(
+            *map(text_of, row.values.values()),
+            _accuracy(row),
+            str(row.seeds) if len(row.runs) == row.seeds else f"{len(row.runs)} of {row.seeds}",
+            f"{mean(sent):.2f}" if sent else "-",
+            f"{mean(run.rounds for run in row.runs):g}" if row.runs else "-",
+        )
+    print_table(shown)
+    if any(len(row.scores) > 1 for row in table):
+        typer.echo("± is the 95% confidence interval of the mean over the seeds (Student's t).")
+
+
+def _accuracy(row: Row) -> str:
+    if row.accuracy is None:
+        return "-"
+    spread = spread_of(row.scores, "ci95")
+    interval = "" if spread is None else f" ± {spread:.2%}"
+    return f"{row.accuracy:.2%}{interval} ({row.scored})"
+
+
+def _json(out: Path, table: Sequence[Row], failed: Mapping[str, FedParaError]) -> dict[str, Any]:
+    settings = [
+        {
+            "values": row.values,
+            "accuracy": row.accuracy,
+            "ci95": spread_of(row.scores, "ci95"),
+            "scored": row.scored,
+            "seeds": [run.experiment.seed for run in row.runs],
+            "bytes_up": mean(run.bytes_up for run in row.runs) if row.runs else None,
+            "bytes_down": mean(run.bytes_down for run in row.runs) if row.runs else None,
+            "rounds": mean(run.rounds for run in row.runs) if row.runs else None,
+            "runs": [str(run.path) for run in row.runs],
+        }
+        for row in table
+    ]
+    return {
+        "sweep": str(out),
+        "settings": settings,
+        "failed": {name: str(error) for name, error in failed.items()},
+    }

@@ -1,0 +1,195 @@
+"""A sweep: one run per point of a grid of settings and seeds, and one row per setting.
+
+grid = {"lr": [0.02, 0.1], "scheme": ["fedpara", "lowrank"]}
+points(Experiment(), grid, [0, 1])      eight points, such as lr=0.02,scheme=fedpara/seed=0
+rows(points, runs)                      four rows, the best mean accuracy first
+"""
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+from urllib.parse import quote
+
+from fedpara.engines.distributed.process_group import Part, join
+from fedpara.errors import UsageError
+from fedpara.experiments.build import build
+from fedpara.experiments.config import Experiment, with_values
+from fedpara.experiments.run import lay_out_all, look_over
+from fedpara.experiments.storage.run_folder import open_run
+from fedpara.experiments.storage.summary import Summary, read_config, read_run
+
+OPTION = "options."
+"""Prefix of the algorithm's options in a grid, such as options.mu."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep. `values` are the fields of the grid, sorted by name, as the experiment holds them."""
+
+    values: dict[str, Any]
+    experiment: Experiment
+
+    @property
+    def setting(self) -> str:
+        """The values in a form that is safe as a folder name; empty if only seeds vary."""
+        return ",".join(f"{name}={quote(text_of(value), safe='+')}" for name, value in self.values.items())
+
+    @property
+    def name(self) -> str:
+        """The run folder, relative to the folder of the sweep."""
+        seed = f"seed={self.experiment.seed}"
+        return f"{self.setting}/{seed}" if self.values else seed
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting, its finished runs, and the number of `seeds` that were asked for."""
+
+    values: dict[str, Any]
+    experiment: Experiment
+    runs: tuple[Summary, ...]
+    seeds: int
+
+    @property
+    def scores(self) -> list[float]:
+        """The accuracy of each run."""
+        return [run.final for run in self.runs if run.final is not None]
+
+    @property
+    def accuracy(self) -> float | None:
+        """The mean over the seeds."""
+        return mean(self.scores) if self.scores else None
+
+    @property
+    def scored(self) -> str:
+        """The examples that the scores are from."""
+        return "validation" if self.experiment.validation else "test"
+
+
+def read_grid(given: Iterable[str]) -> dict[str, list[Any]]:
+    """Fields and their values from strings such as lr=0.02,0.1."""
+    grid: dict[str, list[Any]] = {}
+    for text in given:
+        field, _, values = text.partition("=")
+        name = field.strip()
+        texts = [value.strip() for value in values.split(",")]
+        if not name or not all(texts):
+            raise UsageError(f"--set {text!r}: expected a field and its values, such as lr=0.02,0.1.")
+        if name in grid:
+            raise UsageError(f"--set {name} is given twice: give all values at once, such as lr=0.02,0.1.")
+        grid[name] = [read_value(value) for value in texts]
+    return grid
+
+
+def read_value(text: str) -> Any:
+    """A TOML value; text that is not valid TOML is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def read_seeds(text: str) -> list[int]:
+    """The seeds of a list of numbers and ranges, such as 0,2,5 or 0-4."""
+    seeds: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        listed = range(int(found[1]), int(found[2] or found[1]) + 1) if found else ()
+        if not listed:
+            raise UsageError(
+                f"--seeds {text!r}: expected numbers or an ascending range, such as 0,2,5 or 0-4."
+            )
+        seeds += listed
+    return seeds
+
+
+def points(base: Experiment, grid: Mapping[str, Sequence[Any]], seeds: Sequence[int]) -> list[Point]:
+    """Every combination of the grid's values with every seed, each once.
+
+    The first seed of all settings comes before the second of any, so that an interrupted sweep can be compared.
+    """
+    names = sorted(grid)
+    found: dict[str, Point] = {}
+    for seed in seeds:
+        for values in product(*(grid[name] for name in names)):
+            point = _point(base, dict(zip(names, values, strict=True)), seed)
+            found.setdefault(point.name, point)
+    return list(found.values())
+
+
+def _point(base: Experiment, values: dict[str, Any], seed: int) -> Point:
+    given = {name: value for name, value in values.items() if not name.startswith(OPTION)}
+    options = {name.removeprefix(OPTION): values[name] for name in values.keys() - given.keys()}
+    if options:
+        given["options"] = {**base.options, **options}
+    experiment = with_values(base, {**given, "seed": seed})
+    kept = {
+        name: getattr(experiment, name) if name in given else experiment.options[name.removeprefix(OPTION)]
+        for name in values
+    }
+    return Point(kept, experiment)
+
+
+def text_of(value: Any) -> str:
+    """The shortest text of a value: 0.1, 1 (for 1.0), true, fedpara."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+
+
+def take_up(runs: Mapping[Path, Experiment], data_dir: Path | None = None) -> dict[Path, Summary]:
+    """The finished runs. Every other run gets a folder that `resume` continues.
+
+    All runs are checked before the first folder is made. A folder that is already there takes over the experiment's
+    rounds, engine, precision and target; its other fields must be the same.
+    """
+    there = [path for path in runs if (path / "config.toml").exists()]
+    finished = {path: run for path in there if _is_finished(run := read_run(path), runs[path])}
+    changed = [path for path in there if path not in finished and read_config(path) != runs[path]]
+    group = join()
+    # All ranks look before rank 0 makes a folder, which another rank would take for an interrupted run.
+    group.gather("the list of runs")
+
+    def look() -> Part:
+        for path in changed if group.rank == 0 else ():
+            look_over(path, runs[path].rounds, runs[path].engine, runs[path].precision, data_dir)
+        return Part()
+
+    def change() -> Part:
+        for path in changed if group.rank == 0 else ():
+            with closing(open_run(path, runs[path], build(runs[path], data_dir).digest)):
+                pass
+        return Part()
+
+    group.gather("looking at the runs that are there", look)
+    lay_out_all({path: runs[path] for path in runs if path not in there}, data_dir=data_dir)
+    group.gather("changing the runs that are there", change)
+    return finished
+
+
+def _is_finished(run: Summary, experiment: Experiment) -> bool:
+    met = experiment.target is not None and run.reached(experiment.target) is not None
+    return met or run.rounds == experiment.rounds
+
+
+def rows(points: Iterable[Point], runs: Mapping[str, Summary]) -> list[Row]:
+    """One row per setting, the best mean accuracy first. `runs` are the finished ones by their point's name."""
+    settings: dict[str, list[Point]] = {}
+    for point in points:
+        settings.setdefault(point.setting, []).append(point)
+    found = [
+        Row(
+            same[0].values,
+            same[0].experiment,
+            tuple(runs[point.name] for point in same if point.name in runs),
+            len(same),
+        )
+        for same in settings.values()
+    ]
+    return sorted(found, key=lambda row: -1.0 if row.accuracy is None else row.accuracy, reverse=True)
