@@ -215,7 +215,7 @@ def test_an_error_on_one_rank_is_raised_on_all(two):
 def test_ranks_with_other_settings_are_told_apart(two):
     for found in two[1]:
         assert found["seeds"][0] == found["rounds"][0] == "RunError"
-        assert "rank 1 has another model, cohort or seed than rank 0 in round 1" in found["seeds"][1]
+        assert "rank 1 has a different model, cohort or seed than rank 0 in round 1" in found["seeds"][1]
         assert "out of step: the scores of all clients, round 2" in found["rounds"][1]
 
 
@@ -266,10 +266,10 @@ def test_a_rank_that_dies_ends_the_run_and_any_number_of_ranks_goes_on(tmp_path)
         processes[1].kill()
         (code, _, said), _ = ended(processes)
     assert code == 1, said
-    assert "fedpara: rank 1 no longer answers at " in said
+    assert "fedpara: rank 1 no longer responds at " in said
     assert "resume with `fedpara resume run`" in said
     assert "Traceback" not in said
-    assert "stopped: RunError: rank 1 no longer answers" in log(folder)
+    assert "stopped: RunError: rank 1 no longer responds" in log(folder)
     kept = Counter(path.name.split("-")[0] for path in (folder / "clients").glob("*/*.safetensors"))
     assert max(kept.values()) <= 4, "what no checkpoint needs is dropped, on every rank"
 

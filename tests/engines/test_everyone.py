@@ -33,7 +33,7 @@ def test_the_score_costs_no_bytes_of_a_round_and_changes_nothing(world, engine):
 
 
 def test_of_a_large_federation_a_sample_is_scored_and_the_number_is_stated(world, engine, monkeypatch):
-    monkeypatch.setattr(loop, "MOST_SCORED", 4)
+    monkeypatch.setattr(loop, "MAX_SCORED", 4)
     runs = [world.simulate(world.model(), federation=world.personal, engine=engine) for _ in range(2)]
     assert (runs[0].rounds[-1].everyone.clients, runs[0].rounds[-1].everyone.of) == (4, 6)
     assert runs[0].rounds[-1].everyone == runs[1].rounds[-1].everyone, "drawn by the seed"

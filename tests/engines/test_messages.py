@@ -206,7 +206,7 @@ class Idle:
                 trained,
                 model,
                 down,
-                self.session.first(model),
+                self.session.first_memory(model),
                 round=round,
                 client=client,
                 examples=1,
@@ -266,7 +266,7 @@ def test_int8_rounds_anew_for_every_client_and_round(world):
     session = world.session(world.model(), link=fp.Link(up="int8"))
     model = {name: session.program.initial[name] for name in session.program.shared}
     trained = Trained({name: t + 0.01 * torch.randn_like(t) for name, t in model.items()}, {}, 0.0, 1)
-    memory = session.first(model)
+    memory = session.first_memory(model)
 
     def sent(client, round):
         reply, _ = reply_of(session, trained, model, {}, memory, round=round, client=client, examples=1)
@@ -296,7 +296,9 @@ def test_a_control_variate_is_of_the_rounds_own_learning_rate(world):
     model = {name: session.program.initial[name] for name in session.program.shared}
     trained = Trained({name: t + 0.01 for name, t in model.items()}, {}, 0.0, 2)
     down = {"control": {name: torch.zeros_like(t) for name, t in model.items()}}
-    _, kept = reply_of(session, trained, model, down, session.first(model), round=3, client=0, examples=1)
+    _, kept = reply_of(
+        session, trained, model, down, session.first_memory(model), round=3, client=0, examples=1
+    )
     for tensor in kept["control"].values():
         torch.testing.assert_close(tensor, torch.full_like(tensor, -0.2), rtol=1e-4, atol=1e-4)
 

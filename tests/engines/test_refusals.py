@@ -13,7 +13,7 @@ from fedpara.engines.client import Reply
 from fedpara.engines.memory import InMemory
 from fedpara.engines.progress import Schedule
 from fedpara.engines.rng import cohort
-from fedpara.engines.server import LARGE_MESSAGE, _judged, run_rounds
+from fedpara.engines.server import LARGE_MESSAGE, _with_verdicts, run_rounds
 from fedpara.engines.session import PRIVATE
 from fedpara.errors import ConfigError, RunError
 from fedpara.state import State, mean, norm
@@ -391,7 +391,8 @@ def test_replies_are_judged_in_their_order_whatever_their_size():
     sizes = [LARGE_MESSAGE, 1, LARGE_MESSAGE, LARGE_MESSAGE, 0]
     replies = [Reply(client, bytes(size)) for client, size in enumerate(sizes)]
     judged = [
-        (reply.client, verdict) for reply, verdict in _judged(replies, lambda reply: len(reply.message))
+        (reply.client, verdict)
+        for reply, verdict in _with_verdicts(replies, lambda reply: len(reply.message))
     ]
     assert judged == list(enumerate(sizes))
 

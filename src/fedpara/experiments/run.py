@@ -19,7 +19,7 @@ from fedpara.engines.progress import Round, Schedule
 from fedpara.engines.server import Engine, run_rounds
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
-from fedpara.engines.simulate import build_engine, prepare, refuse_hostless
+from fedpara.engines.simulate import build_engine, prepare, refuse_flower_engine
 from fedpara.errors import RunError, in_a_line
 from fedpara.experiments.build import Parts, build
 from fedpara.experiments.config import Experiment
@@ -55,7 +55,7 @@ def run(
 
     Under torchrun every rank calls this; rank 0 writes the folder and calls `on_round`.
     """
-    refuse_hostless(experiment.engine)
+    refuse_flower_engine(experiment.engine)
     path, group = Path(path), join()
     with group.in_step(f"the end of {path}"):
         parts = build(experiment, data_dir)
@@ -107,7 +107,7 @@ def resume(
     path = Path(path)
     experiment = _changed(path, rounds, engine, precision)
     if host is None:
-        refuse_hostless(experiment.engine)
+        refuse_flower_engine(experiment.engine)
         _refuse_on_nodes(path)
     group = join()
     with group.in_step(f"the end of {path}"):

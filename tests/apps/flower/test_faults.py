@@ -58,7 +58,7 @@ FAULTS = {
     ),
     "scores": (
         spoilt(lambda a: replace(a, before=fedpara.engines.local.worker.Score(9, 3, 0.0))),
-        "9 right of 3",
+        "9 correct of 3",
     ),
     "error": (lambda request, packet: "node gone" if request.client == 1 else packet, "node gone"),
     "silence": (lambda request, packet: None if request.client == 1 else packet, "no reply within 100 s"),

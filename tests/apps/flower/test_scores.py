@@ -101,7 +101,7 @@ PERSONAL = replace(BASE, rounds=1, personal=True)
             spoilt(lambda p: to_packet(replace(from_packet(p, Response, 0), client=2))),
             "for client 2 in round 1",
         ),
-        (spoilt(lambda p: to_packet(Response(1, 1, before=Score(9, 3, 0.0)))), "9 right of 3"),
+        (spoilt(lambda p: to_packet(Response(1, 1, before=Score(9, 3, 0.0)))), "9 correct of 3"),
         (spoilt(lambda p: "node gone"), "node gone"),
     ],
 )

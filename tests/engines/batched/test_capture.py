@@ -142,7 +142,7 @@ def test_a_compiled_step_comes_whole_out_of_the_cache(digits, tmp_path, monkeypa
 
     expected = {rounds: last_round(Batched, method, model, digits, rounds) for rounds in (1, 2)}
     first, second = found(2), found(1)
-    monkeypatch.setattr(capture, "OWN_OPS", (*capture.OWN_OPS, "conv_triton.py"))
+    monkeypatch.setattr(capture, "CUSTOM_OPS", (*capture.CUSTOM_OPS, "conv_triton.py"))
     third = found(1)
     assert [each["autograd_cache_miss"] for each in (first, second, third)] == [1, 0, 1]
     assert [each["autograd_cache_hit"] for each in (first, second, third)] == [0, 1, 0]
@@ -155,8 +155,8 @@ def folders(**named):
     """Where a start keeps what it compiles. A process of its own: torch names a folder as it is imported."""
     code = f"""
 import os, torch._dynamo
-from fedpara.engines.batched.capture import keep_what_is_compiled
-keep_what_is_compiled()
+from fedpara.engines.batched.capture import use_lasting_caches
+use_lasting_caches()
 print(*(os.environ[name] for name in {FOLDERS}), sep="\\n")
 """
     environment = {name: value for name, value in os.environ.items() if name not in FOLDERS} | named

@@ -45,8 +45,8 @@ def test_a_cohort_larger_than_memory_goes_in_waves_to_the_same_model(digits, cap
     whole = Batched(session, task, federation, InMemory(), size=5)
     a, b = (rounds_of(engine, session, 8, 5)[-1].progress.x for engine in (waves, whole))
     assert (whole.lanes, waves.lanes) == (5, 2)
-    assert "out of memory with 5 lanes: the cohort goes in waves of 2" in waves.why
-    assert "waves of 2" in caplog.text
+    assert "out of memory with 5 lanes: at most 2 train at a time" in waves.why
+    assert "at most 2 train at a time" in caplog.text
     for name in a:
         assert torch.allclose(a[name], b[name], rtol=1e-5, atol=1e-6), name
 
@@ -72,8 +72,8 @@ def test_states_that_cannot_wait_go_to_the_host_as_clients_end_to_the_same_bits(
     narrow = Batched(session, task, federation, InMemory(), size=6, shape=shape, wait=True)
     assert (roomy.waits, narrow.waits, narrow.stays) == (True, False, False)
     a, b = (rounds_of(engine, session, 8, 6)[-1].progress for engine in (roomy, narrow))
-    assert "they go to the host as clients end" in narrow.why
-    assert "go to the host" in caplog.text
+    assert "each state moves to the host when its client ends" in narrow.why
+    assert "moves to the host" in caplog.text
     assert "the host" not in roomy.why
     assert (a.bytes_up, a.bytes_down) == (b.bytes_up, b.bytes_down)
     for name in a.x:
@@ -115,7 +115,7 @@ def test_memory_that_runs_out_with_one_lane_is_tried_again_with_nothing_waiting(
     ]
     a, b = (rounds_of(engine, session, 4, 2)[-1].progress.x for engine in engines)
     assert engines[0].notes == [
-        "out of memory with 1 lanes: the cohort goes in waves of 1, and states go to the host as clients end"
+        "out of memory with 1 lanes: at most 1 train at a time, and each state moves to the host when its client ends"
     ]
     for name in a:
         assert torch.equal(a[name], b[name]), name

@@ -120,7 +120,7 @@ def score(request: Request, node_config: NodeConfig) -> Response:
     if test is None:
         return Response(request.client, request.round, reason="it has no test data of its own")
     kept = memory.get(request.accepted) if site.session.stateful else None
-    own = (kept or site.session.first(model))[PRIVATE]
+    own = (kept or site.session.first_memory(model))[PRIVATE]
     return Response(request.client, request.round, before=site.worker.evaluate({**model, **own}, test))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fedpara.algorithms import Variables
-from fedpara.engines.threads import THREADS, at_once
+from fedpara.engines.threads import THREADS, map_in_threads
 from fedpara.errors import RunError
 from fedpara.experiments.storage.tensor_files import named_digest, read_groups, verify_groups, write_groups
 from fedpara.files import sync
@@ -48,7 +48,7 @@ def verify_memories(folder: Path, rounds: Mapping[int, int], digests: Mapping[in
         pieces = [clients[i::THREADS] for i in range(THREADS)]
     results = {
         client: result
-        for piece, results in zip(pieces, at_once(verify, pieces), strict=True)
+        for piece, results in zip(pieces, map_in_threads(verify, pieces), strict=True)
         for client, result in zip(piece, results, strict=True)
     }
     wrong = sorted((client, result) for client, result in results.items() if isinstance(result, RunError))
@@ -113,8 +113,8 @@ class OnDisk:
         paths = [self._path(client, round) for client in clients]
         if not paths:
             return {}
-        at_once(_sync, paths)
-        at_once(_sync, {*(path.parent for path in paths), self.folder})
+        map_in_threads(_sync, paths)
+        map_in_threads(_sync, {*(path.parent for path in paths), self.folder})
         return dict(zip(clients, map(named_digest, paths), strict=True))
 
     def settle(self, previous: int) -> None:
