@@ -155,7 +155,7 @@ def main() -> None:
     if code == INTERRUPTED and first_rank:
         saved = ": finished rounds are saved, `fedpara resume` continues the run"
         saved = saved if RESUMABLE & {*sys.argv[1:2]} else ""
-        say(f"interrupted{saved if started else ': nothing was begun'}.")
+        say(f"interrupted{saved if started else ': nothing was started'}.")
     if group:
         group.leave()
     sys.exit(code)

@@ -156,4 +156,4 @@ def test_clients_without_test_data_say_so(tmp_path, monkeypatch):
     finished = Finished(replace(BASE, rounds=1), tmp_path / "run")
     assert all("personal evaluation needs each client's test data" in r.reason for r in finished.scores())
     monkeypatch.setattr(flower_node.Site, "data", lambda *_, **__: (None, None))
-    assert {reply.reason for reply in finished.scores()} == {"it has no test data of its own"}
+    assert {reply.reason for reply in finished.scores()} == {"it has no test data"}

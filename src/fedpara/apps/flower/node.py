@@ -1,4 +1,4 @@
-"""A node's side: a request in, a response out. A node sees nothing of the server but the request.
+"""A node's side: it turns a request into a response. The request is all that a node sees of the server.
 
 The requests are `hello`, `train` (one client's part of a round) and `score` (one client's own model). A failure
 becomes the response's reason. So does a timeout, so a client that hangs does not block its node.
@@ -39,7 +39,7 @@ RUNS = "FEDPARA_RUNS"
 """Run folders on this machine, one per line. They hold the memory of their clients, as in a simulation."""
 DATA_DIR = "data-dir"
 SPARE = 0.9
-"""Share of the server's seconds that the work may take; the rest is for the response's way back."""
+"""Share of the server's seconds that the work may take; the rest is for sending the response."""
 
 NodeConfig = Mapping[str, Any]
 T = TypeVar("T")
@@ -118,7 +118,7 @@ def score(request: Request, node_config: NodeConfig) -> Response:
     site, (model, _), memory = _begin(request, node_config)
     _, test = site.data(request.client, personal=True)
     if test is None:
-        return Response(request.client, request.round, reason="it has no test data of its own")
+        return Response(request.client, request.round, reason="it has no test data")
     kept = memory.get(request.accepted) if site.session.stateful else None
     own = (kept or site.session.first_memory(model))[PRIVATE]
     return Response(request.client, request.round, before=site.worker.evaluate({**model, **own}, test))
