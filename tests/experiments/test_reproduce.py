@@ -18,7 +18,7 @@ from fedpara.report.tables import NOT_RUN, table_of
 STUDY = "personalization"
 ONLY = "mnist-shards"
 PFEDPARA = "mnist-shards-mlp-pfedpara0.5"
-TINY = {"seeds": 1, "scale": "tiny", "only": ONLY, "kept": (), "engine": "sequential"}
+TINY = {"seeds": 1, "scale": "tiny", "only": ONLY, "finished_in": (), "engine": "sequential"}
 
 
 class Stop(Exception):
@@ -81,9 +81,9 @@ def test_a_finished_study_names_the_engine_that_ran(whole, caplog):
 
 def test_an_archived_run_counts_as_finished(whole, tmp_path):
     """It has no checkpoint and no client memories, and gives the same table."""
-    kept = archive_finished(whole[0], tmp_path / "results")
-    assert len(kept) == 4
-    for path in kept:
+    archived = archive_finished(whole[0], tmp_path / "results")
+    assert len(archived) == 4
+    for path in archived:
         assert {file.name for file in path.iterdir()} == {
             "config.toml",
             "environment.json",
@@ -91,7 +91,7 @@ def test_an_archived_run_counts_as_finished(whole, tmp_path):
             "timing.jsonl",
         }
     again = Rounds()
-    carry_out([STUDY], out=tmp_path / "out", begin=again, **{**TINY, "kept": (tmp_path / "results",)})
+    carry_out([STUDY], out=tmp_path / "out", begin=again, **{**TINY, "finished_in": (tmp_path / "results",)})
     assert again.seen == []
     assert texts(tmp_path / "results") == texts(whole[0])
 
@@ -130,7 +130,7 @@ def test_an_archived_run_of_one_round_cannot_be_resumed(whole, tmp_path):
 def test_more_rounds_than_an_archived_run_has_start_a_new_run(whole, tmp_path):
     archive_finished(whole[0], tmp_path / "results")
     rounds = Rounds()
-    given = {**TINY, "only": PFEDPARA, "rounds": 3, "kept": (tmp_path / "results",)}
+    given = {**TINY, "only": PFEDPARA, "rounds": 3, "finished_in": (tmp_path / "results",)}
     found = carry_out([STUDY], out=tmp_path / "out", begin=rounds, **given)
     assert [number for _, number in rounds.seen] == [1, 2, 3]
     assert [summary.rounds for summary in found] == [3]

@@ -1,4 +1,4 @@
-"""map_in_threads: in order, all of it, and no error lost."""
+"""map_in_threads returns all results in order and raises every error."""
 
 import time
 
@@ -16,7 +16,7 @@ def test_results_come_in_the_items_order():
     assert map_in_threads(slow_first, []) == []
 
 
-def test_an_error_is_raised_once_what_began_has_ended():
+def test_an_error_is_raised_after_all_started_calls_have_ended():
     begun, ended = [], []
 
     def work(i):
