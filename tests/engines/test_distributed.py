@@ -230,7 +230,7 @@ def test_the_ranks_continue_together_after_an_error(two):
 
 
 def ends_like(path, reference, prolonged=False):
-    """Whether two runs are equal bit for bit. An extended run also has everyone's score where it ended first."""
+    """The two runs ended with the same bits. An extended run also has everyone's score where it ended first."""
     a, b = (read_tensors(p / "checkpoint.safetensors") for p in (path, reference))
     if prolonged:
         ours, theirs = (read_run(p).metrics for p in (path, reference))

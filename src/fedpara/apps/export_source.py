@@ -129,15 +129,15 @@ def _own_state(path: Path, client: int | None, newest: Checkpoint) -> State:
 
 
 def _private_state(path: Path, client: int | None, newest: Checkpoint) -> State:
-    kept = newest.memories
-    if client is None or client not in kept:
-        few = ", ".join(map(str, sorted(kept)[:FEW])) + (", ..." if len(kept) > FEW else "")
+    rounds = newest.memories
+    if client is None or client not in rounds:
+        few = ", ".join(map(str, sorted(rounds)[:FEW])) + (", ..." if len(rounds) > FEW else "")
         problem = "has a model per client" if client is None else f"has no model of client {client}"
         raise UsageError(
-            f"{path} {problem}: expected --client with one of the {len(kept)} that took part ({few})."
+            f"{path} {problem}: expected --client with one of the {len(rounds)} that took part ({few})."
         )
-    file = memory_file(path / "clients", client, kept[client])
-    memory = read_memory(file, (client, kept[client]), newest.digests.get(client))
+    file = memory_file(path / "clients", client, rounds[client])
+    memory = read_memory(file, (client, rounds[client]), newest.digests.get(client))
     if ACCEPTED in memory:
         memory = _node_memory(path, client, int(memory[ACCEPTED]["round"]))
     return memory[PRIVATE]

@@ -81,10 +81,10 @@ def _algorithm_problems(a: Algorithm, x: State) -> Iterator[Problem]:
     if not (isinstance(made, tuple) and len(made) == 2):
         what = "expected a pair of dicts, what the client sends and its new variables."
         yield f"algorithm {a.name!r}: finish returned {type(made).__name__}: {what}", None
-    extra, kept = (expect_variables(a.name, "finish", part) for part in made)
-    if taken := {PRIVATE, ""} & {*first, *kept, *broadcast, *extra}:
+    extra, own = (expect_variables(a.name, "finish", part) for part in made)
+    if taken := {PRIVATE, ""} & {*first, *own, *broadcast, *extra}:
         yield f"algorithm {a.name!r} names a variable {taken.pop()!r}, which is reserved: rename it.", None
-    if any(state.keys() != first.get(name, {}).keys() for name, state in kept.items()):
+    if any(state.keys() != first.get(name, {}).keys() for name, state in own.items()):
         what = "client variables with other names than client_init: expected the same names."
         yield f"algorithm {a.name!r}: finish returns {what}", None
 

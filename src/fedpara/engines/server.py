@@ -140,7 +140,7 @@ def _collect(
     replies: Iterable[Reply],
     meter: Meter,
 ) -> _Collected:
-    """At most one update per client that was asked, whatever the engine or the network returns."""
+    """Collects at most one update per client of the cohort, even if the engine or the network returns more."""
     collected, round = _Collected(), progress.round + 1
     waiting = dict.fromkeys(chosen)
     known = {HOST.type: sent}  # the model as it was sent, on each device that holds an update

@@ -235,7 +235,7 @@ def _run_rounds(
     unexpected = _is_unexpected(experiment.engine, engine.name)
     logger.log(
         logging.INFO if unexpected else logging.DEBUG,
-        "engine %s (%s was asked for): %s",
+        "engine %s (%s was requested): %s",
         *(engine.name, experiment.engine, engine.why),
     )
     if session.program.private and not personal:

@@ -110,10 +110,10 @@ EDITS = {
     another_shape: r"shape \(31,\): expected \(32,\)",
     another_type: "type torch.int64",
     far_away: "its norm is .* expected at most 100",
-    last_round: "of round 0: expected 1",
-    other_method: "of method 'fedprox': expected 'fedavg'",
+    last_round: "its round is 0: expected 1",
+    other_method: "its method is 'fedprox': expected 'fedavg'",
     no_examples: "0 examples",
-    all_the_weight: r"rests on 9223372036854775807 examples: expected \d+",
+    all_the_weight: r"claims 9223372036854775807 examples: expected \d+",
     someone_else: "names client:999 as its sender",
     the_server: "names server as its sender",
 }

@@ -98,12 +98,12 @@ def test_a_change_too_large_for_the_uplink_is_refused_and_the_run_continues(worl
     )
     for result in run.rounds:
         assert len(result.refused) == 3
-        assert all("to travel as float16" in reason for _, reason in result.refused)
+        assert all("to be sent as float16" in reason for _, reason in result.refused)
         assert result.bytes_up == 0
 
 
 def test_a_model_too_large_for_the_downlink_stops_the_run(world):
-    with pytest.raises(RunError, match=r"cannot be sent in round 2: .* to travel as float16"):
+    with pytest.raises(RunError, match=r"cannot be sent in round 2: .* to be sent as float16"):
         world.simulate(world.model(), world.algorithm(lr=1e6, batch_size=16), link=fp.Link(down="float16"))
 
 

@@ -96,7 +96,7 @@ def train(request: Request, node_config: NodeConfig) -> Response:
     examples, test = site.data(request.client, request.personal)
     if len(examples) == 0:
         return Response(request.client, request.round, reason="it holds no examples")
-    reply, kept = client_round(
+    reply, new_memory = client_round(
         session,
         site.worker,
         received,
@@ -106,10 +106,10 @@ def train(request: Request, node_config: NodeConfig) -> Response:
         client=request.client,
         test=test,
     )
-    memory.put(request.round, kept, request.accepted)
-    sealed = bytes(reply.message or b"")
+    memory.put(request.round, new_memory, request.accepted)
+    encoded = bytes(reply.message or b"")
     return Response(
-        request.client, request.round, sealed, reply.reason, reply.loss, reply.before, reply.after
+        request.client, request.round, encoded, reply.reason, reply.loss, reply.before, reply.after
     )
 
 
@@ -119,8 +119,8 @@ def score(request: Request, node_config: NodeConfig) -> Response:
     _, test = site.data(request.client, personal=True)
     if test is None:
         return Response(request.client, request.round, reason="it has no test data")
-    kept = memory.get(request.accepted) if site.session.stateful else None
-    own = (kept or site.session.first_memory(model))[PRIVATE]
+    stored = memory.get(request.accepted) if site.session.stateful else None
+    own = (stored or site.session.first_memory(model))[PRIVATE]
     return Response(request.client, request.round, before=site.worker.evaluate({**model, **own}, test))
 
 

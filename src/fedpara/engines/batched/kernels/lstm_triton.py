@@ -175,10 +175,10 @@ def _launch(kernel: triton.JITFunction, shape: torch.Size, *tensors: Tensor) -> 
     device = tensors[0].device
     groups, programs = lanes * triton.cdiv(batch, ROWS), hidden // UNITS
     arrived = torch.zeros(groups, dtype=torch.int32, device=device)
-    map_in_threads = torch.cuda.get_device_properties(device).multi_processor_count // programs
+    at_once = torch.cuda.get_device_properties(device).multi_processor_count // programs
     with torch.cuda.device_of(tensors[0]):
-        for first in range(0, groups, map_in_threads):
-            grid = (min(map_in_threads, groups - first) * programs,)
+        for first in range(0, groups, at_once):
+            grid = (min(at_once, groups - first) * programs,)
             kernel[grid](
                 *tensors, arrived, first, length, lanes, batch, hidden, ROWS, UNITS,
                 num_stages=1, num_warps=WARPS, launch_cooperative_grid=True,
