@@ -8,6 +8,6 @@ def main() -> None:
         from fedpara.apps.cli import main as command
     except KeyboardInterrupt:
         if sys.stderr is not None:
-            sys.stderr.write("interrupted: nothing was begun.\n")
+            sys.stderr.write("interrupted: nothing was started.\n")
         sys.exit(130)
     command()

@@ -5,7 +5,7 @@
     │   ├── SchemeError       gamma, rank or scheme that does not fit a weight
     │   └── ConfigError       a field, preset or file of an experiment
     ├── StateError            tensors whose names, shapes or types do not fit the model
-    ├── DataError             a data set that is missing, cut or damaged
+    ├── DataError             a data set that is missing, truncated or damaged
     ├── WireError             bytes that are not a valid message
     │   ├── PrivacyError      a private factor was about to enter a message
     │   └── UpdateRejected    a valid message whose content is not acceptable

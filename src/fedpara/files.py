@@ -46,7 +46,7 @@ def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
                 sync(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
-    # Name the file that was asked for, not the temporary one.
+    # Name the requested file, not the temporary one.
     except OSError as error:
         why = error.strerror or str(error).replace(str(temporary), str(path))
         raise FedParaError(f"{path} could not be written: {why}.") from error

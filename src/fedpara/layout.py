@@ -60,7 +60,7 @@ def cut(whole: Tensor, like: Mapping[str, Tensor], names: Iterable[str]) -> dict
 
 
 def by_type(a: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names of each type, sorted as in a message: tensors cut from their `flat` are in the order they travel in."""
+    """The names of each type, sorted as in a message: tensors cut from their `flat` are in the order of a message."""
     names: dict[torch.dtype, list[str]] = {}
     for name in sorted(a):
         names.setdefault(a[name].dtype, []).append(name)

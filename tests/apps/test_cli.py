@@ -160,7 +160,7 @@ def test_a_fallback_to_another_engine_is_reported(cli):
     code, _, err = cli("run", *words, "--rounds", "1", "--engine", "batched", "--out", "run")
     assert code == 0
     assert (
-        "engine sequential (batched was asked for): one client after another on the CPU; not batched: " in err
+        "engine sequential (batched was requested): one client after another on the CPU; not batched: " in err
     )
     code, _, err = cli("run", *words, "--rounds", "1", "--engine", "sequential", "--out", "another")
     assert (code, "engine" in err) == (0, False)

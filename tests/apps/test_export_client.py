@@ -15,7 +15,7 @@ from fedpara.experiments import Experiment, run
 from fedpara.experiments.build import build
 from fedpara.experiments.storage.checkpoint import Checkpoint, final_checkpoint, write_checkpoint
 from fedpara.experiments.storage.client_files import memory_file
-from fedpara.experiments.storage.tensor_files import named_digest, read_groups, write_groups
+from fedpara.experiments.storage.tensor_files import named_digest, read_memory, write_memory
 
 PERSONAL = {"model": "mlp", "scheme": "pfedpara", "clients": 2, "cohort": 2, "epochs": None, "steps": 1}
 
@@ -118,7 +118,7 @@ def write_server_note(folder, round):
     (folder / "nodes.txt").write_text("abc\n")
     (folder / "clients" / "0").mkdir(parents=True)
     note = {ACCEPTED: {"round": torch.tensor(round)}}
-    write_groups(memory_file(folder / "clients", 0, round), note)
+    write_memory(memory_file(folder / "clients", 0, round), note)
     newest = final_checkpoint(folder)
     newest.digests[0] = named_digest(memory_file(folder / "clients", 0, round))
     write_checkpoint(folder, newest)
@@ -136,9 +136,9 @@ def test_another_runs_file_is_rejected(cli, tmp_path):
     """A whole file of this client and round, but not the one in the checkpoint."""
     run(Experiment(**PERSONAL, rounds=1), tmp_path / "run")
     path = memory_file(tmp_path / "run" / "clients", 0, 1)
-    groups = read_groups(path)
+    groups = read_memory(path)
     next(iter(groups["private"].values())).add_(1)
-    write_groups(path, groups, origin=(0, 1))
+    write_memory(path, groups, origin=(0, 1))
     code, _, err = cli("export", "run", "--client", 0)
     assert code == 1
     assert "0-1.safetensors is not the file that the checkpoint" in " ".join(err.split())

@@ -11,7 +11,7 @@ from fedpara.experiments.reproduce import carry_out
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    given = {"seeds": 1, "scale": "tiny", "kept": (), "engine": "sequential"}
+    given = {"seeds": 1, "scale": "tiny", "finished_in": (), "engine": "sequential"}
     carry_out(["personalization"], out=folder, only="mnist-shards-mlp-original", **given)
     return folder
 

@@ -11,7 +11,7 @@ import pytest
 from fedpara.apps import run as command
 from fedpara.errors import RunError
 from fedpara.experiments import Experiment, read_run, run
-from fedpara.experiments.run import look_over
+from fedpara.experiments.run import check_resumable
 
 TINY = Experiment(
     model="mlp", scheme="original", clients=5, cohort=2, rounds=1, epochs=None, steps=1, engine="sequential"
@@ -147,17 +147,17 @@ def test_flower_does_not_resume_a_run_with_local_client_memory(cli, tmp_path, no
 
 def test_a_finished_run_needs_no_client_memory(tmp_path):
     run(replace(TINY, scheme="pfedpara", gamma=0.5), tmp_path / "a")
-    assert look_over(tmp_path / "a", None, "flower", None, None) == (1, True)
+    assert check_resumable(tmp_path / "a", None, "flower", None, None) == (1, True)
     with pytest.raises(RunError, match="no Flower node has them"):
-        look_over(tmp_path / "a", 2, "flower", None, None)
+        check_resumable(tmp_path / "a", 2, "flower", None, None)
 
 
 def test_the_flower_server_does_not_resume_it_either(tmp_path):
     pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
-    from fedpara.apps.flower.server_app import go_through
+    from fedpara.apps.flower.server_app import run_folders
 
     run(replace(TINY, scheme="pfedpara", gamma=0.5), tmp_path / "a")
     before = (tmp_path / "a" / "config.toml").read_bytes()
     with pytest.raises(RunError, match="no Flower node has them"):
-        go_through({tmp_path / "a": 2}, None, lambda *_: pytest.fail("a round was begun"))
+        run_folders({tmp_path / "a": 2}, None, lambda *_: pytest.fail("a round was begun"))
     assert (tmp_path / "a" / "config.toml").read_bytes() == before

@@ -64,5 +64,5 @@ def test_ctrl_c_during_the_import_of_torch(tmp_path):
     got = subprocess.run(
         [sys.executable, "-c", code, "run", "--rounds", "1"], capture_output=True, text=True, cwd=tmp_path
     )
-    assert (got.returncode, got.stdout, got.stderr) == (130, "", "interrupted: nothing was begun.\n")
+    assert (got.returncode, got.stdout, got.stderr) == (130, "", "interrupted: nothing was started.\n")
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["torch.py"]

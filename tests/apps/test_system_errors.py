@@ -124,7 +124,7 @@ def test_ctrl_c_during_the_import_of_the_package(tmp_path):
     code = f"import sys; sys.path[:0] = {[str(tmp_path), str(ROOT / 'src')]}; from {where} import {name}; {name}()"
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (got.returncode, got.stdout) == (130, "")
-    assert got.stderr == "interrupted: nothing was begun.\n"
+    assert got.stderr == "interrupted: nothing was started.\n"
 
 
 class Failing(io.StringIO):

@@ -25,7 +25,7 @@ from fedpara.state import State
 from fedpara.wire import Message
 
 ENGINES = ("sequential", "batched")
-"""Add an engine here and every contract holds it to the same numbers."""
+"""Add an engine here, and every contract test checks that it gives the same numbers."""
 
 SIZES = (12, 7, 16, 9, 5, 11)
 
@@ -44,13 +44,13 @@ def digits() -> tuple[Examples, Examples]:
 
 
 class Recorded:
-    """An engine seen from outside: every message that crossed, and what the server kept."""
+    """An engine that records every message, and the clients whose updates the server accepted."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.down: list[bytes] = []
         self.up: list[list[Reply]] = []
-        self.kept: list[list[int]] = []
+        self.accepted: list[list[int]] = []
 
     @property
     def name(self) -> str:
@@ -68,7 +68,7 @@ class Recorded:
             yield reply
 
     def commit(self, round: int, clients: Sequence[int]) -> None:
-        self.kept.append(list(clients))
+        self.accepted.append(list(clients))
         self.engine.commit(round, clients)
 
     def evaluate(self, state: State) -> Score | None:
@@ -96,7 +96,7 @@ class World:
 
     @property
     def personal(self) -> fp.FederatedData:
-        """Each client keeps its last two examples to be scored on."""
+        """Each client holds out its last two examples as test data."""
         rows = [list(row) for row in self.clients]
         return fp.FederatedData(
             self.train, [row[:-2] for row in rows], test_clients=[row[-2:] for row in rows]

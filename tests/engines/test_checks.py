@@ -1,4 +1,4 @@
-"""A model that its examples cannot train is refused before the run, with what to do about it."""
+"""A run that cannot work is rejected before its first round, with advice."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def small():
 
 
 @pytest.mark.parametrize(
-    ("model", "inputs", "cure"),
+    ("model", "inputs", "advice"),
     [
         (
             small().double(),
@@ -47,18 +47,18 @@ def small():
     ],
     ids=["a double model", "double examples", "bytes", "another shape"],
 )
-def test_a_misfit_is_refused_with_its_cure(model, inputs, cure):
-    with pytest.raises(ConfigError, match=f"cannot train on torch.{cure}"):
+def test_data_that_does_not_fit_the_model_is_rejected_with_advice(model, inputs, advice):
+    with pytest.raises(ConfigError, match=f"cannot train on torch.{advice}"):
         simulate(model, inputs)
 
 
-def test_the_cures_work():
+def test_following_the_advice_works():
     assert simulate(small(), torch.randn(40, 4)).rounds
     assert simulate(small(), torch.zeros(40, 1, 2, 2, dtype=torch.uint8), mean=(0.5,), std=(0.5,)).rounds
 
 
 @pytest.mark.parametrize(
-    ("test", "said"),
+    ("test", "message"),
     [
         (Examples(torch.randn(6, 4), torch.arange(6) % 5, 5), r"labels up to 4: .*Target 4 is out of bounds"),
         (Examples(torch.randn(6, 5), torch.zeros(6, dtype=torch.int64), 3), r"of shape \(5,\)"),
@@ -69,7 +69,7 @@ def test_the_cures_work():
     ],
     ids=["a label too many", "another shape", "double examples"],
 )
-def test_test_data_that_does_not_fit_is_refused_before_the_first_round(test, said):
+def test_test_data_that_does_not_fit_is_rejected_before_the_first_round(test, message):
     train = Examples(torch.randn(40, 4), LABELS, 3)
     shared = fp.FederatedData(train, [range(20), range(20, 40)])
     own = fp.FederatedData(train, [range(20), range(20, 40)], personal=(test, [range(3), range(3, 6)]))
@@ -78,7 +78,7 @@ def test_test_data_that_does_not_fit_is_refused_before_the_first_round(test, sai
         (fp.Task(small()), own, "the clients' test data"),
     )
     for task, federation, which in tasks:
-        with pytest.raises(ConfigError, match=f"cannot be scored on {which}, .*{said}"):
+        with pytest.raises(ConfigError, match=f"cannot be scored on {which}, .*{message}"):
             fp.simulate(task, federation, algorithms.fedavg(lr=0.1), rounds=1, cohort=2)
 
 
@@ -90,12 +90,12 @@ class Extra(nn.Linear):
         pass
 
 
-def test_extra_state_is_refused_by_name():
+def test_extra_state_is_rejected_by_name():
     with pytest.raises(ConfigError, match=r"1\._extra_state is extra state.*as a buffer"):
         simulate(nn.Sequential(nn.Flatten(), Extra(4, 3)), torch.randn(40, 4))
 
 
-def test_an_empty_test_set_is_refused():
+def test_an_empty_test_set_is_rejected():
     train = Examples(torch.randn(40, 4), LABELS, 3)
     with pytest.raises(ConfigError, match="the test data hold no example"):
         fp.simulate(
@@ -105,3 +105,22 @@ def test_an_empty_test_set_is_refused():
             rounds=1,
             cohort=2,
         )
+
+
+BAD_SETTINGS = {
+    "rounds": 0,
+    "cohort": 7,
+    "seed": -1,
+    "evaluate_every": 0,
+    "max_norm": 0.0,
+    "target": 80.0,
+    "engine": "parallel",
+    "share": "some",
+    "personal": True,
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD_SETTINGS))
+def test_impossible_settings_are_rejected_before_anything_runs(world, name):
+    with pytest.raises(ConfigError, match=r"expected|choose a smaller cohort|no client has test data"):
+        world.simulate(world.model(), **{name: BAD_SETTINGS[name]})

@@ -1,6 +1,6 @@
-"""More than one rank: the bits of one process, and what happens when a rank fails or dies. Two gloo ranks here.
+"""Two gloo ranks give the bits of one process, and a rank that fails or dies ends the run.
 
-Run as a script this file is one rank; what it does goes into the folder it is given.
+Run as a script, this file is one rank: it writes its results into the given folder.
 """
 
 import json
@@ -85,7 +85,7 @@ def facts(result):
 
 
 def simulations(folder, rank):
-    """What one rank does in the tests of `fp.simulate`; what came of it goes into the folder."""
+    """What one rank does in the tests of `fp.simulate`. It writes the results into the folder."""
     found = {}
     for case in CASES:
         result = simulated(case)
@@ -119,7 +119,7 @@ def simulations(folder, rank):
 
 
 def commands():
-    """A run into the default folder, then one into a folder that is taken."""
+    """A run into the default folder, then one into a folder that is already used."""
     cli.app(["run", "--config", "tiny.toml", "--json"], standalone_mode=False)
     sys.argv = ["fedpara", "run", "--out", "runs"]
     cli.main()
@@ -127,7 +127,7 @@ def commands():
 
 @contextmanager
 def ranks(*words, cwd):
-    """Two processes that find each other as torchrun's would, and nobody who ends the one when the other dies."""
+    """Two processes that find each other like torchrun's. If one dies, nothing stops the other."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -152,7 +152,7 @@ def ended(processes):
 
 
 def await_rounds(folder, count, processes):
-    """Until the folder has that many rounds more than now."""
+    """Wait until the folder has this many more rounds."""
 
     def done():
         path = folder / "metrics.jsonl"
@@ -193,7 +193,7 @@ def test_two_ranks_give_the_bits_of_one_process(two, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_a_client_keeps_is_with_one_rank_which_the_other_says(two, case):
+def test_a_client_memory_is_on_one_rank_and_the_other_names_it(two, case):
     folder, found, _ = two
     for client in range(CLIENTS):
         other = 1 - client % 2
@@ -212,25 +212,25 @@ def test_an_error_on_one_rank_is_raised_on_all(two):
     assert first["one fails"] == ["RunError", "rank 1 failed: ZeroDivisionError: on this rank alone"]
 
 
-def test_ranks_with_other_settings_are_told_apart(two):
+def test_ranks_with_different_settings_are_rejected(two):
     for found in two[1]:
         assert found["seeds"][0] == found["rounds"][0] == "RunError"
-        assert "rank 1 has another model, cohort or seed than rank 0 in round 1" in found["seeds"][1]
+        assert "rank 1 has a different model, cohort or seed than rank 0 in round 1" in found["seeds"][1]
         assert "out of step: the scores of all clients, round 2" in found["rounds"][1]
 
 
-def test_nothing_keeps_the_group_alive_when_the_ranks_part(two):
-    """Its threads would live as long, and now and then abort the process as Python ends."""
+def test_nothing_keeps_the_process_group_alive_at_the_end(two):
+    """Otherwise its threads would live on and sometimes abort the process at exit."""
     _, found, _ = two
     assert [rank["held"] for rank in found] == [["NoneType"]] * 2
 
 
-def test_after_an_error_the_ranks_go_on_together(two):
+def test_the_ranks_continue_together_after_an_error(two):
     assert two[1][0]["and on"] == two[1][1]["and on"] == facts(simulated())
 
 
 def ends_like(path, reference, prolonged=False):
-    """Bit for bit. A prolonged run also has everyone's score in the round at which it ended first."""
+    """The two runs ended with the same bits. An extended run also has everyone's score where it ended first."""
     a, b = (read_tensors(p / "checkpoint.safetensors") for p in (path, reference))
     if prolonged:
         ours, theirs = (read_run(p).metrics for p in (path, reference))
@@ -244,7 +244,7 @@ def ends_like(path, reference, prolonged=False):
     assert same(a[0], b[0])
 
 
-def test_one_folder_is_chosen_and_rank_0_speaks(two):
+def test_rank_0_chooses_the_folder_and_prints(two):
     folder, _, (first, second) = two
     (path,) = (folder / "runs").iterdir()
     row = json.loads(first[1])
@@ -258,20 +258,20 @@ def test_one_folder_is_chosen_and_rank_0_speaks(two):
     ends_like(path, folder / "alone")
 
 
-def test_a_rank_that_dies_ends_the_run_and_any_number_of_ranks_goes_on(tmp_path):
+def test_a_dead_rank_ends_the_run_and_any_number_of_ranks_resumes_it(tmp_path):
     folder = tmp_path / "run"
     run(replace(TINY, rounds=2), folder)
     with ranks("-m", "fedpara", "resume", "run", "--rounds", "100000", cwd=tmp_path) as processes:
         await_rounds(folder, 8, processes)
         processes[1].kill()
-        (code, _, said), _ = ended(processes)
-    assert code == 1, said
-    assert "fedpara: rank 1 no longer answers at " in said
-    assert "resume with `fedpara resume run`" in said
-    assert "Traceback" not in said
-    assert "stopped: RunError: rank 1 no longer answers" in log(folder)
+        (code, _, output), _ = ended(processes)
+    assert code == 1, output
+    assert "fedpara: rank 1 no longer responds at " in output
+    assert "resume with `fedpara resume run`" in output
+    assert "Traceback" not in output
+    assert "stopped: RunError: rank 1 no longer responds" in log(folder)
     kept = Counter(path.name.split("-")[0] for path in (folder / "clients").glob("*/*.safetensors"))
-    assert max(kept.values()) <= 4, "what no checkpoint needs is dropped, on every rank"
+    assert max(kept.values()) <= 4, "every rank removes files that no checkpoint needs"
 
     words = [BIN / "torchrun", "--nproc-per-node", "2", "--no-python", BIN / "fedpara", "resume", "run"]
     with subprocess.Popen(words, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE) as torchrun:
@@ -294,8 +294,8 @@ def log(folder):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_bytes_go_by_nccl_between_gpus(tmp_path):
-    """One rank is all that one GPU allows."""
+def test_gpus_exchange_bytes_with_nccl(tmp_path):
+    """One GPU allows only one rank."""
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     try:
@@ -317,8 +317,8 @@ cli.main()
 """
 
 
-def test_more_ranks_than_gpus_are_refused_by_all(tmp_path):
-    """Also by the one that has a GPU: it must not wait for the other there."""
+def test_more_ranks_than_gpus_are_rejected_on_all_ranks(tmp_path):
+    """The rank that has a GPU also fails: it must not wait for the other one."""
     with ranks("-c", ONE_GPU, cwd=tmp_path) as processes:
         first, second = ended(processes)
     assert first[0] == second[0] == 2, (first, second)

@@ -10,7 +10,7 @@ from fedpara.engines.program import make_program
 
 @pytest.mark.parametrize("share", ["all", "fedper", "none"])
 @pytest.mark.parametrize("scheme", ["original", "pfedpara"])
-def test_everyone_is_scored_on_what_the_run_ended_with(world, engine, scheme, share):
+def test_everyone_is_scored_with_the_final_model(world, engine, scheme, share):
     run = world.simulate(world.model(scheme), federation=world.personal, engine=engine, share=share)
     first, last = run.rounds
     assert first.everyone is None
@@ -20,10 +20,10 @@ def test_everyone_is_scored_on_what_the_run_ended_with(world, engine, scheme, sh
     scores = [judge.evaluate(run.client_state(i), world.personal.client_test(i)).accuracy for i in range(6)]
     assert everyone.accuracy == pytest.approx(sum(scores) / 6)
     assert everyone.bytes_down >= 6 * sum(t.numel() * 4 for t in last.progress.x.values())
-    assert len(last.cohort) == 3, "the round's own scores are of its cohort"
+    assert len(last.cohort) == 3, "the round's scores cover only its cohort"
 
 
-def test_the_score_costs_no_bytes_of_a_round_and_changes_nothing(world, engine):
+def test_the_final_score_adds_no_bytes_to_a_round_and_changes_nothing(world, engine):
     scored = world.simulate(world.model("pfedpara"), federation=world.personal, engine=engine)
     plain = world.simulate(world.model("pfedpara"), federation=world.personal, engine=engine, personal=False)
     assert scored.bytes == plain.bytes
@@ -32,14 +32,14 @@ def test_the_score_costs_no_bytes_of_a_round_and_changes_nothing(world, engine):
         assert torch.equal(scored.state[name], tensor)
 
 
-def test_of_a_large_federation_a_sample_is_scored_and_the_number_is_stated(world, engine, monkeypatch):
-    monkeypatch.setattr(loop, "MOST_SCORED", 4)
+def test_a_large_federation_is_sampled_and_the_sample_size_is_reported(world, engine, monkeypatch):
+    monkeypatch.setattr(loop, "MAX_SCORED", 4)
     runs = [world.simulate(world.model(), federation=world.personal, engine=engine) for _ in range(2)]
     assert (runs[0].rounds[-1].everyone.clients, runs[0].rounds[-1].everyone.of) == (4, 6)
-    assert runs[0].rounds[-1].everyone == runs[1].rounds[-1].everyone, "drawn by the seed"
+    assert runs[0].rounds[-1].everyone == runs[1].rounds[-1].everyone, "the seed decides the sample"
 
 
-def test_a_target_that_is_met_ends_the_run_with_everyones_score(world, engine):
+def test_a_run_that_reaches_its_target_ends_with_everyones_score(world, engine):
     run = world.simulate(
         world.model(), federation=world.personal, engine=engine, rounds=9, target=0.01, evaluate_every=2
     )

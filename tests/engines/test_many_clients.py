@@ -1,4 +1,4 @@
-"""Properties of scale: a round costs its cohort, not its federation. Operations are counted, not seconds."""
+"""A round's cost depends on its cohort, not on the federation. The tests count operations, not seconds."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from fedpara.engines.memory import InMemory
 
 
 class Lazy(Sequence):
-    """A federation that is never written down. It counts how often it is looked at."""
+    """A federation that is never stored in memory. It counts how often it is read."""
 
     def __init__(self, clients: int, examples: int) -> None:
         self.clients, self.examples, self.looks = clients, examples, 0
@@ -44,7 +44,7 @@ def run(world, clients, algorithm="scaffold", scheme="pfedpara", **options):
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "feddyn"])
-def test_a_million_clients_cost_what_a_thousand_do(world, algorithm):
+def test_a_million_clients_cost_as_much_as_a_thousand(world, algorithm):
     few, few_looks, few_memory = run(world, 1_000, algorithm)
     many, many_looks, many_memory = run(world, 1_000_000, algorithm)
     assert many_looks.looks == few_looks.looks <= 3 * 20 * 4
@@ -53,7 +53,7 @@ def test_a_million_clients_cost_what_a_thousand_do(world, algorithm):
     assert len(many_memory) == len({k for result in many.rounds for k in result.cohort}) <= 60
 
 
-def test_those_who_never_took_part_have_no_memory(world):
+def test_clients_that_never_took_part_have_no_memory(world):
     result, _, memory = run(world, 1_000_000)
     taken = {client for r in result.rounds for client in r.cohort}
     assert all(memory.get(client) is not None for client in taken)
@@ -61,12 +61,12 @@ def test_those_who_never_took_part_have_no_memory(world):
     assert all(torch.equal(result.client_state(7)[n], t) for n, t in result.state.items())
 
 
-def test_those_who_keep_nothing_cost_nothing(world):
+def test_clients_without_variables_use_no_memory(world):
     _, _, memory = run(world, 1_000_000, "fedavg", "fedpara")
     assert len(memory) == 0
 
 
-def test_the_whole_range_of_a_large_federation_is_asked(world):
+def test_cohorts_cover_the_whole_range_of_a_large_federation(world):
     result, _, _ = run(world, 1_000_000, "fedavg", "original", rounds=5)
     asked = [client for r in result.rounds for client in r.cohort]
     assert min(asked) < 100_000
@@ -74,7 +74,7 @@ def test_the_whole_range_of_a_large_federation_is_asked(world):
     assert len(set(asked)) > 95
 
 
-def test_a_client_is_remembered_without_its_cohort():
+def test_a_client_memory_does_not_keep_its_cohorts_tensors_alive():
     cohort = torch.randn(1000, 10)
     memory = InMemory()
     memory.put(3, 1, {"private": {"w": cohort[3]}})

@@ -1,4 +1,4 @@
-"""Golden: what Algorithms 1 and 2 put on the wire, read from the bytes that crossed it."""
+"""Golden: what Algorithms 1 and 2 send, read from the encoded bytes."""
 
 import math
 from collections.abc import Sequence
@@ -74,12 +74,12 @@ def test_pfedpara_of_a_kernel_sends_its_first_core(world):
     assert {"2.weight.x2", "2.weight.y2", "2.weight.t2"} <= session.program.private
 
 
-def test_fedper_lacks_the_last_layer(world):
+def test_fedper_does_not_send_the_last_layer(world):
     _, messages = crossed(world, "original", share="fedper")
     assert names(messages) == {"fc1.weight", "fc1.bias"}
 
 
-def test_fedper_with_pfedpara_lacks_both(world):
+def test_fedper_with_pfedpara_sends_neither_private_part(world):
     _, messages = crossed(world, "pfedpara", share="fedper")
     assert names(messages) == {"fc1.weight.x1", "fc1.weight.y1", "fc1.bias"}
 
@@ -118,8 +118,8 @@ def test_no_private_name_is_in_any_message(world, scheme, share, algorithm, prec
     assert sorted([*program.shared, *program.private]) == sorted(program.parameters)
 
 
-def test_a_client_that_tries_to_send_a_private_factor_is_stopped(world):
-    """Privacy by construction: an algorithm of the user's own cannot smuggle one out."""
+def test_a_client_cannot_send_a_private_factor(world):
+    """Even a custom algorithm cannot send one."""
     plain = world.algorithm()
     name = "fc1.weight.x2"
 
@@ -134,8 +134,8 @@ def test_a_client_that_tries_to_send_a_private_factor_is_stopped(world):
 
 
 @pytest.mark.parametrize("link", [fp.Link(up="float16"), fp.Link(up="int8"), fp.Link("float32", "float16")])
-def test_a_narrow_uplink_carries_the_change(world, link):
-    """FedPAQ: what few bits resolve is y - x. The server adds what the client moved to its own x."""
+def test_a_lossy_uplink_carries_the_change(world, link):
+    """FedPAQ: few bits resolve y - x better than y. The server adds the change to its x."""
     session = world.session(world.model(), link=link)
     seen = world.engine("sequential", session, InMemory())
     (result,) = run_rounds(session, seen, Schedule(1, 6, 1, world.federation.size), personal=False)
@@ -156,8 +156,8 @@ def test_a_narrow_uplink_carries_the_change(world, link):
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "feddyn", "fedadam", "fedyogi", "fedadagrad"])
 @pytest.mark.parametrize("down", ["int8", "bfloat16"])
-def test_what_a_narrow_downlink_rounds_off_is_no_one_s_progress(world, algorithm, down):
-    """Clients that stand still leave the server's model where it is, whatever they were sent."""
+def test_downlink_rounding_is_not_mistaken_for_client_progress(world, algorithm, down):
+    """Clients that do not move leave the server's model unchanged, even if the downlink rounds it."""
     still = world.algorithm(algorithm, lr=1e-12)
     run = world.simulate(world.model(), still, rounds=4, link=fp.Link(down=down))
     for name, x in run.session.program.initial.items():
@@ -165,8 +165,8 @@ def test_what_a_narrow_downlink_rounds_off_is_no_one_s_progress(world, algorithm
 
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8"])
-def test_running_statistics_travel_exactly_on_every_link(world, precision, engine):
-    """Rounded to 8 bits, a small variance falls below 0, and the model it belongs to is NaN from then on."""
+def test_every_link_sends_running_statistics_exactly(world, precision, engine):
+    """Rounded to 8 bits, a small variance could become negative, which turns the model into NaN."""
 
     def network():
         layers = (nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 10))
@@ -190,7 +190,7 @@ def test_running_statistics_travel_exactly_on_every_link(world, precision, engin
 
 
 class Idle:
-    """Clients that send back what they received: the sizes of a round without its training."""
+    """Clients that send back what they received: a round's bytes without training."""
 
     name, why = "idle", "sizes only"
 
@@ -206,7 +206,7 @@ class Idle:
                 trained,
                 model,
                 down,
-                self.session.first(model),
+                self.session.first_memory(model),
                 round=round,
                 client=client,
                 examples=1,
@@ -229,7 +229,7 @@ class Idle:
         (0.5, fp.Link(up="float16"), 34.77),
     ],
 )
-def test_vgg16_costs_what_the_paper_says_a_client_and_round(gamma, link, megabytes):
+def test_vgg16_sends_the_papers_bytes_per_client_and_round(gamma, link, megabytes):
     with torch.device("meta"):  # no need to draw 15 million numbers
         model = models.vgg16(classes=10)
     model = model.to_empty(device="cpu")
@@ -243,7 +243,7 @@ def test_vgg16_costs_what_the_paper_says_a_client_and_round(gamma, link, megabyt
     assert (result.bytes_up + result.bytes_down) / 1e6 == pytest.approx(megabytes, rel=0.001)
 
 
-def test_a_server_that_tries_to_send_a_private_factor_is_stopped(world):
+def test_the_server_cannot_send_a_private_factor(world):
     plain = world.algorithm()
     extra = {"extra": {"fc1.weight.x2": torch.zeros(1)}}
     algorithm = algorithms.Algorithm(**{**vars(plain), "broadcast": lambda server: extra})
@@ -254,19 +254,19 @@ def test_a_server_that_tries_to_send_a_private_factor_is_stopped(world):
     assert engine.down == []
 
 
-def test_int8_rounds_anew_in_every_round(world):
-    """One draw for all rounds would be a bias that no number of rounds averages out."""
+def test_the_server_rounds_int8_with_new_draws_in_every_round(world):
+    """If all rounds shared one draw, its bias would never average out."""
     session = world.session(world.model(), link=fp.Link(down="int8"))
     start = initial_progress(session)
     first, second = (_broadcast(session, start, round)[1]["fc1.weight"] for round in (1, 2))
     assert not torch.equal(first, second)
 
 
-def test_int8_rounds_anew_for_every_client_and_round(world):
+def test_int8_rounds_with_new_draws_for_every_client_and_round(world):
     session = world.session(world.model(), link=fp.Link(up="int8"))
     model = {name: session.program.initial[name] for name in session.program.shared}
     trained = Trained({name: t + 0.01 * torch.randn_like(t) for name, t in model.items()}, {}, 0.0, 1)
-    memory = session.first(model)
+    memory = session.first_memory(model)
 
     def sent(client, round):
         reply, _ = reply_of(session, trained, model, {}, memory, round=round, client=client, examples=1)
@@ -276,8 +276,8 @@ def test_int8_rounds_anew_for_every_client_and_round(world):
     assert not torch.equal(sent(0, 1), sent(0, 2))
 
 
-def test_the_digest_of_two_messages_tells_protocols_apart(world):
-    """Nodes are taken by it: names, types, shapes, either message, the method."""
+def test_the_digest_of_two_messages_distinguishes_sessions(world):
+    """The server checks nodes by it. It covers names, types and shapes of both messages, and the method."""
     wider = world.model(network=lambda: models.mlp(64, hidden=33, classes=10))
     told = {digest(world.session(model)) for model in (world.model(), world.model("fedpara"), wider)}
     others = (world.algorithm("fedprox"), world.algorithm("scaffold"))
@@ -290,20 +290,22 @@ def test_the_digest_of_two_messages_tells_protocols_apart(world):
     assert digest(world.session(world.model())) in told
 
 
-def test_a_control_variate_is_of_the_rounds_own_learning_rate(world):
+def test_a_control_variate_uses_the_learning_rate_of_its_round(world):
     """c_i = (x - y) / (K eta_t), eta_3 = 0.1 / 4"""
     session = world.session(world.model(), world.algorithm("scaffold", lr=0.1, lr_decay=0.5))
     model = {name: session.program.initial[name] for name in session.program.shared}
     trained = Trained({name: t + 0.01 for name, t in model.items()}, {}, 0.0, 2)
     down = {"control": {name: torch.zeros_like(t) for name, t in model.items()}}
-    _, kept = reply_of(session, trained, model, down, session.first(model), round=3, client=0, examples=1)
+    _, kept = reply_of(
+        session, trained, model, down, session.first_memory(model), round=3, client=0, examples=1
+    )
     for tensor in kept["control"].values():
         torch.testing.assert_close(tensor, torch.full_like(tensor, -0.2), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["private", ""])
-def test_a_group_that_is_only_sent_cannot_be_called_private(world, name):
-    """It would take the model's own place in the message."""
+def test_a_sent_variable_cannot_have_a_reserved_name(world, name):
+    """These names stand for the private part and for the model."""
     sent = {name: {"fc1.bias": torch.zeros(32)}}
     algorithm = algorithms.Algorithm(**{**vars(world.algorithm()), "finish": lambda *given: (sent, {})})
     with pytest.raises(ConfigError, match="which is reserved"):

@@ -1,4 +1,4 @@
-"""Contract: what stays with a client is the client's own, and its own model is what is scored."""
+"""Contract: private parts differ per client, and each client's own model is scored."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def everybody(world, scheme, share, rounds, memory=None, **fields):
 
 
 @each_kind
-def test_clients_share_the_shared_part_and_differ_in_the_rest(world, scheme, share):
+def test_clients_agree_on_the_shared_part_and_differ_in_the_private_one(world, scheme, share):
     run = everybody(world, scheme, share, 2)
     program = run.session.program
     states = [run.client_state(client) for client in range(6)]
@@ -50,12 +50,12 @@ def test_clients_share_the_shared_part_and_differ_in_the_rest(world, scheme, sha
 
 @each_kind
 def test_before_and_after_are_the_clients_own_models_on_their_own_examples(world, scheme, share):
-    """`before` of round 2 is the state that round 1 left: the new shared part with the client's own."""
+    """`before` in round 2 scores the new shared part with the client's private part from round 1."""
     first, both = (everybody(world, scheme, share, rounds, epochs=3) for rounds in (1, 2))
     model, mine = world.model(scheme), world.personal
     expected = [accuracy(model, first.client_state(k), mine.client_test(k)) for k in range(6)]
     assert both.rounds[1].before == pytest.approx(sum(expected) / 6, abs=1e-12)
-    if share == "none":  # nothing comes from outside: after this round is before the next
+    if share == "none":  # nothing is received: `after` of this round is `before` of the next
         assert both.rounds[0].after == both.rounds[1].before
         expected = [accuracy(model, both.client_state(k), mine.client_test(k)) for k in range(6)]
         assert both.rounds[1].after == pytest.approx(sum(expected) / 6, abs=1e-12)
@@ -76,7 +76,7 @@ def test_local_is_each_client_training_alone(world):
         assert all(torch.equal(state[name], t) for name, t in together.client_state(client).items())
 
 
-def test_a_client_starts_from_the_models_private_part_and_goes_on_from_its_own(world):
+def test_a_client_starts_from_the_initial_private_part_and_then_keeps_its_own(world):
     memory = InMemory()
     everybody(world, "pfedpara", "all", 1, memory)
     once = {name: t.clone() for name, t in memory.get(0)[PRIVATE].items()}
@@ -85,7 +85,7 @@ def test_a_client_starts_from_the_models_private_part_and_goes_on_from_its_own(w
     assert not any(torch.equal(twice.client_state(0)[name], t) for name, t in once.items())
 
 
-def test_personal_scores_stand_beside_the_global_one_where_all_is_shared(world):
+def test_personal_scores_are_beside_the_global_score_if_all_is_shared(world):
     run = everybody(world, "fedpara", "all", 1)
     result = run.rounds[0]
     assert result.loss is not None
@@ -104,7 +104,7 @@ def test_clients_without_test_examples_do_not_count(world):
     assert some.accuracy == pytest.approx(sum(odd) / 3, abs=1e-12)
 
 
-def test_without_personal_data_there_is_no_accuracy_of_private_models(world):
+def test_private_models_have_no_accuracy_without_personal_test_data(world):
     run = world.simulate(world.model("pfedpara"))
     assert all(result.accuracy is None for result in run.rounds)
     with pytest.raises(RunError, match="no accuracy was measured"):
@@ -113,8 +113,8 @@ def test_without_personal_data_there_is_no_accuracy_of_private_models(world):
         world.simulate(world.model("pfedpara"), target=0.5)
 
 
-def test_a_part_of_ones_own_helps_clients_of_two_classes():
-    """Clients that disagree: who keeps the last layer beats the one model for all, before local training."""
+def test_a_private_last_layer_helps_clients_with_two_classes():
+    """Clients with different classes: a private last layer beats the global model, even before local training."""
     train, test = data.load("digits")
     clients = data.shards(train.labels, 10, 0)
     theirs = data.personal_test(test.labels, clients, train.labels, seed=0)
@@ -128,7 +128,7 @@ def test_a_part_of_ones_own_helps_clients_of_two_classes():
     assert score("fedper") > score("all") + 0.1
 
 
-def test_clients_without_tests_do_not_count_before_training_either(world):
+def test_clients_without_test_examples_do_not_count_before_training(world):
     rows = [list(row) for row in world.clients]
     tests = [row[-2:] if client % 2 else [] for client, row in enumerate(rows)]
     federation = fp.FederatedData(world.train, [row[:-2] for row in rows], test_clients=tests)

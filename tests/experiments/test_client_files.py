@@ -9,7 +9,7 @@ import torch
 from fedpara.engines.memory import InMemory
 from fedpara.errors import RunError
 from fedpara.experiments.storage.client_files import OnDisk, memory_file
-from fedpara.experiments.storage.tensor_files import write_groups
+from fedpara.experiments.storage.tensor_files import write_memory
 
 
 def groups(value, empty=()):
@@ -77,7 +77,7 @@ def test_a_memory_under_another_name_is_rejected(tmp_path):
     file.rename(memory_file(tmp_path, 7, 2))
     with pytest.raises(RunError, match="expected that of client 7, round 2"):
         OnDisk(tmp_path, 2).get(7)
-    write_groups(memory_file(tmp_path, 7, 2), groups(3.0))  # as an earlier version wrote it
+    write_memory(memory_file(tmp_path, 7, 2), groups(3.0))  # as an earlier version wrote it
     assert OnDisk(tmp_path, 2).get(7).keys() == groups(3.0).keys()
 
 

@@ -16,7 +16,7 @@ from fedpara.experiments import Experiment, read_run, resume, run
 from fedpara.experiments.storage import checkpoint
 from fedpara.experiments.storage.checkpoint import NEXT, PREVIOUS, final_checkpoint, read_checkpoint
 from fedpara.experiments.storage.client_files import OnDisk, memory_file
-from fedpara.experiments.storage.tensor_files import read_groups, read_tensors, write_groups, write_tensors
+from fedpara.experiments.storage.tensor_files import read_memory, read_tensors, write_memory, write_tensors
 from fedpara.files import write_bytes
 
 POWER_LOSS = Path(__file__).parents[2] / "benchmarks" / "power_loss.py"
@@ -85,9 +85,9 @@ def flip(path):
 def another(path):
     """An intact file of that client and round, with other numbers."""
     client, round = map(int, path.stem.split("-"))
-    groups = read_groups(path)
+    groups = read_memory(path)
     next(iter(groups["control"].values())).add_(1)
-    write_groups(path, groups, origin=(client, round))
+    write_memory(path, groups, origin=(client, round))
 
 
 DAMAGE = {

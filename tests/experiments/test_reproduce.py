@@ -18,7 +18,7 @@ from fedpara.report.tables import NOT_RUN, table_of
 STUDY = "personalization"
 ONLY = "mnist-shards"
 PFEDPARA = "mnist-shards-mlp-pfedpara0.5"
-TINY = {"seeds": 1, "scale": "tiny", "only": ONLY, "kept": (), "engine": "sequential"}
+TINY = {"seeds": 1, "scale": "tiny", "only": ONLY, "finished_in": (), "engine": "sequential"}
 
 
 class Stop(Exception):
@@ -81,9 +81,9 @@ def test_a_finished_study_names_the_engine_that_ran(whole, caplog):
 
 def test_an_archived_run_counts_as_finished(whole, tmp_path):
     """It has no checkpoint and no client memories, and gives the same table."""
-    kept = archive_finished(whole[0], tmp_path / "results")
-    assert len(kept) == 4
-    for path in kept:
+    archived = archive_finished(whole[0], tmp_path / "results")
+    assert len(archived) == 4
+    for path in archived:
         assert {file.name for file in path.iterdir()} == {
             "config.toml",
             "environment.json",
@@ -91,7 +91,7 @@ def test_an_archived_run_counts_as_finished(whole, tmp_path):
             "timing.jsonl",
         }
     again = Rounds()
-    carry_out([STUDY], out=tmp_path / "out", begin=again, **{**TINY, "kept": (tmp_path / "results",)})
+    carry_out([STUDY], out=tmp_path / "out", begin=again, **{**TINY, "finished_in": (tmp_path / "results",)})
     assert again.seen == []
     assert texts(tmp_path / "results") == texts(whole[0])
 
@@ -102,7 +102,7 @@ def test_an_archived_run_does_not_overwrite_another(whole, tmp_path):
     assert archive_run(first, tmp_path / "small") == small
     before = (small / "metrics.jsonl").read_bytes()
     another = shutil.copytree(second, tmp_path / first.name)
-    with pytest.raises(ConfigError, match=r"already holds another run than"):
+    with pytest.raises(ConfigError, match=r"already holds a different run than"):
         archive_run(another, tmp_path / "small")
     assert (small / "metrics.jsonl").read_bytes() == before
 
@@ -130,7 +130,7 @@ def test_an_archived_run_of_one_round_cannot_be_resumed(whole, tmp_path):
 def test_more_rounds_than_an_archived_run_has_start_a_new_run(whole, tmp_path):
     archive_finished(whole[0], tmp_path / "results")
     rounds = Rounds()
-    given = {**TINY, "only": PFEDPARA, "rounds": 3, "kept": (tmp_path / "results",)}
+    given = {**TINY, "only": PFEDPARA, "rounds": 3, "finished_in": (tmp_path / "results",)}
     found = carry_out([STUDY], out=tmp_path / "out", begin=rounds, **given)
     assert [number for _, number in rounds.seen] == [1, 2, 3]
     assert [summary.rounds for summary in found] == [3]
@@ -142,7 +142,7 @@ def test_a_longer_run_contains_the_shorter_one(whole):
     assert [line["round"] for line in job.found.metrics] == [1]
     (job,) = jobs([STUDY], Library.of(whole[0]), seeds=1, rounds=3, scale="tiny", only=PFEDPARA)
     assert job.found is None
-    assert job.begun is not None
+    assert job.resumable is not None
 
 
 def test_a_longer_run_needs_a_score_at_the_shorter_ones_end(whole):
@@ -155,7 +155,7 @@ def test_a_longer_run_needs_a_score_at_the_shorter_ones_end(whole):
     assert rare.find(job.experiment) == run
     (shorter,) = jobs([STUDY], rare, seeds=1, rounds=1, scale="tiny", only=PFEDPARA)
     assert shorter.found is None
-    assert shorter.begun is None, "it is already longer"
+    assert shorter.resumable is None, "it is already longer"
 
 
 def test_more_rounds_continue_the_run(whole, tmp_path):
@@ -215,7 +215,7 @@ def test_an_unreadable_folder_does_not_stop_the_others(whole, tmp_path, caplog):
         RunError, match=rf"1 of 4 runs failed, the others are done. {own.name}: .*is not TOML"
     ):
         carry_out([STUDY], out=tmp_path / "out", **given)
-    with pytest.raises(RunError, match="2 runs cannot be read; the others are kept"):
+    with pytest.raises(RunError, match="2 runs cannot be read; the others are archived"):
         archive_finished(tmp_path / "out", tmp_path / "small")
     assert len([*(tmp_path / "small").iterdir()]) == 3
 
@@ -231,7 +231,7 @@ def test_the_resumable_folder_with_the_most_rounds_is_chosen(tmp_path):
             for file in files:
                 (tmp_path / name / file).touch()
             runs.append(Summary(tmp_path / name, experiment, [{"round": t + 1} for t in range(rounds)], []))
-        return Library({experiment.identity: tuple(runs)}).begun(experiment)
+        return Library({experiment.identity: tuple(runs)}).resumable(experiment)
 
     assert begun(("new", 0), ("small", 5)) == tmp_path / "new"
     newest, previous = "checkpoint.safetensors", "checkpoint.previous.safetensors"

@@ -52,7 +52,7 @@ def test_a_run_folder_has_the_documented_files(finished):
     environment = json.loads((finished / "environment.json").read_text())
     assert environment["torch"] == torch.__version__
     assert {"fedpara", "python", "machine", "threads", "device", "command"} <= environment.keys()
-    assert "engine sequential (auto was asked for)" in (finished / "log.txt").read_text()
+    assert "engine sequential (auto was requested)" in (finished / "log.txt").read_text()
 
 
 def test_metrics_have_one_line_per_round(finished):

@@ -12,7 +12,13 @@ from fedpara.report.tables import table_of
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report") / "tiny"
     carry_out(
-        ["capacity-cnn"], seeds=2, scale="tiny", only="cifar10-iid", out=folder, kept=(), engine="sequential"
+        ["capacity-cnn"],
+        seeds=2,
+        scale="tiny",
+        only="cifar10-iid",
+        out=folder,
+        finished_in=(),
+        engine="sequential",
     )
     return folder
 

@@ -83,9 +83,9 @@ def test_wrong_tensors_are_rejected_by_name(change: dict[str, torch.Tensor | Non
 @pytest.mark.parametrize(
     ("header", "reason"),
     [
-        (Header(4, "fedavg", "fedpara(0.1)", "client:1", 5), "round 4: expected 3"),
-        (Header(3, "scaffold", "fedpara(0.1)", "client:1", 5), "method 'scaffold': expected 'fedavg'"),
-        (Header(3, "fedavg", "original", "client:1", 5), r"scheme 'original': expected 'fedpara\(0.1\)'"),
+        (Header(4, "fedavg", "fedpara(0.1)", "client:1", 5), "round is 4: expected 3"),
+        (Header(3, "scaffold", "fedpara(0.1)", "client:1", 5), "method is 'scaffold': expected 'fedavg'"),
+        (Header(3, "fedavg", "original", "client:1", 5), r"scheme is 'original': expected 'fedpara\(0.1\)'"),
         (Header(3, "fedavg", "fedpara(0.1)", "client:1", 0), "0 examples"),
     ],
 )

@@ -205,9 +205,9 @@ def test_a_state_that_could_not_be_decoded_is_not_encoded() -> None:
         (lambda m: b"PK\x03\x04" + m[4:], r"starts with b'PK\\x03\\x04'"),
         (lambda m: m[:20], "claims a header of"),
         (lambda m: m[:4] + b"\xff" * 4 + m[8:], "claims a header of 4294967295"),
-        (lambda m: m[:-1], "damaged or cut"),
-        (lambda m: m + b"\0", "damaged or cut"),
-        (lambda m: m[:60] + bytes([m[60] ^ 1]) + m[61:], "damaged or cut"),
+        (lambda m: m[:-1], "damaged or truncated"),
+        (lambda m: m + b"\0", "damaged or truncated"),
+        (lambda m: m[:60] + bytes([m[60] ^ 1]) + m[61:], "damaged or truncated"),
     ],
 )
 def test_a_damaged_message_is_rejected(damage: Callable[[bytes], bytes], complaint: str) -> None:

@@ -253,10 +253,12 @@ def sgd_step(
     if local.momentum:
         previous = velocity or zeros_like(v)
         v = {name: local.momentum * previous[name] + g for name, g in v.items()}
-    kept = v if local.momentum else {}
+    new_velocity = v if local.momentum else {}
     if isinstance(lr, Tensor):
-        return {name: torch.addcmul(tensor, v[name], lr, value=-1) for name, tensor in y.items()}, kept
-    return add(y, v, -lr), kept
+        return {
+            name: torch.addcmul(tensor, v[name], lr, value=-1) for name, tensor in y.items()
+        }, new_velocity
+    return add(y, v, -lr), new_velocity
 
 
 def clip_by_norm(gradient: State, max_norm: float) -> State:

@@ -27,7 +27,7 @@ def elementwise(finish: Finish) -> Finish:
             return finish(x, y, down, client, steps, eta, **hyper)
         same_names(x, y)
         sent: Variables = {}
-        kept: Variables = {}
+        own: Variables = {}
         for names in by_type(x):
             models = [{"": flat(state, names)} for state in (x, y)]
             given = [
@@ -37,10 +37,10 @@ def elementwise(finish: Finish) -> Finish:
                 }
                 for variables in (down, client)
             ]
-            for found, into in zip(finish(*models, *given, steps, eta, **hyper), (sent, kept), strict=True):
+            for found, into in zip(finish(*models, *given, steps, eta, **hyper), (sent, own), strict=True):
                 for key, state in found.items():
                     into.setdefault(key, {}).update(cut(state[""], x, names))
-        return _ordered(sent, x), _ordered(kept, x)
+        return _ordered(sent, x), _ordered(own, x)
 
     return whole
 

@@ -157,7 +157,7 @@ def main() -> None:
     if code == INTERRUPTED and first_rank:
         how = RESUMABLE.get("".join(sys.argv[1:2]))
         saved = f": finished rounds are saved, {how}" if how else ""
-        say(f"interrupted{saved if started else ': nothing was begun'}.")
+        say(f"interrupted{saved if started else ': nothing was started'}.")
     if group:
         group.leave()
     sys.exit(code)

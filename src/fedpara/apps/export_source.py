@@ -25,7 +25,7 @@ from fedpara.experiments.storage.client_files import memory_file
 from fedpara.experiments.storage.node_memory import NodeMemory
 from fedpara.experiments.storage.run_folder import NODES
 from fedpara.experiments.storage.summary import read_config
-from fedpara.experiments.storage.tensor_files import read_groups
+from fedpara.experiments.storage.tensor_files import read_memory
 from fedpara.interop import SavedState, build_target, read_state
 from fedpara.interop.rebuild import EXPECTED, is_description, refuse_misfit
 from fedpara.parameterization import forms
@@ -129,21 +129,21 @@ def _own_state(path: Path, client: int | None, newest: Checkpoint) -> State:
 
 
 def _private_state(path: Path, client: int | None, newest: Checkpoint) -> State:
-    kept = newest.memories
-    if client is None or client not in kept:
-        few = ", ".join(map(str, sorted(kept)[:FEW])) + (", ..." if len(kept) > FEW else "")
+    rounds = newest.memories
+    if client is None or client not in rounds:
+        few = ", ".join(map(str, sorted(rounds)[:FEW])) + (", ..." if len(rounds) > FEW else "")
         problem = "has a model per client" if client is None else f"has no model of client {client}"
         raise UsageError(
-            f"{path} {problem}: expected --client with one of the {len(kept)} that took part ({few})."
+            f"{path} {problem}: expected --client with one of the {len(rounds)} that took part ({few})."
         )
-    file = memory_file(path / "clients", client, kept[client])
-    groups = read_groups(file, (client, kept[client]), newest.digests.get(client))
-    if ACCEPTED in groups:
-        groups = _node_memory(path, client, int(groups[ACCEPTED]["round"]))
-    return groups[PRIVATE]
+    file = memory_file(path / "clients", client, rounds[client])
+    memory = read_memory(file, (client, rounds[client]), newest.digests.get(client))
+    if ACCEPTED in memory:
+        memory = _node_memory(path, client, int(memory[ACCEPTED]["round"]))
+    return memory[PRIVATE]
 
 
 def _node_memory(path: Path, client: int, round: int) -> Variables:
-    """What the client keeps on its Flower node, from the node's folder inside the run folder."""
+    """The client's memory from its Flower node's folder inside the run folder."""
     run = (path / NODES).read_text().strip()
     return NodeMemory(path, run, client).get(round) or {}

@@ -57,7 +57,7 @@ def reproduce(
             only=only,
             scale=scale,
             out=out,
-            kept=(results,),
+            finished_in=(results,),
             data_dir=data_dir,
             engine=engine,
             precision=precision,

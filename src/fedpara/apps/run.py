@@ -21,7 +21,7 @@ from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments import resume as resume_run
 from fedpara.experiments.config import read_options, read_toml, with_values
 from fedpara.experiments.presets import preset as find_preset
-from fedpara.experiments.run import lay_out_all, look_over
+from fedpara.experiments.run import check_resumable, lay_out_all
 from fedpara.experiments.storage.run_folder import refuse_used
 from fedpara.experiments.trackers import require, tracker
 from fedpara.files import make_folder
@@ -52,7 +52,7 @@ def run(
         if out is None:
             _remove_empty(folder, folder.parent)
         raise
-    finish(folder, _all_of(paths, data_dir, track), as_json)
+    finish(folder, _run_all_or_raise(paths, data_dir, track), as_json)
 
 
 def resume(
@@ -70,7 +70,7 @@ def resume(
         paths = {path.parent.name: path.parent for path in sorted(folder.glob("*/config.toml"))}
     if not paths:
         raise ConfigError(f"{folder} holds no run: give a folder that `fedpara run` made.")
-    finish(folder, _all_of(paths, data_dir, track, rounds, engine, precision), as_json)
+    finish(folder, _run_all_or_raise(paths, data_dir, track, rounds, engine, precision), as_json)
 
 
 def _folder(out: Path | None, name: str, runs: list[str]) -> Path:
@@ -89,7 +89,7 @@ def _folder(out: Path | None, name: str, runs: list[str]) -> Path:
 
 
 def _new_folder(name: str) -> Path:
-    """Made at once, because another run may begin in the same second."""
+    """A new folder, created immediately because another run may start in the same second."""
     first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     make_folder(first.parent, "folder of runs")
     for number in count(1):
@@ -120,14 +120,14 @@ def experiments_of(preset: str | None, config: Path | None, given: dict[str, Any
     return {name: with_values(experiment, given) for name, experiment in runs.items()}
 
 
-def _all_of(paths: dict[str, Path], *how: Any) -> dict[str, Summary]:
-    """`go_on` for runs that belong together: RunError at the end names those that failed."""
-    summaries, failed = go_on(paths, *how)
+def _run_all_or_raise(paths: dict[str, Path], *how: Any) -> dict[str, Summary]:
+    """`run_all` for runs that belong together: RunError at the end names those that failed."""
+    summaries, failed = run_all(paths, *how)
     raise_failed(failed, len(paths))
     return summaries
 
 
-def go_on(
+def run_all(
     paths: dict[str, Path],
     data_dir: Path | None,
     track: str,
@@ -156,13 +156,14 @@ def go_on(
     refuse_ranks(*engines.values())
     for name in [name for name in before if engines[name] == "flower"]:
         with trying(name):
-            look_over(paths[name], rounds, engine, precision, data_dir)  # Flower would only log the error
+            # Flower would only log the error.
+            check_resumable(paths[name], rounds, engine, precision, data_dir)
     left = [name for name in before if name not in failed]
     by_flower = [paths[name] for name in left if engines[name] == "flower"]
     with _simulation(by_flower, rounds, data_dir) as simulated:
         for name in left:
             path, experiment = paths[name], before[name].experiment
-            _say_if_met(name, before[name], rounds or experiment.rounds)
+            _report_reached_target(name, before[name], rounds or experiment.rounds)
             with (
                 trying(name),
                 tracker(track if join().rank == 0 else "none", path, asdict(experiment)) as log,
@@ -188,7 +189,7 @@ def raise_failed(failed: dict[str, FedParaError], of: int) -> None:
         raise of_several(failed, of)
 
 
-def _say_if_met(name: str, run: Summary, rounds: int) -> None:
+def _report_reached_target(name: str, run: Summary, rounds: int) -> None:
     target = run.experiment.target
     reached = run.reached(target) if target is not None else None
     if reached and run.rounds < rounds and join().rank == 0:

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from fedpara.apps.flower.run_config import refuse_another
-from fedpara.apps.run import experiments_of, go_on, raise_failed, refuse_ranks
+from fedpara.apps.run import experiments_of, raise_failed, refuse_ranks, run_all
 from fedpara.apps.terminal.table import empty_table, print_table
 from fedpara.engines.distributed.process_group import join
 from fedpara.errors import ConfigError, FedParaError, UsageError
@@ -44,7 +44,7 @@ def sweep(
     left = {name: path for name, path in paths.items() if name not in runs}
     failed: dict[str, FedParaError] = {}
     if left:
-        done, failed = go_on(left, data_dir, track)
+        done, failed = run_all(left, data_dir, track)
         runs |= done
     if join().rank == 0:
         table = rows(listed, runs)

@@ -1,4 +1,4 @@
-"""Accepted updates become the server's next model, on the device where they are.
+"""Turns a round's accepted updates into the server's next model, on the updates' device.
 
     mean = sum_i w_i (y_i, extra_i) / sum_i w_i, summed as updates arrive;   x, server = step(x, server, mean, N)
 
@@ -33,6 +33,7 @@ class Aggregator:
         self._held: list[Update] = []
 
     def add(self, client: int, update: Update, buffers: State) -> None:
+        """Adds an accepted update and the buffers that came with it."""
         update, aggregate = replace(update, weight=self._weights[client]), self._algorithm.aggregate
         self._buffers.add(buffers, self._weights[client])
         if isinstance(aggregate, FromMean):
@@ -55,10 +56,10 @@ class Aggregator:
 
 
 def _checked(algorithm: Algorithm, made: tuple[State, Variables], x: State) -> tuple[State, Variables]:
-    said = f"algorithm {algorithm.name!r}: aggregate returned"
     if not (isinstance(made, tuple) and len(made) == 2 and all(isinstance(part, dict) for part in made)):
         raise ConfigError(
-            f"{said} {type(made).__name__}: expected (the new x, the server's new variables), two dicts."
+            f"algorithm {algorithm.name!r}: aggregate returned {type(made).__name__}: expected (the new x, the "
+            "server's new variables), two dicts."
         )
     expect_like(algorithm.name, "aggregate", made[0], x)
     expect_variables(algorithm.name, "aggregate", made[1])
@@ -68,7 +69,7 @@ def _checked(algorithm: Algorithm, made: tuple[State, Variables], x: State) -> t
 def round_weights(
     counts: Mapping[int, int], weighting: Weighting, max_share: float | None
 ) -> tuple[dict[int, float], list[str]]:
-    """(the weight of each client that has examples, a sentence about each capped client)"""
+    """(the weight of each client that has examples, one note per capped client)"""
     present = {client: count for client, count in counts.items() if count}
     if weighting == "uniform":
         return dict.fromkeys(present, 1.0), []

@@ -1,4 +1,4 @@
-"""What is checked before the first round, so that a mistake costs no training.
+"""Checks a run before its first round, so that a mistake costs no training time.
 
 The algorithm's functions are called once, one gradient is computed on one example (or two, where one is too few), and
 one example of each test set is scored.
@@ -41,17 +41,17 @@ def _problems(
         yield f"a cohort of {settings.cohort} from {len(data)} clients: choose a smaller cohort.", None
     if task.augment == "crop-flip" and len(data.train.shape) != 3:
         yield f"crop-flip needs images, and the examples have shape {data.train.shape}: use 'none'.", None
-    if local.jacobian and (reason := _no_jacobian(program)):
+    if local.jacobian and (reason := _why_no_jacobian(program)):
         yield f"the Jacobian correction {reason}. Leave the correction out.", None
-    yield from _of_algorithm(session.algorithm, program.start(program.shared))
+    yield from _algorithm_problems(session.algorithm, program.start(program.shared))
     if len(data.train) and (error := _failure(program, data, local, 1)) is not None:
-        yield from _of_training(program, data, local, error)
+        yield from _training_problems(program, data, local, error)
     if personal and not data.has_personal:
         yield "personal=True scores each client's own model, and no client has test data.", None
     if task.test is not None and not program.private:
-        yield from _of_test_set(program, "the test data", task.test)
+        yield from _test_set_problems(program, "the test data", task.test)
     if personal and data.personal is not None:
-        yield from _of_test_set(program, "the clients' test data", data.personal[0])
+        yield from _test_set_problems(program, "the clients' test data", data.personal[0])
     if settings.target is not None and not personal and (program.private or task.test is None):
         yield (
             f"a target of {settings.target} needs test data to be measured on: give the Task a test set, or the "
@@ -60,7 +60,7 @@ def _problems(
         )
 
 
-def _no_jacobian(program: Program) -> str:
+def _why_no_jacobian(program: Program) -> str:
     """Why the correction cannot be computed, or ""."""
     if not program.forms:
         return "needs factorized weights, and this model has none"
@@ -71,7 +71,7 @@ def _no_jacobian(program: Program) -> str:
     return ""
 
 
-def _of_algorithm(a: Algorithm, x: State) -> Iterator[Problem]:
+def _algorithm_problems(a: Algorithm, x: State) -> Iterator[Problem]:
     """Calls every function of the algorithm once, except `aggregate`."""
     server = expect_variables(a.name, "server_init", a.server_init(x))
     broadcast = expect_variables(a.name, "broadcast", a.broadcast(server))
@@ -81,33 +81,35 @@ def _of_algorithm(a: Algorithm, x: State) -> Iterator[Problem]:
     if not (isinstance(made, tuple) and len(made) == 2):
         what = "expected a pair of dicts, what the client sends and its new variables."
         yield f"algorithm {a.name!r}: finish returned {type(made).__name__}: {what}", None
-    extra, kept = (expect_variables(a.name, "finish", part) for part in made)
-    if taken := {PRIVATE, ""} & {*first, *kept, *broadcast, *extra}:
+    extra, own = (expect_variables(a.name, "finish", part) for part in made)
+    if taken := {PRIVATE, ""} & {*first, *own, *broadcast, *extra}:
         yield f"algorithm {a.name!r} names a variable {taken.pop()!r}, which is reserved: rename it.", None
-    if any(state.keys() != first.get(name, {}).keys() for name, state in kept.items()):
+    if any(state.keys() != first.get(name, {}).keys() for name, state in own.items()):
         what = "client variables with other names than client_init: expected the same names."
         yield f"algorithm {a.name!r}: finish returns {what}", None
 
 
-def _of_training(program: Program, data: FederatedData, local: Local, error: Exception) -> Iterator[Problem]:
-    """Why the model cannot train on one example, where that matters."""
-    said = in_a_line(error).rstrip(".")
+def _training_problems(
+    program: Program, data: FederatedData, local: Local, error: Exception
+) -> Iterator[Problem]:
+    """Problems of a model that cannot train on one example: it may still train on two."""
+    message = in_a_line(error).rstrip(".")
     if _failure(program, data, local, 2) is not None:
-        advice = _cure(program, data) if "type" in said else ""
+        advice = _type_advice(program, data) if "type" in message else ""
         yield (
-            f"the model cannot train on {_read(data, 1).inputs.dtype} examples of shape {data.train.shape} with labels "
-            f"up to {int(data.train.labels.max())}: {said}.{advice}",
+            f"the model cannot train on {_one_batch(data, 1).inputs.dtype} examples of shape {data.train.shape} with "
+            f"labels up to {int(data.train.labels.max())}: {message}.{advice}",
             error,
         )
-    elif smallest_batch(data, local) == 1:  # asks every client for its size, so only where it matters
+    elif smallest_batch(data, local) == 1:  # slow for many clients, so only computed if needed
         yield (
-            f"the model cannot train on a batch of one example, and some client has such a batch ({said}). Choose "
+            f"the model cannot train on a batch of one example, and some client has such a batch ({message}). Choose "
             "another batch size, or a model without BatchNorm.",
             error,
         )
 
 
-def _of_test_set(program: Program, what: str, test: Examples) -> Iterator[Problem]:
+def _test_set_problems(program: Program, what: str, test: Examples) -> Iterator[Problem]:
     if not len(test):
         yield f"{what} hold no example: give some, or None.", None
     some = test.subset([int(test.labels.argmax())])
@@ -118,9 +120,9 @@ def _of_test_set(program: Program, what: str, test: Examples) -> Iterator[Proble
         yield f"the model cannot be scored on {what}, {kind}: {in_a_line(error).rstrip('.')}.", error
 
 
-def _cure(program: Program, data: FederatedData) -> str:
+def _type_advice(program: Program, data: FederatedData) -> str:
     """Advice on the two type mistakes that torch's own message does not explain."""
-    read = _read(data, 1).inputs.dtype
+    read = _one_batch(data, 1).inputs.dtype
     held = {t.dtype for t in program.start(program.parameters).values() if t.is_floating_point()}
     if data.train.inputs.dtype == torch.uint8 and data.train.mean is None:
         return " Bytes without a mean and std are read as indices: if these are images, give Examples both."
@@ -143,7 +145,7 @@ def _smallest_of(examples: int, local: Local) -> int:
 
 
 def _failure(program: Program, data: FederatedData, local: Local, size: int) -> Exception | None:
-    worker, some = Worker(program), _read(data, size)
+    worker, some = Worker(program), _one_batch(data, size)
     try:
         with torch.random.fork_rng(devices=[]):
             worker.gradient(some.inputs, some.labels, local, local.lr)
@@ -152,7 +154,7 @@ def _failure(program: Program, data: FederatedData, local: Local, size: int) -> 
     return None
 
 
-def _read(data: FederatedData, size: int) -> Examples:
-    """A batch as a step reads it, with the largest label: too small an output fails on that one."""
+def _one_batch(data: FederatedData, size: int) -> Examples:
+    """A batch as a step reads it, with the largest label: a model with too few outputs fails on that label."""
     some = data.train.subset([int(data.train.labels.argmax())] * size)
     return replace(some, inputs=normalise(some.inputs, some.mean, some.std))

@@ -55,7 +55,7 @@ def client_round(
     With `test`, the client's own model is scored before and after the local steps.
     """
     model, down = received
-    memory = memory or session.first(model)
+    memory = memory or session.first_memory(model)
     state = {**model, **memory[PRIVATE]}
     before = worker.evaluate(state, test) if test is not None else None
     trained = worker.train(
@@ -89,11 +89,11 @@ def reply_of(
 ) -> tuple[Reply, Variables]:
     """(the trained client's reply, its new memory). A client that diverged sends nothing and keeps its old memory."""
     program, algorithm = session.program, session.algorithm
-    wrong = "" if math.isfinite(trained.loss) else f"its loss is {trained.loss}"
-    if not wrong and not (finite(trained.parameters) if trained.finite is None else trained.finite):
-        wrong = "its parameters are no longer finite"
-    if wrong:
-        return Reply(client, reason=f"it diverged: {wrong}", diverged=True), memory
+    problem = "" if math.isfinite(trained.loss) else f"its loss is {trained.loss}"
+    if not problem and not (finite(trained.parameters) if trained.finite is None else trained.finite):
+        problem = "its parameters are no longer finite"
+    if problem:
+        return Reply(client, reason=f"it diverged: {problem}", diverged=True), memory
     x = {name: model[name] for name in program.shared}
     y = {name: trained.parameters[name] for name in program.shared}
     eta = algorithm.local.lr_at(round)
@@ -101,7 +101,7 @@ def reply_of(
     sent = {**y, **{name: trained.buffers[name] for name in program.shared_buffers}}
     private = {name: trained.state[name] for name in program.retained}
     try:
-        message = _write_up(session, sent, model, extra, round, client, examples)
+        message = _encode_update(session, sent, model, extra, round, client, examples)
     except UpdateRejected as error:  # a value too large for a lossy uplink
         return Reply(client, reason=str(error)), {PRIVATE: private, **own}
     return Reply(client, message, "", trained.loss), {PRIVATE: private, **own}
@@ -109,7 +109,7 @@ def reply_of(
 
 def own_model(session: Session, model: State, memory: Variables | None) -> State:
     """A client's whole model: the shared part it received and its private part."""
-    return {**model, **(memory or session.first(model))[PRIVATE]}
+    return {**model, **(memory or session.first_memory(model))[PRIVATE]}
 
 
 def own_variables(memory: Variables) -> Variables:
@@ -118,7 +118,7 @@ def own_variables(memory: Variables) -> Variables:
 
 
 def sends_changes(link: Link) -> bool:
-    """A lossy uplink carries y - x, as in FedPAQ: the change is small, so few bits resolve it better."""
+    """Whether clients send y - x, as in FedPAQ: on a lossy uplink, few bits resolve a small change better."""
     return link.up != "float32"
 
 
@@ -132,7 +132,7 @@ def from_change(d: State, x: State, exact: frozenset[str]) -> State:
     return {name: tensor if name in exact else x[name] + tensor for name, tensor in d.items()}
 
 
-def _write_up(
+def _encode_update(
     session: Session, sent: State, model: State, extra: Variables, round: int, client: int, examples: int
 ) -> Message:
     if sends_changes(session.link):

@@ -1,4 +1,4 @@
-"""Program: a model's tensors by role: trained, buffers, private.
+"""Program: a model's tensors, grouped by role.
 
     parameters   trainable tensors, by their readable names
     buffers      tensors that the forward pass updates (BatchNorm's statistics): averaged, never trained
@@ -71,6 +71,7 @@ class Program:
         return parameterization.merge(self.model) if factorized else deepcopy(self.model)
 
     def start(self, names: tuple[str, ...]) -> State:
+        """Copies of the initial values of these tensors."""
         return {name: self.initial[name].clone() for name in names}
 
 

@@ -29,8 +29,8 @@ class Everyone:
     """Scores of the clients' own models after the last aggregation, each on its own test data."""
 
     accuracy: float  # the mean over the clients
-    clients: int  # that were scored
-    of: int  # in the federation
+    clients: int  # how many were scored
+    of: int  # how many are in the federation
     bytes_down: int  # for sending them the model; not part of any round's bytes
 
 
@@ -49,7 +49,7 @@ class Round:
     before: float | None = None
     after: float | None = None
     notes: tuple[str, ...] = field(default=())
-    memories: tuple[int, ...] = ()  # the clients whose memories are of this round
+    memories: tuple[int, ...] = ()  # the clients whose memories this round replaced
     everyone: Everyone | None = None  # at the end of a run whose clients have test data
 
     @property

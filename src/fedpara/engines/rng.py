@@ -1,8 +1,8 @@
 """Random streams by name: neither the engine nor the order of clients changes what a client draws.
 
 Every draw comes from (seed, purpose, round, client), so there is no generator state to save. Random layers other than
-`nn.Dropout` draw from torch's global generator, which is seeded the same way. Their order depends on the engine, and
-two runs in threads of one process share that generator.
+`nn.Dropout` draw from torch's global generator, which is seeded the same way. The order of their draws depends on the
+engine, and two runs in threads of one process share that generator.
 """
 
 from hashlib import blake2b
@@ -36,7 +36,7 @@ class LayerRng:
     """
 
     def __init__(self, seed: int, round: int, client: int, device: torch.device | None = None) -> None:
-        # The generator's own seed, not torch.manual_seed, which keeps a traceback for each GPU it might find.
+        # Not torch.manual_seed: it stores a traceback for each GPU that might exist.
         self._generator = torch.default_generator
         if device is not None and device.type == "cuda":
             self._generator = torch.cuda.default_generators[device.index or torch.cuda.current_device()]
@@ -56,7 +56,7 @@ class LayerRng:
 
 
 def cohort(seed: int, round: int, clients: int, size: int) -> list[int]:
-    """`size` of `clients` without replacement, sorted. A million clients cost no more than a thousand."""
+    """`size` of `clients` numbers without replacement, sorted. The cost does not grow with `clients`."""
     chosen = numpy_rng(seed, "cohort", round).choice(clients, size, replace=False, shuffle=False)
     return sorted(chosen.tolist())
 

@@ -29,7 +29,7 @@ from fedpara.wire import Message, Meter, admit, guard, make_message, pack, unpac
 
 Verdict = TypeVar("Verdict")
 
-MOST_SCORED = 1000
+MAX_SCORED = 1000
 """At the end of a run at most this many clients are scored; a larger federation is sampled."""
 LARGE_MESSAGE = 1 << 20  # bytes; threads speed up hashing and copying above this, and slow it down below
 
@@ -53,7 +53,7 @@ class Engine(Protocol):
     def score_clients(self, round: int, clients: Sequence[int], message: Message) -> Iterable[Reply]:
         """Each client's own model (the shared part from `message`, its private part from memory) on its test data.
 
-        Nothing trains and no memory changes. The score is `Reply.before`; a client without one states the reason.
+        Nothing trains and no memory changes. The score is `Reply.before`; a reply without one states the reason.
         """
 
 
@@ -88,44 +88,46 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
     message, sent = _broadcast(session, progress, t)
     meter, scored = Meter(), personal and schedule.evaluates(t)
     replies = engine.train(t, chosen, message, scored)
-    got = _collect(session, schedule, progress, chosen, message, sent, replies, meter)
-    x, server, averages, count = progress.x, progress.server, progress.buffers, len(got.replies)
-    if got.aggregator is not None and count >= schedule.minimum:
-        x, server, averages = got.aggregator.aggregate(server, schedule.clients)
+    collected = _collect(session, schedule, progress, chosen, message, sent, replies, meter)
+    x, server, averages, count = progress.x, progress.server, progress.buffers, len(collected.replies)
+    if collected.aggregator is not None and count >= schedule.minimum:
+        x, server, averages = collected.aggregator.aggregate(server, schedule.clients)
         _refuse_overflow(t, [x, averages, *server.values()])
     else:
-        _refuse_divergence(t, got)
+        _refuse_divergence(t, collected)
         few = f"{count} of {schedule.minimum}" if count else "no"
-        got.notes.append(
+        collected.notes.append(
             f"round {t} had {few} usable update{'s' if count else ''}: the model stays unchanged"
         )
-        got.replies.clear()
-    got.aggregator = None  # frees GPU memory for scoring
-    engine.commit(t, [reply.client for reply in got.replies])
+        collected.replies.clear()
+    collected.aggregator = None  # frees GPU memory for scoring
+    engine.commit(t, [reply.client for reply in collected.replies])
     up, down = meter.total_up, meter.total_down
     result = Round(
         Progress(t, x, averages, server, progress.bytes_up + up, progress.bytes_down + down),
         tuple(chosen),
-        sum(reply.loss for reply in got.replies) / len(got.replies) if got.replies else float("nan"),
+        sum(reply.loss for reply in collected.replies) / len(collected.replies)
+        if collected.replies
+        else float("nan"),
         up,
         down,
-        tuple(got.refused),
-        notes=tuple(got.notes),
-        memories=tuple(reply.client for reply in got.replies) if session.stateful else (),
+        tuple(collected.refused),
+        notes=tuple(collected.notes),
+        memories=tuple(reply.client for reply in collected.replies) if session.stateful else (),
     )
-    result = _evaluated(session, engine, schedule, got.replies if scored else [], result)
+    result = _evaluated(session, engine, schedule, collected.replies if scored else [], result)
     return _with_everyone(session, engine, schedule, result) if personal and schedule.ends(result) else result
 
 
 @dataclass
 class _Collected:
-    """What came back. `replies` are those with accepted updates, without their messages."""
+    """A round's results. `replies` are those with accepted updates, without their messages."""
 
     aggregator: Aggregator | None = None
     replies: list[Reply] = field(default_factory=list)
     refused: list[tuple[int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    diverged: list[tuple[int, str]] = field(default_factory=list)  # a part of `refused`
+    diverged: list[tuple[int, str]] = field(default_factory=list)  # also in `refused`
 
 
 def _collect(
@@ -138,12 +140,12 @@ def _collect(
     replies: Iterable[Reply],
     meter: Meter,
 ) -> _Collected:
-    """At most one update per client that was asked, whatever the engine or the network returns."""
-    got, round = _Collected(), progress.round + 1
+    """Collects at most one update per client of the cohort, even if the engine or the network returns more."""
+    collected, round = _Collected(), progress.round + 1
     waiting = dict.fromkeys(chosen)
     known = {HOST.type: sent}  # the model as it was sent, on each device that holds an update
 
-    def judge(reply: Reply) -> tuple[Update, State] | WireError | None:
+    def check(reply: Reply) -> tuple[Update, State] | WireError | None:
         if reply.message is None:
             return None
         device = device_of([reply.message.tensors]) if isinstance(reply.message, Message) else HOST
@@ -154,51 +156,53 @@ def _collect(
         except WireError as error:
             return error
 
-    for reply, verdict in _judged(replies, judge):
+    for reply, verdict in _with_verdicts(replies, check):
         meter.up(round, reply.client, reply.unread if reply.message is None else reply.message)
         if reply.late:
-            got.notes.append(
+            collected.notes.append(
                 f"round {round}: client {reply.client}'s reply to round {reply.late} came too late and is refused"
             )
             continue
         if reply.client not in waiting:
-            got.notes.append(f"client {reply.client} replied twice or was not asked: that reply is dropped")
+            collected.notes.append(
+                f"client {reply.client} replied twice or was not asked: that reply is dropped"
+            )
             continue
         del waiting[reply.client]
         if reply.reached:
             meter.down(round, reply.client, message)
         if reply.message is None:
-            got.refused.append((reply.client, reply.reason))
-            got.diverged += [(reply.client, reply.reason)] if reply.diverged else []
+            collected.refused.append((reply.client, reply.reason))
+            collected.diverged += [(reply.client, reply.reason)] if reply.diverged else []
             continue
         if isinstance(verdict, WireError):
-            got.refused.append((reply.client, str(verdict)))
+            collected.refused.append((reply.client, str(verdict)))
             continue
         assert verdict is not None
-        if got.aggregator is None:
+        if collected.aggregator is None:
             counts = {client: schedule.examples(client) for client in chosen}
             weights, notes = round_weights(counts, schedule.weights, schedule.max_share)
-            got.notes += [f"round {round}: {note}" for note in notes]
-            got.aggregator = Aggregator(session.algorithm, progress.x, weights)
+            collected.notes += [f"round {round}: {note}" for note in notes]
+            collected.aggregator = Aggregator(session.algorithm, progress.x, weights)
         update, buffers = verdict
         if session.link.down != "float32":
-            update = _as_moved(update, progress.x, sent)
-        got.aggregator.add(reply.client, update, buffers)
-        got.replies.append(replace(reply, message=None))
+            update = _without_rounding(update, progress.x, sent)
+        collected.aggregator.add(reply.client, update, buffers)
+        collected.replies.append(replace(reply, message=None))
     for client in waiting:
         meter.down(round, client, message)
-        got.refused.append((client, "it sent no reply"))
-    return got
+        collected.refused.append((client, "it sent no reply"))
+    return collected
 
 
-def _refuse_divergence(round: int, got: _Collected) -> None:
+def _refuse_divergence(round: int, collected: _Collected) -> None:
     """RunError if clients diverged and no update is left: the next round would do the same."""
-    if got.diverged and not got.replies:
-        client, reason = got.diverged[0]
+    if collected.diverged and not collected.replies:
+        client, reason = collected.diverged[0]
         raise RunError(
-            f"round {round}: no update is left, and {len(got.diverged)} of {len(got.refused)} clients diverged (client "
-            f"{client}: {reason}). The state before this round is kept. Lower the learning rate, or set a gradient "
-            "clip."
+            f"round {round}: no update is left, and {len(collected.diverged)} of {len(collected.refused)} clients "
+            f"diverged (client {client}: {reason}). The state before this round is kept. Lower the learning rate, or "
+            "set a gradient clip."
         )
 
 
@@ -211,7 +215,9 @@ def _refuse_overflow(round: int, states: Iterable[State]) -> None:
         )
 
 
-def _judged(replies: Iterable[Reply], judge: Callable[[Reply], Verdict]) -> Iterator[tuple[Reply, Verdict]]:
+def _with_verdicts(
+    replies: Iterable[Reply], check: Callable[[Reply], Verdict]
+) -> Iterator[tuple[Reply, Verdict]]:
     """Each reply with its verdict, in order. Threads check large messages while the next ones arrive."""
     with ThreadPoolExecutor(THREADS) as pool:
         pending: deque[tuple[Reply, Future[Verdict]]] = deque()
@@ -219,9 +225,9 @@ def _judged(replies: Iterable[Reply], judge: Callable[[Reply], Verdict]) -> Iter
             if not isinstance(reply.message, bytes) or len(reply.message) < LARGE_MESSAGE:
                 yield from ((one, verdict.result()) for one, verdict in pending)
                 pending.clear()
-                yield reply, judge(reply)
+                yield reply, check(reply)
                 continue
-            pending.append((reply, pool.submit(judge, reply)))
+            pending.append((reply, pool.submit(check, reply)))
             if len(pending) > THREADS:
                 one, verdict = pending.popleft()
                 yield one, verdict.result()
@@ -267,17 +273,17 @@ def _admit(
         raise UpdateRejected(
             f"client {reply.client} sent a message that names {header.sender} as its sender."
         )
-    groups = unpack(state)
-    model = groups.pop("")
+    variables = unpack(state)
+    model = variables.pop("")
     if changes:
         model = from_change(model, sent, session.exact)
     program = session.program
     y = {name: model[name] for name in program.shared}
     averaged = {name: model[name] for name in program.shared_buffers}
-    return Update(y, groups, header.examples), averaged
+    return Update(y, variables, header.examples), averaged
 
 
-def _as_moved(update: Update, x: State, sent: State) -> Update:
+def _without_rounding(update: Update, x: State, sent: State) -> Update:
     """x + (y - x^) in place of y: downlink rounding is not mistaken for client progress."""
     return replace(update, y={name: x[name] + (y - sent[name]) for name, y in update.y.items()})
 
@@ -303,7 +309,7 @@ def _evaluated(
 def _with_everyone(session: Session, engine: Engine, schedule: Schedule, result: Round) -> Round:
     """The result with the score of all clients, after the last aggregation."""
     n = schedule.clients
-    chosen = list(range(n)) if n <= MOST_SCORED else final_sample(session.seed, n, MOST_SCORED)
+    chosen = list(range(n)) if n <= MAX_SCORED else final_sample(session.seed, n, MAX_SCORED)
     message, _ = _broadcast(session, result.progress, result.number + 1)
     replies = list(engine.score_clients(result.number + 1, chosen, message))
     scored = [reply.before.accuracy for reply in replies if reply.before and reply.before.examples]

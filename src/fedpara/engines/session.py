@@ -45,7 +45,7 @@ class Session:
 
     @property
     def exact(self) -> frozenset[str]:
-        """Buffers: every link sends them unchanged."""
+        """The names that every link sends unchanged: the buffers."""
         return frozenset(self.program.shared_buffers)
 
     def read_down(self, message: AnyMessage, round: int) -> tuple[State, Variables]:
@@ -59,15 +59,17 @@ class Session:
             link=self.link.down,
             exact=self.exact,
         )
-        own = self.program.initial
-        groups = {
-            group: {name: t.to(own[name].dtype) if name in own else t for name, t in members.items()}
-            for group, members in unpack(state).items()
+        initial = self.program.initial
+        variables = {
+            variable: {
+                name: t.to(initial[name].dtype) if name in initial else t for name, t in tensors.items()
+            }
+            for variable, tensors in unpack(state).items()
         }
-        return groups.pop(""), groups
+        return variables.pop(""), variables
 
-    def first(self, model: State) -> Variables:
-        """What a client holds before its first round."""
+    def first_memory(self, model: State) -> Variables:
+        """A client's memory before its first round."""
         x = {name: model[name] for name in self.program.shared}
         return {PRIVATE: self.program.start(self.program.retained), **self.algorithm.client_init(x)}
 
@@ -78,8 +80,8 @@ class Session:
 
     @cached_property
     def stateful(self) -> bool:
-        """Whether a client holds anything from round to round."""
-        return any(self.first(self._x()).values())
+        """Whether clients keep anything between rounds."""
+        return any(self.first_memory(self._x()).values())
 
     def header(self, round: int, sender: str = "server", examples: int = 0) -> Header:
         return Header(round, self.algorithm.name, self.program.scheme, sender, examples)

@@ -126,15 +126,15 @@ def simulate(
                     are never sent
     engine          "auto", "batched" or "sequential"
     precision       of the batched engine on a GPU: "float32", "tf32" or "bfloat16"; by default the fastest
-    evaluate_every  score the model every so many rounds, and after the last
+    evaluate_every  score the model after every this many rounds, and after the last
     personal        score each client's own model on its own test data; by default if the clients have any
-    max_norm        refuse an update further than this from the model that was sent, counting changes of control
+    max_norm        refuse an update farther than this from the model that was sent, counting changes of control
                     variates and of BatchNorm's statistics
     weights         "examples" weights each update by the client's number of examples, "uniform" weights all alike;
                     SCAFFOLD and FedDyn are uniform by definition
     max_share       the largest share of a round's weight that one client may have, such as 0.5
     target          stop at this accuracy, a fraction such as 0.8
-    memory          where clients' private parts and variables are kept: an object with `get(client)` and
+    memory          where client memories are stored: an object with `get(client)` and
                     `put(client, round, variables)`
     on_round        called with the result of each round
     """
@@ -153,7 +153,7 @@ def simulate(
         max_share=max_share,
         target=target,
     )
-    refuse_hostless(engine)
+    refuse_flower_engine(engine)
     session, schedule, scored = prepare(task, data, algorithm, settings)
     memory = InMemory() if memory is None else memory
     results: list[Round] = []
@@ -171,19 +171,19 @@ def simulate(
 
 
 def _without_tensors(result: Round) -> Round:
-    """200 rounds of VGG16 would take 12 GB."""
+    """The result without the server's tensors, which would take 12 GB over 200 rounds of VGG16."""
     return replace(result, progress=replace(result.progress, x={}, buffers={}, server={}))
 
 
 def prepare(
     task: Task, data: FederatedData, algorithm: Algorithm, settings: Settings
 ) -> tuple[Session, Schedule, bool]:
-    """(the session, the rounds, whether clients are scored): everything is checked, nothing has run yet."""
+    """(session, schedule, whether clients are scored), after all checks and before anything runs."""
     session = Session(make_program(task.model, settings.share), algorithm, settings.link, settings.seed)
     personal = data.has_personal if settings.personal is None else settings.personal
     check_run(session, task, data, settings, personal)
     max_share = settings.max_share
-    if not len(data.train) and max_share is None:  # nodes bring their own data, and state how much
+    if not len(data.train) and max_share is None:  # only the nodes know how many examples they have
         max_share = MAX_CLAIMED_SHARE
     schedule = Schedule(
         settings.rounds,
@@ -199,7 +199,7 @@ def prepare(
     return session, schedule, personal
 
 
-def refuse_hostless(engine: str) -> None:
+def refuse_flower_engine(engine: str) -> None:
     """ConfigError for engine "flower": Flower launches fedpara, not the reverse."""
     if engine == "flower":
         raise ConfigError(
@@ -213,11 +213,11 @@ def build_engine(
 ) -> Engine:
     """The engine that the settings name. Under torchrun every rank builds one, for its share of the cohort."""
     group = join()
-    inner = _build_one(settings, session, task, data, memory, group)
+    inner = _build_on_this_rank(settings, session, task, data, memory, group)
     return inner if group.size == 1 else Distributed(group, inner, session)
 
 
-def _build_one(
+def _build_on_this_rank(
     settings: Settings,
     session: Session,
     task: Task,

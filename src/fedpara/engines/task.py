@@ -1,6 +1,6 @@
 """Task: the model to train, and how it is scored.
 
-The loss is the mean cross-entropy, the score the share of correct answers.
+The loss is the mean cross-entropy; the score is the share of correct predictions.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Augment = Literal["none", "crop-flip"]
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """`model` may be factorized or plain. `augment` is applied to the training images, newly drawn in each epoch."""
+    """`model` may be factorized or plain. `augment` changes training images, with new draws in each epoch."""
 
     model: nn.Module
     test: Examples | None = None

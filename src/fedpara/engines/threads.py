@@ -1,6 +1,6 @@
-"""at_once: work on all items in parallel threads.
+"""map_in_threads: applies a function to all items in parallel threads.
 
-Worth it for files and digests, which release Python's global lock.
+Useful for files and digests, which release Python's global lock.
 """
 
 import os
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 THREADS = min(16, os.cpu_count() or 1)
 
 
-def at_once(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """The results in the items' order. The first error is raised after all started work has ended."""
+def map_in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """The results in the items' order. The first error is raised once all started calls have ended."""
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(work, items))

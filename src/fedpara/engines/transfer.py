@@ -1,4 +1,4 @@
-"""States between host and device, with one copy per dtype: one copy per tensor would wait for each."""
+"""Moves states between host and device with one copy per dtype: each copy waits for the device."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -26,8 +26,8 @@ def move(state: Mapping[str, Tensor], device: torch.device) -> State:
     return {name: there[name] for name in state}
 
 
-def move_variables(groups: Variables, device: torch.device) -> Variables:
-    return {group: move(state, device) for group, state in groups.items()}
+def move_variables(variables: Variables, device: torch.device) -> Variables:
+    return {name: move(state, device) for name, state in variables.items()}
 
 
 def stack_on(states: Sequence[State], device: torch.device) -> State:

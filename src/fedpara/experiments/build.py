@@ -23,7 +23,7 @@ from fedpara.wire import Link
 
 DEFAULT_GAMMA = 0.1
 CHUNK = 10_000
-"""Examples per step of the digest. Windows of a text share memory; copying all of them needs 80 times as much."""
+"""Examples per step of the digest. Windows of a text share memory: copying all at once would need 80 times as much."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +45,7 @@ class Parts:
 
 
 def build(experiment: Experiment, data_dir: str | PathLike[str] | None = None) -> Parts:
+    """The model, data, algorithm and link that the experiment names."""
     algorithm = build_algorithm(experiment)
     link = Link(up=experiment.link_up, down=experiment.link_down)
     scheme = build_scheme(experiment)

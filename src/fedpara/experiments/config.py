@@ -41,7 +41,7 @@ CHOICES: dict[str, Sequence[str]] = {
 # rounding, and the last round of a run is always evaluated.
 FREE = ("rounds", "engine", "precision", "target")
 
-# Fields that are younger than some finished runs, with the value that those runs used. Such a field enters the
+# Fields that were added after some runs had finished, with the value that those runs used. Such a field enters the
 # identity only if its value differs, so that the identities of the older runs stay valid.
 LATER: dict[str, Any] = {"validation": 0.0, "weights": "examples", "max_share": None, "test_owners": "all"}
 
@@ -91,7 +91,7 @@ class Experiment:
     link_down: str = "float32"
     weights: str = "examples"  # weight updates by their number of examples, or uniform
     max_share: float | None = None  # the largest share of a round's weight that one client may have
-    max_norm: float | None = None  # reject updates further than this from the model
+    max_norm: float | None = None  # reject updates farther than this from the model
     evaluate_every: int = 1
     target: float | None = None  # stop at this accuracy
     seed: int = 0
@@ -122,7 +122,7 @@ class Experiment:
 
     @property
     def identity(self) -> str:
-        """A digest of the fields that decide the result: not FREE ones, and LATER ones only if they differ."""
+        """A digest of the fields that decide the result: without FREE ones, and with LATER ones only if they differ."""
         values = {name: value for name, value in asdict(self).items() if name not in FREE}
         if self.split not in OWNED or self.personal:
             values["test_owners"] = LATER["test_owners"]  # the field has no effect on the scores

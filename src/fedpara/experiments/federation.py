@@ -20,24 +20,24 @@ def build_federation(
     if experiment.keep is not None:
         clients = clients[: experiment.keep]
     if experiment.data_fraction < 1:
-        clients = _thinned(clients, experiment.data_fraction, experiment.seed)
+        clients = _sampled(clients, experiment.data_fraction, experiment.seed)
     if experiment.validation:
         training, held_out = _split_validation(experiment, train, clients)
         own = held_out if experiment.personal else None
         return FederatedData(train, training, test_clients=own), train.subset(held_out.indices)
     if experiment.split in OWNED:
-        return _scored_by_owner(experiment, train, test, clients)
+        return _with_owner_tests(experiment, train, test, clients)
     if not experiment.personal:
         return FederatedData(train, clients), test
     theirs = data.personal_test(test.labels, clients, train.labels, seed=experiment.seed)
     return FederatedData(train, clients, personal=(test, theirs)), test
 
 
-def _scored_by_owner(
+def _with_owner_tests(
     experiment: Experiment, train: Examples, test: Examples, clients: Partition
 ) -> tuple[FederatedData, Examples]:
-    narrow = experiment.test_owners == "training"
-    if not (experiment.personal or narrow):
+    only_training_owners = experiment.test_owners == "training"
+    if not (experiment.personal or only_training_owners):
         return FederatedData(train, clients), test
     if test.owners is None:
         raise ConfigError(
@@ -48,7 +48,7 @@ def _scored_by_owner(
         theirs = _largest_first(theirs, _by_owner(experiment, train))
     theirs = theirs[: len(clients)]
     scored = test
-    if narrow and len(theirs.indices) < len(test):
+    if only_training_owners and len(theirs.indices) < len(test):
         scored = test.subset(np.sort(theirs.indices))
     return FederatedData(train, clients, personal=(test, theirs) if experiment.personal else None), scored
 
@@ -82,7 +82,7 @@ def _largest_first(owners: Partition, training: Partition) -> Partition:
     return Partition.of([owners[int(i)] for i in np.argsort(-training.sizes, kind="stable")])
 
 
-def _thinned(clients: Partition, fraction: float, seed: int) -> Partition:
+def _sampled(clients: Partition, fraction: float, seed: int) -> Partition:
     """A random fraction of each client's examples, at least one."""
     generator = np.random.default_rng((seed, 1))
     rows = [generator.permutation(clients[i]) for i in range(len(clients))]

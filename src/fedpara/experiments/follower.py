@@ -1,6 +1,6 @@
-"""One run folder, several ranks: rank 0 holds it, the others start from its checkpoint and follow.
+"""One run folder for several ranks: rank 0 writes it, and the others start from its checkpoint.
 
-A follower writes what its own clients keep, nothing else. The ranks therefore need one folder that all see.
+A follower writes only the memories of its own clients. The ranks therefore need a folder that all of them can read.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from fedpara.experiments.storage.run_folder import RunFolder
 
 
 class Follower:
-    """The folder as a rank that does not hold it sees it."""
+    """The run folder, as a rank other than 0 uses it."""
 
     notes: tuple[str, ...] = ()
 
@@ -25,7 +25,7 @@ class Follower:
         self.memory = OnDisk(path / "clients", round)
 
     def save(self, result: Round, timing: dict[str, float], engine: str) -> None:
-        """Rank 0 may still be writing this round's checkpoint; the one before is written, as all kept their own."""
+        """Removes memories that no checkpoint needs. Rank 0 may still be writing this round's checkpoint."""
         self.memory.settle(result.number - 2)
 
     def log(self, text: str) -> None:
@@ -35,10 +35,10 @@ class Follower:
         pass
 
 
-def opened(
+def open_on_ranks(
     group: ProcessGroup, path: Path, experiment: Experiment, make: Callable[[], RunFolder]
 ) -> RunFolder | Follower:
-    """`make` on rank 0; then, once it has swept and cut back what a kill left, the others look."""
+    """The folder from `make` on rank 0; a `Follower` on other ranks, which read it after rank 0 has cleaned it up."""
     held: list[RunFolder] = []
 
     def work() -> Part:

@@ -1,4 +1,4 @@
-"""Carry out a table or figure of the paper: run what is missing, resume what was interrupted, skip what is there."""
+"""Make a table or figure of the paper: run missing runs, resume interrupted ones, skip finished ones."""
 
 import fnmatch
 import logging
@@ -20,17 +20,17 @@ logger = logging.getLogger(__name__)
 FEW = 4
 """How many runs an error names."""
 Begin = Callable[[str, Experiment], OnRound | None]
-"""Called with its name as a run begins. What it returns is called after each round."""
+"""Called with a run's name and experiment before it starts. The returned function is called after each round."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run that a study needs, and what exists of it."""
+    """One run that a study needs, with its finished or resumable run folder, if any."""
 
     name: str
     experiment: Experiment
     found: Summary | None
-    begun: Path | None
+    resumable: Path | None
 
 
 def jobs(
@@ -49,7 +49,7 @@ def jobs(
         for name in names:
             if seed < (seeds or study(name).seeds):
                 wanted += study(name).changed(changes(seed, rounds, scale)).experiments
-    listed = [Job(run_name(e), e, library.find(e), library.begun(e)) for e in merged(wanted)]
+    listed = [Job(run_name(e), e, library.find(e), library.resumable(e)) for e in merged(wanted)]
     return [job for job in listed if only is None or matches(only, job.name)]
 
 
@@ -66,18 +66,18 @@ def carry_out(
     only: str | None = None,
     scale: str = "paper",
     out: Path = PAPER_RUNS,
-    kept: Sequence[Path] = (PAPER_RESULTS,),
+    finished_in: Sequence[Path] = (PAPER_RESULTS,),
     data_dir: Path | None = None,
     engine: str | None = None,
     precision: str | None = None,
     begin: Begin | None = None,
 ) -> list[Summary]:
-    """The finished runs of the named studies. Runs found under `out` or `kept` are not repeated.
+    """The finished runs of the named studies. Runs found under `out` or `finished_in` are not repeated.
 
     ConfigError if `only` matches none of them. If a run fails, or its folder cannot be read, the others still run;
     RunError at the end names it.
     """
-    library = Library.of(out, *kept)
+    library = Library.of(out, *finished_in)
     summaries: list[Summary] = []
     failed: dict[str, FedParaError] = {}
     listed = jobs(names, library, seeds=seeds, rounds=rounds, only=only, scale=scale)
@@ -101,7 +101,7 @@ def carry_out(
             continue
         on_round = begin(job.name, job.experiment) if begin else None
         try:
-            summary = _done(job, out, data_dir, engine, precision, on_round)
+            summary = _run_job(job, out, data_dir, engine, precision, on_round)
         except RunError as error:
             failed[job.name] = error
             continue
@@ -122,7 +122,7 @@ def _no_match(only: str, names: Sequence[str], runs: Sequence[str]) -> str:
     )
 
 
-def _done(
+def _run_job(
     job: Job,
     out: Path,
     data_dir: Path | None,
@@ -130,9 +130,9 @@ def _done(
     precision: str | None,
     on_round: OnRound | None,
 ) -> Summary:
-    if job.begun is not None:
+    if job.resumable is not None:
         return resume(
-            job.begun,
+            job.resumable,
             rounds=job.experiment.rounds,
             engine=engine,
             precision=precision,
@@ -147,6 +147,6 @@ def _done(
 def archive_finished(out: Path, into: Path) -> list[Path]:
     """Copies every finished run under `out`, without checkpoints. RunError at the end if one cannot be read."""
     library = Library.of(out)
-    kept = [archive_run(s.path, into) for s in library if finished(s, s.experiment.rounds)]
-    library.refuse_damaged("kept")
-    return kept
+    archived = [archive_run(s.path, into) for s in library if finished(s, s.experiment.rounds)]
+    library.refuse_damaged("archived")
+    return archived

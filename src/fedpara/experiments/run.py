@@ -1,6 +1,6 @@
 """Run an experiment into a folder, or resume one.
 
-Messages go to the logger "fedpara": those of level INFO are for people, DEBUG ones only for the run folder's log.txt.
+Messages go to the logger "fedpara": INFO ones are shown to the user, DEBUG ones only go to the run folder's log.txt.
 """
 
 import logging
@@ -19,11 +19,11 @@ from fedpara.engines.progress import Round, Schedule
 from fedpara.engines.server import Engine, run_rounds
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
-from fedpara.engines.simulate import build_engine, prepare, refuse_hostless
+from fedpara.engines.simulate import build_engine, prepare, refuse_flower_engine
 from fedpara.errors import RunError, in_a_line
 from fedpara.experiments.build import Parts, build
 from fedpara.experiments.config import Experiment
-from fedpara.experiments.follower import Follower, opened
+from fedpara.experiments.follower import Follower, open_on_ranks
 from fedpara.experiments.storage.environment import environment_warning
 from fedpara.experiments.storage.run_folder import (
     NODES,
@@ -41,7 +41,7 @@ OnRound = Callable[[Round, dict[str, float]], None]
 """Called after each round with its result, and with its `seconds` and `clients_per_second`."""
 Prepared = tuple[Session, Schedule, bool]
 Host = Callable[[Session, Parts, RunFolder, Schedule], tuple[Engine, Schedule]]
-"""Makes an engine whose clients live outside this process (Flower), and the schedule it can keep."""
+"""Makes an engine whose clients live outside this process (Flower), and the schedule that it can follow."""
 
 
 def run(
@@ -55,14 +55,14 @@ def run(
 
     Under torchrun every rank calls this; rank 0 writes the folder and calls `on_round`.
     """
-    refuse_hostless(experiment.engine)
+    refuse_flower_engine(experiment.engine)
     path, group = Path(path), join()
     with group.in_step(f"the end of {path}"):
         parts = build(experiment, data_dir)
         prepared = _prepared(experiment, parts)
         model = _model_of(experiment, parts)
-        folder = opened(group, path, experiment, lambda: create(path, experiment, model, parts.digest))
-        _go(group, parts, prepared, folder, on_round)
+        folder = open_on_ranks(group, path, experiment, lambda: create(path, experiment, model, parts.digest))
+        _run_folder(group, parts, prepared, folder, on_round)
     return read_run(path)
 
 
@@ -107,21 +107,21 @@ def resume(
     path = Path(path)
     experiment = _changed(path, rounds, engine, precision)
     if host is None:
-        refuse_hostless(experiment.engine)
+        refuse_flower_engine(experiment.engine)
         _refuse_on_nodes(path)
     group = join()
     with group.in_step(f"the end of {path}"):
         parts = build(experiment, data_dir)
         prepared = _prepared(experiment, parts)
-        folder = opened(group, path, experiment, lambda: open_run(path, experiment, parts.digest))
-        _go(group, parts, prepared, folder, on_round, host)
+        folder = open_on_ranks(group, path, experiment, lambda: open_run(path, experiment, parts.digest))
+        _run_folder(group, parts, prepared, folder, on_round, host)
     return read_run(path)
 
 
-def look_over(
+def check_resumable(
     path: Path, rounds: int | None, engine: str | None, precision: str | None, data_dir: Path | None
 ) -> tuple[int, bool]:
-    """(the rounds that are done, whether those are all), by the checkpoint.
+    """(the number of finished rounds, whether these are all), from the checkpoint.
 
     Raises what `resume` on a host would raise, before the host is started. The folder is not changed.
     """
@@ -139,7 +139,7 @@ def _changed(path: Path, rounds: int | None, engine: str | None, precision: str 
 
 
 def _settings(experiment: Experiment, parts: Parts) -> Settings:
-    """The fields of Settings have the names that they have in an Experiment."""
+    """The settings of the run. Their fields have the same names in an Experiment."""
     same = {field.name: getattr(experiment, field.name) for field in fields(Settings) if field.name != "link"}
     return Settings(**same, link=parts.link)
 
@@ -148,7 +148,7 @@ def _prepared(experiment: Experiment, parts: Parts) -> Prepared:
     return prepare(parts.task, parts.data, parts.algorithm, _settings(experiment, parts))
 
 
-def _go(
+def _run_folder(
     group: ProcessGroup,
     parts: Parts,
     prepared: Prepared,
@@ -166,7 +166,7 @@ def _go(
                 logger.info("%s", note)
             if not folder.finished:
                 with _memory_errors_named(folder.path):
-                    _play(parts, prepared, folder, None if group.rank else on_round, host)
+                    _run_rounds(parts, prepared, folder, None if group.rank else on_round, host)
         except BaseException as error:
             folder.log(f"stopped: {type(error).__name__}: {error}")
             if group.over and isinstance(error, RunError):
@@ -217,7 +217,7 @@ def _memory_errors_named(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _play(
+def _run_rounds(
     parts: Parts,
     prepared: Prepared,
     folder: RunFolder | Follower,
@@ -232,10 +232,10 @@ def _play(
     else:
         settings = _settings(experiment, parts)
         engine = build_engine(settings, session, parts.task, parts.data, folder.memory)
-    surprising = _surprising(experiment.engine, engine.name)
+    unexpected = _is_unexpected(experiment.engine, engine.name)
     logger.log(
-        logging.INFO if surprising else logging.DEBUG,
-        "engine %s (%s was asked for): %s",
+        logging.INFO if unexpected else logging.DEBUG,
+        "engine %s (%s was requested): %s",
         *(engine.name, experiment.engine, engine.why),
     )
     if session.program.private and not personal:
@@ -255,8 +255,8 @@ def _play(
     logger.debug("engine %s: %s", engine.name, engine.why)
 
 
-def _surprising(asked: str, ran: str) -> bool:
-    """Not the engine that was asked for, or one that leaves a GPU idle."""
+def _is_unexpected(asked: str, ran: str) -> bool:
+    """Whether this is not the requested engine, or one that leaves a GPU idle."""
     return asked != ran if asked != "auto" else ran == "sequential" and torch.cuda.is_available()
 
 
@@ -264,7 +264,7 @@ def _refuse_on_nodes(path: Path) -> None:
     """RunError if the clients' memories are on Flower's nodes, where no engine of this process can read them."""
     if (path / NODES).exists():
         raise RunError(
-            f"what the clients of {path} keep is on Flower's nodes ({NODES} names the run there): resume with --engine "
+            f"the client memories of {path} are on Flower's nodes ({NODES} names the run there): resume with --engine "
             "flower, or with the same `flwr run`."
         )
 

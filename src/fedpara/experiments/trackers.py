@@ -73,16 +73,16 @@ def _mlflow(folder: Path, config: dict[str, Any]) -> tuple[Log, Callable[[], Non
 
     uri = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").absolute().as_uri()
     client = MlflowClient(tracking_uri=uri)
-    begun = folder / "mlflow-run.txt"
-    if begun.exists():
-        run_id = begun.read_text().strip()
+    id_file = folder / "mlflow-run.txt"
+    if id_file.exists():
+        run_id = id_file.read_text().strip()
     else:
         known = client.get_experiment_by_name("fedpara")
         experiment = known.experiment_id if known else client.create_experiment("fedpara")
         run_id = client.create_run(experiment, run_name=folder.name).info.run_id
         for name, value in config.items():
             client.log_param(run_id, name, value)
-        write_bytes(begun, f"{run_id}\n".encode())
+        write_bytes(id_file, f"{run_id}\n".encode())
 
     def log(result: Round, timing: dict[str, float]) -> None:
         for name, value in scalars(result, timing).items():

@@ -108,8 +108,8 @@ def _network(source: SavedState | nn.Module, model: nn.Module | None) -> tuple[n
 
 
 def _name(source: SavedState, model: nn.Module | None) -> str:
-    said = source.model or {}
-    return type(model).__name__ if model is not None else str(said.get("name", said.get("target")))
+    named = source.model or {}
+    return type(model).__name__ if model is not None else str(named.get("name", named.get("target")))
 
 
 def _inputs(network: nn.Module, example: Tensor | Inputs | None, description: Description | None) -> Inputs:

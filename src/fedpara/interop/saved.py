@@ -31,7 +31,7 @@ from fedpara.state import State
 
 VERSION = "1"
 
-RUN_FILES = {"a run's checkpoint": {"identity", "round"}, "what a client of a run keeps": {"groups"}}
+RUN_FILES = {"a run's checkpoint": {"identity", "round"}, "a client's memory of a run": {"groups"}}
 """The files of a run folder, by the keys of their metadata."""
 
 

@@ -98,7 +98,7 @@ class Scheme(ABC):
         if self.rank > limit:
             sides = f"{m} x {n}" + (f" x {k}" if k else "")
             raise SchemeError(
-                f"rank {self.rank} is above {limit}, the largest that makes a {sides} weight no bigger than it is: "
+                f"rank {self.rank} is above {limit}, the largest rank at which a {sides} weight does not grow: "
                 "lower the rank, set gamma instead, or give this weight its own scheme (or False) through `where`."
             )
         return self.rank

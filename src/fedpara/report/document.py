@@ -90,12 +90,12 @@ def _section(table: Table) -> str:
 
 def _of_two_runs(table: Table) -> str:
     """Sentences about the cells that combine two runs."""
-    told = ""
+    sentences = ""
     if any(isinstance(cell.measure, Ratio) for cell in table.study.cells):
-        told += (
+        sentences += (
             " A ratio divides two means, each over all seeds of its runs; brackets show how many. Its ± is by "
             "first-order error propagation. A mean of one seed adds nothing to it."
         )
     if any(len(cell.experiments) > 1 and not isinstance(cell.measure, Ratio) for cell in table.study.cells):
-        told += " A difference of two runs uses the seeds that both have."
-    return told
+        sentences += " A difference of two runs uses the seeds that both have."
+    return sentences

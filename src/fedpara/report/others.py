@@ -24,13 +24,13 @@ COLUMNS: dict[str, tuple[Callable[[Summary], float | None], str]] = {
 
 
 def other_runs(library: Library, tables: Sequence[Table]) -> Table | None:
-    """The table, or None if the given tables use every run that has begun."""
-    told = {name for table in tables for entry in table.entries for name in entry.runs}
+    """The table, or None if the given tables use every started run."""
+    reported = {name for table in tables for entry in table.entries for name in entry.runs}
     # From all runs, so that the labels also differ from those of the tables' runs.
     series = [
         replace(one, runs=left)
         for one in all_series(library)
-        if (left := tuple(run for run in one.runs if library.name_of(run) not in told))
+        if (left := tuple(run for run in one.runs if library.name_of(run) not in reported))
     ]
     if not series:
         return None

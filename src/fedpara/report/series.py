@@ -143,11 +143,11 @@ def panel_of(experiment: Experiment) -> str:
 
 
 def _scored_on(experiment: Experiment) -> str:
-    """Text for scores that are not on the test set of the training clients. They get a panel of their own."""
+    """Text for scores that are not on the test set of the training clients. They get a separate panel."""
     if experiment.validation:
         return ", validation"
-    strangers = experiment.split in OWNED and not experiment.personal and experiment.test_owners == "all"
-    return ", scored on all owners' test data" if strangers else ""
+    other_owners = experiment.split in OWNED and not experiment.personal and experiment.test_owners == "all"
+    return ", scored on all owners' test data" if other_owners else ""
 
 
 def label_of(experiment: Experiment) -> str:

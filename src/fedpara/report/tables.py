@@ -15,7 +15,7 @@ from statistics import mean, stdev
 
 from fedpara.experiments import Experiment
 from fedpara.experiments.paper import Cell, Ratio, Study, changes, superseded
-from fedpara.experiments.paper.measures import UNAIMED
+from fedpara.experiments.paper.measures import WITHOUT_TARGET
 from fedpara.experiments.paper.study import Measure
 from fedpara.experiments.paper.tiny import MINIATURE, ROUNDS
 from fedpara.experiments.storage.catalog import Library
@@ -73,7 +73,7 @@ class Entry:
     runs: tuple[str, ...] = ()
     computed: bool = False
     aimed: bool = False  # its measure has a target, which may not be reached
-    superseded: bool = False  # its only runs are of an experiment that was corrected later
+    superseded: bool = False  # its only runs belong to an experiment that was corrected later
 
     @property
     def seeds(self) -> int:
@@ -156,10 +156,10 @@ def table_of(
 
 def _caveat(rounds: int | None, scale: str) -> str:
     count = rounds or ROUNDS
-    told = f"{count} round{'s' * (count != 1)}"
+    length = f"{count} round{'s' * (count != 1)}"
     if scale == "tiny":
-        return f"{MINIATURE}, {told}"
-    return "" if rounds is None else f"ours is after {told}"
+        return f"{MINIATURE}, {length}"
+    return "" if rounds is None else f"ours is after {length}"
 
 
 def half_width(values: Sequence[float]) -> float:
@@ -222,7 +222,7 @@ def _entry(cell: Cell, study: Study, library: Library, repeats: Sequence[Change]
         cell.style,
         samples,
         tuple(dict.fromkeys(name for _, names in read for name in names)),
-        aimed=cell.measure not in UNAIMED,
+        aimed=cell.measure not in WITHOUT_TARGET,
         superseded=number is None and _superseded(cell, library, repeats),
     )
 

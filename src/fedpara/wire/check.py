@@ -22,8 +22,8 @@ def spec_of(state: State, dtype: str = "float32", exact: frozenset[str] = frozen
     spec: Spec = {}
     for name, tensor in state.items():
         wide = tensor.dtype == torch.float64 and (dtype == "float32" or name in exact)
-        kept = not tensor.is_floating_point() or wide
-        spec[name] = (tensor.dtype if kept else torch.float32, tensor.shape)
+        unchanged = not tensor.is_floating_point() or wide
+        spec[name] = (tensor.dtype if unchanged else torch.float32, tensor.shape)
     return spec
 
 
@@ -51,11 +51,11 @@ def admit(
     wanted = {"round": round, "method": method, "scheme": scheme}
     for field, expected in wanted.items():
         if getattr(header, field) != expected:
-            _refuse(header, f"it is of {field} {shown(getattr(header, field))}: expected {expected!r}")
+            _refuse(header, f"its {field} is {shown(getattr(header, field))}: expected {expected!r}")
     if header.sender != "server" and header.examples == 0:
-        _refuse(header, "it rests on 0 examples: expected at least 1")
+        _refuse(header, "it claims 0 examples: expected at least 1")
     if examples is not None and header.examples != examples:
-        _refuse(header, f"it rests on {header.examples} examples: expected {examples}")
+        _refuse(header, f"it claims {header.examples} examples: expected {examples}")
     _check_names(header, state, spec)
     for name, (dtype, shape) in spec.items():
         tensor = state[name]

@@ -143,7 +143,7 @@ def decode(
     length = int.from_bytes(view[4:8], "little")
     header, dtype = _parse(bytes(view[8 : 8 + length]))
     if link not in (None, dtype):
-        raise WireError(f"a message of precision {dtype}: expected {link}, as the link has it.")
+        raise WireError(f"a message of precision {dtype}: expected {link}, the precision of the link.")
     payload = dict(message.joined) if isinstance(message, Message) else read(*split_index(view[8 + length :]))
     return header, _restore(payload, dtype, exact)
 
@@ -158,10 +158,12 @@ def _unsealed(message: bytes) -> memoryview:
     if room < 0 or length > min(MAX_HEADER, room):
         raise WireError(
             f"a message of {len(view)} bytes claims a header of {length}: expected at most "
-            f"{max(0, min(MAX_HEADER, room))}. It is cut or not a message."
+            f"{max(0, min(MAX_HEADER, room))}. It is truncated, or not a message."
         )
     if sha256(view[:-DIGEST]).digest()[:DIGEST] != view[-DIGEST:]:
-        raise WireError(f"a message of {len(view)} bytes does not match its digest: it is damaged or cut.")
+        raise WireError(
+            f"a message of {len(view)} bytes does not match its digest: it is damaged or truncated."
+        )
     return view[:-DIGEST]
 
 

@@ -96,5 +96,5 @@ def _does_not_fit(name: str, tensor: Tensor, precision: str, largest: float) -> 
     low, high = (float(end) for end in torch.aminmax(tensor))
     return (
         f"tensor {name!r} spans {low:.4g} to {high:.4g}: expected finite values within ±{largest:.4g} "
-        f"to travel as {precision}. Clip the update, or use a wider link."
+        f"to be sent as {precision}. Clip the update, or use a wider link."
     )

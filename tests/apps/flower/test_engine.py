@@ -120,14 +120,14 @@ def test_a_missing_memory_is_logged(tmp_path):
 
 def test_a_failing_run_does_not_stop_the_others(tmp_path):
     pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
-    from fedpara.apps.flower.server_app import go_through
+    from fedpara.apps.flower.server_app import run_folders
 
     for name in ("a", "b"):
         run_on_nodes(BASE, tmp_path / name)
     for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
         (tmp_path / "a" / name).write_bytes(b"torn")
     with pytest.raises(RunError, match="1 of 2 runs failed, the others are done"):
-        go_through(dict.fromkeys((tmp_path / "a", tmp_path / "b"), 4), None, host(Nodes(tmp_path / "nodes")))
+        run_folders(dict.fromkeys((tmp_path / "a", tmp_path / "b"), 4), None, host(Nodes(tmp_path / "nodes")))
     assert read_run(tmp_path / "b").rounds == 4
 
 

@@ -84,7 +84,7 @@ def test_the_first_count_is_fixed_and_a_reply_with_another_is_rejected(tmp_path,
     assert read_run(tmp_path / "b").metrics[0]["refused"] == [
         {
             "client": 2,
-            "reason": "message of 'client:2', round 1, refused: it rests on 450 examples: expected 449.",
+            "reason": "message of 'client:2', round 1, refused: it claims 450 examples: expected 449.",
         }
     ]
 

@@ -40,11 +40,11 @@ FAULTS = {
     "names": (spoilt(recoded(lambda s: {f"{n}s": t for n, t in s.items()})), "it lacks"),
     "one-more": (spoilt(recoded(lambda s: {**s, "extra": torch.ones(2)})), "also holds 'extra'"),
     "shape": (spoilt(recoded(lambda s: {n: t[..., :1].clone() for n, t in s.items()})), "has shape"),
-    "round": (spoilt(recoded(dict, round=7)), "it is of round 7: expected 2"),
+    "round": (spoilt(recoded(dict, round=7)), "its round is 7: expected 2"),
     "stale": (spoilt(lambda a: replace(a, round=1)), "client 1 in round 1: expected client 1 in round 2"),
     "name": (spoilt(lambda a: replace(a, client=3)), "for client 3 in round 2"),
     "forged": (spoilt(recoded(dict, sender="client:3")), "names client:3 as its sender"),
-    "scheme": (spoilt(recoded(dict, scheme="dense")), "it is of scheme 'dense'"),
+    "scheme": (spoilt(recoded(dict, scheme="dense")), "its scheme is 'dense'"),
     "cut": (spoilt(lambda a: replace(a, message=a.message[:-9])), "does not match its digest"),
     "noise": (spoilt(lambda a: replace(a, message=bytes(1000))), "expected b'FPM1'"),
     "junk": (
@@ -58,7 +58,7 @@ FAULTS = {
     ),
     "scores": (
         spoilt(lambda a: replace(a, before=fedpara.engines.local.worker.Score(9, 3, 0.0))),
-        "9 right of 3",
+        "9 correct of 3",
     ),
     "error": (lambda request, packet: "node gone" if request.client == 1 else packet, "node gone"),
     "silence": (lambda request, packet: None if request.client == 1 else packet, "no reply within 100 s"),

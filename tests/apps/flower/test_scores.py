@@ -101,7 +101,7 @@ PERSONAL = replace(BASE, rounds=1, personal=True)
             spoilt(lambda p: to_packet(replace(from_packet(p, Response, 0), client=2))),
             "for client 2 in round 1",
         ),
-        (spoilt(lambda p: to_packet(Response(1, 1, before=Score(9, 3, 0.0)))), "9 right of 3"),
+        (spoilt(lambda p: to_packet(Response(1, 1, before=Score(9, 3, 0.0)))), "9 correct of 3"),
         (spoilt(lambda p: "node gone"), "node gone"),
     ],
 )
@@ -156,4 +156,4 @@ def test_clients_without_test_data_say_so(tmp_path, monkeypatch):
     finished = Finished(replace(BASE, rounds=1), tmp_path / "run")
     assert all("personal evaluation needs each client's test data" in r.reason for r in finished.scores())
     monkeypatch.setattr(flower_node.Site, "data", lambda *_, **__: (None, None))
-    assert {reply.reason for reply in finished.scores()} == {"it has no test data of its own"}
+    assert {reply.reason for reply in finished.scores()} == {"it has no test data"}

@@ -1,4 +1,4 @@
-"""The step traced and compiled, on a CPU: its numbers, and what a second start finds. As CUDA graphs: `test_gpu.py`."""
+"""The traced and compiled step on a CPU: its numbers, and its cache. `test_gpu.py` tests CUDA graphs."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ from fedpara.engines.session import Session
 
 
 class Traced(Batched):
-    """Its step through `traced`, and the operations as they stand."""
+    """An engine that runs its traced step without compiling it."""
 
     def _ready(self, tick, lane_state):
         program, tensors = capture.traced(tick, lane_state), lane_state.tensors()
@@ -64,7 +64,7 @@ def assert_same_rounds(a, b):
 
 @pytest.mark.parametrize("algorithm", algorithms.names())
 @pytest.mark.parametrize("scheme", [None, fp.FedPara(gamma=0.3, nonlinearity="tanh"), fp.PFedPara(gamma=0.3)])
-def test_traced_rounds_are_those_of_the_code(algorithm, scheme, digits):
+def test_traced_rounds_equal_eager_rounds(algorithm, scheme, digits):
     momentum = 0.0 if algorithm == "scaffold" else 0.5
     method = algorithms.build(algorithm, Local(lr=0.05, batch_size=32, momentum=momentum, clip=1.0))
     model = small(scheme)
@@ -78,7 +78,7 @@ def test_the_jacobian_correction_is_traced_too(digits):
 
 
 def normalized():
-    """Running statistics, dropout, and a tensor that no state dict holds."""
+    """Running statistics, dropout, and a non-persistent buffer."""
     network = torch.nn.Sequential(
         torch.nn.Flatten(),
         torch.nn.Linear(64, 16),
@@ -98,7 +98,7 @@ class Shift(torch.nn.Module):
         return x + self.by
 
 
-def test_what_a_model_keeps_and_draws_is_traced_too(digits):
+def test_buffers_and_dropout_are_traced_too(digits):
     method = algorithms.fedavg(lr=0.05, batch_size=32)
     model = small(None, normalized)
     a, b = (last_round(kind, method, model, digits) for kind in (Batched, Traced))
@@ -108,7 +108,7 @@ def test_what_a_model_keeps_and_draws_is_traced_too(digits):
 
 def as_on_a_gpu(kind):
     class There(kind):
-        """With the layers that a GPU gets, which know other ways on a CPU."""
+        """With the layers that a GPU uses, which also run on a CPU."""
 
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
@@ -119,7 +119,7 @@ def as_on_a_gpu(kind):
 
 
 @pytest.mark.parametrize(("name", "held"), [("cnn", "cifar10"), ("lstm-tiny", "shakespeare")])
-def test_the_engines_own_layers_are_traced_to_the_same_bits(name, held):
+def test_traced_lane_layers_give_the_same_bits(name, held):
     examples = data.load(f"generated:{held}")
     method = algorithms.fedavg(lr=0.01, batch_size=5, steps=2)
     shape, classes = examples[0].inputs.shape[1:], examples[0].classes
@@ -130,7 +130,7 @@ def test_the_engines_own_layers_are_traced_to_the_same_bits(name, held):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs another, for C++")
-def test_a_compiled_step_comes_whole_out_of_the_cache(digits, tmp_path, monkeypatch):
+def test_a_compiled_step_is_loaded_from_the_cache(digits, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     method, model = algorithms.scaffold(lr=0.05, batch_size=32), small(fp.FedPara(gamma=0.3))
 
@@ -142,7 +142,7 @@ def test_a_compiled_step_comes_whole_out_of_the_cache(digits, tmp_path, monkeypa
 
     expected = {rounds: last_round(Batched, method, model, digits, rounds) for rounds in (1, 2)}
     first, second = found(2), found(1)
-    monkeypatch.setattr(capture, "OWN_OPS", (*capture.OWN_OPS, "conv_triton.py"))
+    monkeypatch.setattr(capture, "CUSTOM_OPS", (*capture.CUSTOM_OPS, "conv_triton.py"))
     third = found(1)
     assert [each["autograd_cache_miss"] for each in (first, second, third)] == [1, 0, 1]
     assert [each["autograd_cache_hit"] for each in (first, second, third)] == [0, 1, 0]
@@ -152,11 +152,11 @@ FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 def folders(**named):
-    """Where a start keeps what it compiles. A process of its own: torch names a folder as it is imported."""
+    """The cache folders of a fresh process: torch sets a folder when it is imported."""
     code = f"""
 import os, torch._dynamo
-from fedpara.engines.batched.capture import keep_what_is_compiled
-keep_what_is_compiled()
+from fedpara.engines.batched.capture import use_lasting_caches
+use_lasting_caches()
 print(*(os.environ[name] for name in {FOLDERS}), sep="\\n")
 """
     environment = {name: value for name, value in os.environ.items() if name not in FOLDERS} | named
@@ -166,7 +166,7 @@ print(*(os.environ[name] for name in {FOLDERS}), sep="\\n")
     return [Path(line) for line in ran.stdout.splitlines()]
 
 
-def test_what_is_compiled_is_kept_where_every_start_looks(tmp_path):
+def test_every_start_uses_the_same_compile_cache(tmp_path):
     ours = tmp_path / "fedpara" / "compiled"
     assert folders(XDG_CACHE_HOME=str(tmp_path)) == [ours, ours / "triton"]
     theirs = {name: str(tmp_path / name) for name in FOLDERS}

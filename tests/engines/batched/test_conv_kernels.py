@@ -1,4 +1,4 @@
-"""Properties of the lanes convolution: it is torch's own, for every lane, through every transform."""
+"""Properties of the lane convolution: it equals torch's in every lane, under every transform."""
 
 from copy import deepcopy
 
@@ -45,7 +45,7 @@ def by_torch(x, w, bias, dy):
 
 
 @shape
-def test_the_ops_are_torchs_convolution_and_its_gradients(shape):
+def test_the_ops_equal_torchs_convolution_and_its_gradients(shape):
     x, w, bias, dy = drawn(shape)
     inputs = [t.clone().requires_grad_() for t in (x, w, bias)]
     y = OPS.lanes_conv2d(*inputs)
@@ -59,7 +59,7 @@ def test_the_ops_are_torchs_convolution_and_its_gradients(shape):
     "mapped", [(0, 0, 0), (0, None, None), (None, 0, 0), (0, None, 0), (2, 1, 1)], ids=str
 )
 def test_vmap_over_any_of_the_inputs(mapped):
-    """What is not mapped is one for all; a mapped dimension may lie anywhere."""
+    """All lanes share an unmapped input; the mapped dimension may be any."""
     inputs = drawn(SHAPES[0])[:3]
     given = [t[0] if dim is None else t.movedim(0, dim) for t, dim in zip(inputs, mapped, strict=True)]
     each = [t[:1].expand_as(t) if dim is None else t for t, dim in zip(inputs, mapped, strict=True)]
@@ -79,7 +79,7 @@ def test_vmap_over_any_of_the_inputs(mapped):
 
 
 class Net(nn.Module):
-    """A thin first layer, two that go through lanes, one without bias; a norm that vmaps on the CPU."""
+    """A thin first layer, two lane convolutions, one of them without bias, and a norm that vmap supports on a CPU."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +133,7 @@ def test_a_step_of_stacked_clients_has_the_same_gradients(problem, backend):
     [{}, {"padding": 1}, {"stride": 2, "padding": (0, 1)}, {"dilation": 2}, {"bias": False}],
     ids=str,
 )
-def test_a_thin_layer_is_torchs_convolution(options):
+def test_a_thin_layer_equals_torchs_convolution(options):
     torch.manual_seed(0)
     theirs = nn.Conv2d(3, 5, 3, **options).double()
     ours = use_lane_convs(deepcopy(theirs))
@@ -158,7 +158,7 @@ def test_autocast_reaches_the_ops(problem):
     assert seen == [torch.bfloat16]
 
 
-def test_only_what_fits_goes_through_lanes(problem):
+def test_only_suitable_layers_are_replaced(problem):
     net = use_lane_convs(problem[0])
     assert [name for name, m in net.named_modules() if isinstance(m, LanesConv2d)] == ["second", "third"]
     assert [name for name, m in net.named_modules() if isinstance(m, ThinConv2d)] == ["first"]
@@ -177,7 +177,7 @@ def test_only_what_fits_goes_through_lanes(problem):
         assert not fits(other), other
 
 
-def test_elsewhere_the_models_convolutions_stay():
+def test_the_kernels_are_not_used_on_a_cpu():
     assert not pays_on(torch.device("cpu"))
 
 
@@ -194,8 +194,8 @@ def test_the_names_of_the_parameters_stay(problem):
     [*SHAPES, (64, 64, 32, 32, (3, 3), 10), (192, 320, 8, 8, (3, 3), 5), (256, 512, 4, 4, (3, 3), 64)],
     ids=str,
 )
-def test_the_gpus_kernels_are_torchs_convolution(shape):
-    """bfloat16 inputs, so nothing is rounded but the sums and the results."""
+def test_the_gpu_kernels_equal_torchs_convolution(shape):
+    """The inputs are bfloat16, so only sums and results are rounded."""
     x, w, bias, dy = drawn(shape, "cuda", torch.bfloat16)
     found = (
         OPS.lanes_conv2d(x, w, bias),
@@ -210,8 +210,8 @@ def test_the_gpus_kernels_are_torchs_convolution(shape):
 @gpu
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own imports
-def test_the_gpus_step_has_the_same_gradients(problem):
-    """As far as bfloat16 goes: no further from float32 than cuDNN's is."""
+def test_the_gpu_step_has_the_same_gradients(problem):
+    """In bfloat16: as close to float32 as cuDNN's."""
     net, state, x = problem
     net, state, x = net.cuda(), {name: t.cuda() for name, t in state.items()}, x.cuda()
     exact = gradients(net, state, x, device="cuda")

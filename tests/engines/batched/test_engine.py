@@ -1,4 +1,4 @@
-"""Contract: batched equals sequential to rounding, whatever is trained; and lanes waste little."""
+"""Contract: batched and sequential training agree up to rounding, and lanes waste little."""
 
 import itertools
 
@@ -29,7 +29,7 @@ SCHEMES = {
 
 
 def both(model, scheme, train, test, algorithm, **options):
-    """Three rounds in each engine from the same start: the two runs, and which engine really ran."""
+    """Three rounds in each engine from the same start. Checks which engine ran and returns both runs."""
     runs = []
     clients = data.dirichlet(train.labels, clients=8, alpha=0.5, seed=0)
     for engine in ("sequential", "batched"):
@@ -73,7 +73,7 @@ def test_every_local_option(digits, local):
 
 @pytest.mark.parametrize("link", [fp.Link(up="float16"), fp.Link(up="int8", down="bfloat16")], ids=str)
 def test_every_link(digits, link):
-    """A quantized value on the edge of two may fall either way: equal bytes, and near."""
+    """A value between two quantized ones may be rounded either way: equal numbers of bytes, and close values."""
     method = algorithms.fedavg(lr=0.02, batch_size=8)
     a, b = both(lambda: models.mlp(64, 24, 10), SCHEMES["pfedpara"], *digits, method, link=link)
     assert a.bytes == b.bytes
@@ -107,7 +107,7 @@ def test_the_lstm():
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=30), st.integers(1, 30))
-def test_every_client_has_its_turn_and_turns_do_not_overlap(steps, count):
+def test_every_client_gets_a_segment_and_segments_do_not_overlap(steps, count):
     segments = lanes.pack(steps, count)
     assert sorted((s.client, s.steps) for s in segments) == list(enumerate(steps))
     for lane in range(count):
@@ -159,7 +159,7 @@ def both_engines(model, federation, **words):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_narrow_link_does_not_change_the_models_type(digits, dtype):
+def test_a_lossy_link_does_not_change_the_models_type(digits, dtype):
     train = digits[0]
     model = nn.Sequential(nn.Flatten(), As(dtype), nn.Linear(64, 10).to(dtype))
     federation = fp.FederatedData(train, [range(8), range(8, 11)])
@@ -189,7 +189,7 @@ class Recurrent(nn.Module):
         return self.fc(self.gru(x[:, 0])[0][:, -1])
 
 
-def test_what_vmap_cannot_score_is_scored_one_by_one_and_said(digits):
+def test_a_model_that_vmap_cannot_score_is_scored_client_by_client_with_a_note(digits):
     federation = fp.FederatedData(
         digits[0], [range(8), range(8, 14)], test_clients=[range(20, 30), range(30, 36)]
     )
@@ -204,8 +204,8 @@ def test_what_vmap_cannot_score_is_scored_one_by_one_and_said(digits):
         torch.testing.assert_close(tensor, b.state[name], rtol=1e-5, atol=1e-6)
 
 
-def test_padding_is_the_clients_own():
-    """An example that no client holds may be anything."""
+def test_padding_repeats_the_clients_own_examples():
+    """An example that no client holds may be NaN."""
     generator = torch.Generator().manual_seed(0)
     inputs, labels = torch.randn(11, 5, generator=generator), torch.arange(11) % 3
     inputs[0] = float("nan")
@@ -215,8 +215,8 @@ def test_padding_is_the_clients_own():
         torch.testing.assert_close(tensor, b.state[name], rtol=1e-5, atol=1e-6)
 
 
-def test_the_places_are_as_wide_as_any_client_needs(digits):
-    """Were they to grow in a late round, a run resumed after it would have narrower ones, and other bits."""
+def test_lanes_are_as_wide_as_the_largest_client_needs(digits):
+    """If lanes grew in a late round, a run resumed after it would have narrower lanes and other bits."""
     drawn = {client for t in range(1, 21) for client in cohort(0, t, 100, 2)}
     late = next(client for client in range(100) if client not in drawn)
     federation = fp.FederatedData(digits[0], [range(40 if i == late else 5) for i in range(100)])
@@ -236,7 +236,7 @@ def test_the_places_are_as_wide_as_any_client_needs(digits):
         ([[0, 1], [2, -1]], "expected 0 to"),
     ],
 )
-def test_what_are_no_indices_is_refused_in_every_engine(digits, engine, clients, text):
+def test_invalid_indices_are_rejected_in_every_engine(digits, engine, clients, text):
     federation = fp.FederatedData(digits[0], clients)
     with pytest.raises(DataError, match=text):
         fp.simulate(
@@ -268,7 +268,7 @@ def test_padding_is_no_wider_than_the_largest_batch(digits):
     assert typical_shape(session, federation, 4).width == 20
 
 
-def test_personal_scores_are_those_of_the_sequential_engine(digits):
+def test_personal_scores_equal_those_of_the_sequential_engine(digits):
     """Test sets of different sizes, one of them empty; more clients than lanes."""
     train, test = digits
     clients = data.shards(train.labels, 6, 0, 2)
@@ -291,8 +291,8 @@ def test_personal_scores_are_those_of_the_sequential_engine(digits):
     assert seen[0] == seen[1]
 
 
-def test_images_are_cropped_alike_in_every_engine(digits):
-    """What is drawn belongs to the client and the round, not to the lane."""
+def test_every_engine_crops_images_alike(digits):
+    """The draws depend on the client and the round, not on the lane."""
     train, test = digits
     clients = data.dirichlet(train.labels, clients=8, alpha=0.5, seed=0)
     states = []

@@ -1,4 +1,4 @@
-"""On a GPU: the batched engine's rounds are those of the sequential engine on the CPU."""
+"""On a GPU, the batched engine gives the rounds of the sequential engine on a CPU."""
 
 import os
 import subprocess
@@ -75,7 +75,7 @@ def test_every_algorithm_and_scheme(algorithm, scheme):
 
 @pytest.mark.parametrize("name", ["cnn", "vgg16-tiny", "resnet18-gn", "resnet18", "lstm"])
 def test_every_kind_of_model(name):
-    """Short steps: a deep network on batches of five doubles every rounding error many times."""
+    """Small learning rates: a deep network on batches of five amplifies rounding errors."""
     method = algorithms.fedavg(lr=1e-3, batch_size=5, steps=2)
     held, shape = ("shakespeare", (80,)) if name == "lstm" else ("cifar10", (3, 32, 32))
     model = models.build(name, classes=80 if name == "lstm" else 10, shape=shape)
@@ -85,7 +85,7 @@ def test_every_kind_of_model(name):
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("tf32", 2e-3), ("bfloat16", 2e-2)])
 def test_compiled_in_each_precision(name, precision, tolerance):
-    """`cnn` has what the engine puts its own in place of: convolutions, a thin one first, and GroupNorm."""
+    """`cnn` has the layers that the engine replaces: convolutions, the first one thin, and GroupNorm."""
     method = algorithms.fedavg(lr=0.02, batch_size=8)
     shape = (1, 28, 28) if name == "mlp" else (3, 32, 32)
     model = written(lambda: models.build(name, classes=10, shape=shape), SCHEMES["fedpara"])
@@ -95,7 +95,7 @@ def test_compiled_in_each_precision(name, precision, tolerance):
 
 @pytest.mark.parametrize("method", [algorithms.fedavg, algorithms.fedadam])
 def test_updates_stay_on_the_gpu(method, monkeypatch):
-    """Nothing of a client is copied to the host where no client keeps anything; the server's model is."""
+    """If clients have no memory, only the server's model is copied to the host."""
 
     def refused(_):
         raise AssertionError("a client's update left the GPU")
@@ -111,14 +111,14 @@ def test_updates_stay_on_the_gpu(method, monkeypatch):
 
 
 @pytest.mark.parametrize("algorithm", [algorithms.fedavg, algorithms.scaffold])
-def test_states_that_cannot_wait_on_the_gpu_go_to_the_host_as_clients_end(algorithm, monkeypatch):
+def test_states_too_large_for_the_gpu_move_to_the_host_when_clients_end(algorithm, monkeypatch):
     monkeypatch.setattr("fedpara.engines.batched.budget.memory_of", lambda device: 1e5)
     model = models.build("cnn", classes=10, shape=(3, 32, 32))
     method = algorithm(lr=0.02, batch_size=8, steps=2)
     assert_near(*both("cifar10", model, method, compile=False, precision="float32"), 1e-4)
 
 
-def test_an_algorithm_of_ones_own_is_given_tensors_on_the_host_unless_it_is_marked():
+def test_an_unmarked_custom_algorithm_gets_tensors_on_the_host():
     method = algorithms.fedavg(lr=0.02, batch_size=8, steps=2)
     seen = []
 
@@ -133,7 +133,7 @@ def test_an_algorithm_of_ones_own_is_given_tensors_on_the_host_unless_it_is_mark
         assert seen[-1] == kinds
 
 
-def test_a_letter_on_the_gpu_is_the_same_message():
+def test_a_message_on_the_gpu_has_the_same_bytes():
     state = {"w": torch.randn(3, 5), "steps": torch.tensor(7), "b": torch.randn(5)}
     there = {name: tensor.cuda() for name, tensor in state.items()}
     header = Header(1, "fedavg", "original", "client:3", 20)
@@ -148,7 +148,7 @@ def test_a_letter_on_the_gpu_is_the_same_message():
 
 
 def test_the_same_seed_gives_the_same_bits():
-    """In bfloat16 no layer of such a network is left to cuDNN, which picks its algorithms by timing them."""
+    """In bfloat16 no layer of this network uses cuDNN, which chooses its algorithms by timing them."""
     network = nn.Sequential(
         *(nn.Conv2d(3, 64, 3, padding=1), nn.GroupNorm(32, 64), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(64, 64, 3, padding=1), nn.GroupNorm(32, 64), nn.ReLU(), nn.MaxPool2d(16)),
@@ -174,7 +174,7 @@ print(run.engine)
 
 
 def test_a_second_start_compiles_nothing(tmp_path):
-    """Neither torch's kernels nor our own: what the first start left is all that the second needs."""
+    """Neither torch's kernels nor ours: the second start finds everything in the cache."""
 
     def start():
         environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}

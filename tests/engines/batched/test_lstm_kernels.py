@@ -1,4 +1,4 @@
-"""Properties of the lanes recurrence: it is the unrolled LSTM, for every lane, through every transform."""
+"""Properties of the lane recurrence: it equals the unrolled LSTM in every lane, under every transform."""
 
 import pytest
 import torch
@@ -33,11 +33,11 @@ def both(step, p, w, in_dims=(1, 0)):
 
 
 def some_loss(h):
-    """Every h counts, and the last ones more."""
+    """A loss in which every h counts, the last ones more."""
     return (h.square() * torch.arange(1.0, T + 1, device=h.device)[:, None, None]).sum()
 
 
-def test_values_are_the_unrolled_ones():
+def test_values_equal_the_unrolled_lstm():
     p, w = drawn()
     for lane in range(LANES):
         torch.testing.assert_close(recur(p[:, lane], w[lane]), unrolled(p[:, lane], w[lane]))
@@ -55,7 +55,7 @@ def test_gradients_over_any_mapped_inputs(in_dims):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_the_derivative_is_that_of_finite_differences():
+def test_the_derivative_equals_finite_differences():
     p, w = (tensor.double().requires_grad_() for tensor in drawn())
     assert torch.autograd.gradcheck(lambda p, w: OPS.lanes_lstm(p, w)[0], (p, w))
 
@@ -91,7 +91,7 @@ def test_autocast_leaves_the_recurrence_in_float32():
     torch.testing.assert_close(ours, vmap(grad(lambda w: unrolled(p[:, 0], w).sum()))(w))
 
 
-def test_in_16_bits_h_and_the_products_are_rounded_and_nothing_else():
+def test_in_16_bits_only_h_and_the_products_are_rounded():
     p, w = drawn()
     with torch.autocast(
         "cpu", torch.bfloat16
@@ -115,12 +115,12 @@ def test_without_autocast_the_kernels_are_not_used():
 
 
 @pytest.mark.parametrize(("hidden", "expected"), [(KERNEL_SIZES[0], recur_in_kernels), (33, recur)])
-def test_a_layer_goes_to_the_kernels_if_its_size_fits(hidden, expected):
+def test_a_layer_uses_the_kernels_if_its_size_fits(hidden, expected):
     model = fp.factorize(models.lstm(9, 9, 4, hidden, 2, True), fp.FedPara(gamma=0.5))
     assert {layer.recurrence for layer in use_lane_lstm(model, kernels=True).layers} == {expected}
 
 
-def test_the_fused_cells_are_of_this_torch_and_for_a_gpu():
+def test_the_fused_cells_exist_only_on_a_gpu():
     gates, c = torch.zeros(LANES, B, 4 * H), torch.zeros(LANES, B, H)
     for cell, given in ((_fused_cell, (gates, gates, c)), (_fused_cell_backward, (c, c, c, c, gates))):
         with pytest.raises(NotImplementedError, match="'CPU' backend"):
@@ -129,7 +129,7 @@ def test_the_fused_cells_are_of_this_torch_and_for_a_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_fused_cell_is_the_same():
+def test_the_fused_cell_gives_the_same_values():
     here, there = ([t.cpu() for t in both(some_loss, *drawn(device))[0]] for device in ("cpu", "cuda"))
     for ours, theirs in zip(there, here, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
@@ -141,8 +141,8 @@ def test_the_fused_cell_is_the_same():
 )
 @pytest.mark.parametrize("hidden", KERNEL_SIZES)
 @pytest.mark.parametrize(("length", "lanes", "batch"), [(80, 3, 64), (5, 2, 21), (1, 1, 1)])
-def test_the_kernels_are_the_loop(length, lanes, batch, hidden):
-    """In half precision, whose rounding is the smaller; of another rounding than the loop's only h is."""
+def test_the_kernels_equal_the_loop(length, lanes, batch, hidden):
+    """In float16, which rounds less than bfloat16. Only h is rounded differently from the loop."""
     generator = torch.Generator("cuda").manual_seed(0)
     p, w, dh = (
         scale * torch.randn(shape, generator=generator, device="cuda")

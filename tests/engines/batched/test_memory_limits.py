@@ -1,4 +1,4 @@
-"""What a device has room for: waves, states that wait on it or go to the host, updates that stay there."""
+"""Limited device memory: fewer lanes, states that wait on the device or move to the host, updates that stay."""
 
 import logging
 
@@ -21,7 +21,7 @@ from fedpara.errors import RunError
 
 
 class Small(Batched):
-    """An engine on a device with room for two lanes."""
+    """An engine on a device with memory for two lanes."""
 
     room = 2
 
@@ -35,28 +35,28 @@ def rounds_of(engine, session, clients, cohort):
     return list(run_rounds(session, engine, Schedule(2, clients, cohort, engine.data.size), personal=False))
 
 
-def test_a_cohort_larger_than_memory_goes_in_waves_to_the_same_model(digits, caplog):
+def test_a_cohort_larger_than_memory_trains_in_fewer_lanes_to_the_same_model(digits, caplog):
     train, test = digits
     federation = fp.FederatedData(train, data.iid(train.labels, 8, 0))
     task = fp.Task(models.mlp(64, 24, 10), test=test)
     session = Session(make_program(task.model), algorithms.fedavg(lr=0.1, batch_size=8), fp.Link(), 0)
     caplog.set_level(logging.INFO, "fedpara")
-    waves = Small(session, task, federation, InMemory(), size=5)
+    few = Small(session, task, federation, InMemory(), size=5)
     whole = Batched(session, task, federation, InMemory(), size=5)
-    a, b = (rounds_of(engine, session, 8, 5)[-1].progress.x for engine in (waves, whole))
-    assert (whole.lanes, waves.lanes) == (5, 2)
-    assert "out of memory with 5 lanes: the cohort goes in waves of 2" in waves.why
-    assert "waves of 2" in caplog.text
+    a, b = (rounds_of(engine, session, 8, 5)[-1].progress.x for engine in (few, whole))
+    assert (whole.lanes, few.lanes) == (5, 2)
+    assert "out of memory with 5 lanes: at most 2 train at a time" in few.why
+    assert "at most 2 train at a time" in caplog.text
     for name in a:
         assert torch.allclose(a[name], b[name], rtol=1e-5, atol=1e-6), name
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
 @pytest.mark.parametrize("scheme", [None, fp.PFedPara(gamma=0.3)])
-def test_states_that_cannot_wait_go_to_the_host_as_clients_end_to_the_same_bits(
+def test_moving_states_to_the_host_when_clients_end_gives_the_same_bits(
     digits, monkeypatch, caplog, algorithm, scheme
 ):
-    """Unequal clients that follow one another in a lane, with what they keep from round to round."""
+    """Clients of different sizes share lanes and have memories."""
     train, test = digits
     model = models.mlp(64, 24, 10)
     if scheme is not None:
@@ -72,15 +72,15 @@ def test_states_that_cannot_wait_go_to_the_host_as_clients_end_to_the_same_bits(
     narrow = Batched(session, task, federation, InMemory(), size=6, shape=shape, wait=True)
     assert (roomy.waits, narrow.waits, narrow.stays) == (True, False, False)
     a, b = (rounds_of(engine, session, 8, 6)[-1].progress for engine in (roomy, narrow))
-    assert "they go to the host as clients end" in narrow.why
-    assert "go to the host" in caplog.text
+    assert "each state moves to the host when its client ends" in narrow.why
+    assert "moves to the host" in caplog.text
     assert "the host" not in roomy.why
     assert (a.bytes_up, a.bytes_down) == (b.bytes_up, b.bytes_down)
     for name in a.x:
         assert torch.equal(a.x[name], b.x[name]), name
 
 
-def test_what_does_not_train_takes_no_room_in_a_cohort(digits, monkeypatch):
+def test_frozen_tensors_take_no_memory_per_client(digits, monkeypatch):
     train, _ = digits
     model = models.mlp(64, 512, 10)
     federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
@@ -97,7 +97,7 @@ def test_what_does_not_train_takes_no_room_in_a_cohort(digits, monkeypatch):
     assert engine().waits
 
 
-def test_memory_that_runs_out_with_one_lane_is_tried_again_with_nothing_waiting(digits):
+def test_out_of_memory_with_one_lane_is_retried_without_waiting_states(digits):
     class Full(Batched):
         def _collect(self, *event):
             if self.waits:
@@ -115,13 +115,13 @@ def test_memory_that_runs_out_with_one_lane_is_tried_again_with_nothing_waiting(
     ]
     a, b = (rounds_of(engine, session, 4, 2)[-1].progress.x for engine in engines)
     assert engines[0].notes == [
-        "out of memory with 1 lanes: the cohort goes in waves of 1, and states go to the host as clients end"
+        "out of memory with 1 lanes: at most 1 train at a time, and each state moves to the host when its client ends"
     ]
     for name in a:
         assert torch.equal(a[name], b[name]), name
 
 
-def test_one_client_too_large_for_memory_ends_the_run_with_a_cure(digits):
+def test_one_client_too_large_for_memory_ends_the_run_with_advice(digits):
     train, _ = digits
     federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
     task = fp.Task(models.mlp(64, 24, 10))
@@ -132,7 +132,7 @@ def test_one_client_too_large_for_memory_ends_the_run_with_a_cure(digits):
         rounds_of(engine, session, 4, 2)
 
 
-def test_states_go_to_the_device_and_back_unchanged():
+def test_states_move_to_the_device_and_back_unchanged():
     state = {"b": torch.randn(2, 3), "a": torch.tensor(4), "c": torch.randn(5).double(), "e": torch.empty(0)}
     host = torch.device("cpu")
     stacked = stack_on([state, {name: tensor + 1 for name, tensor in state.items()}], host)
@@ -158,7 +158,7 @@ def test_states_go_to_the_device_and_back_unchanged():
         ("fedavg", None, fp.Link(down="bfloat16"), False),
     ],
 )
-def test_updates_stay_on_the_device_unless_clients_keep_or_the_link_is_narrow(
+def test_updates_stay_on_the_device_unless_clients_have_memory_or_the_link_is_lossy(
     digits, algorithm, scheme, link, stay
 ):
     train, test = digits

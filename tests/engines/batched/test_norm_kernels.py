@@ -1,4 +1,4 @@
-"""The engine's GroupNorm is torch's, values and gradients, for stacked clients too."""
+"""The engine's GroupNorm equals torch's in values and gradients, also for stacked clients."""
 
 from copy import deepcopy
 
@@ -22,7 +22,7 @@ def norms(affine=True):
 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("shift", [0.0, 20.0])
-def test_values_and_gradients_are_torchs(affine, shift):
+def test_values_and_gradients_equal_torchs(affine, shift):
     found = []
     for norm in norms(affine):
         x = (torch.randn(3, 8, 6, 5, generator=torch.Generator().manual_seed(1)) + shift).requires_grad_()
@@ -33,8 +33,8 @@ def test_values_and_gradients_are_torchs(affine, shift):
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0, 100.0, 1000.0])
-def test_a_mean_far_above_the_deviation_costs_no_accuracy(ratio):
-    """Against float64. Variance as E[x^2] - mean^2 is a quarter off at a ratio of 1,000."""
+def test_a_mean_far_above_the_deviation_loses_no_accuracy(ratio):
+    """Compared with float64. E[x^2] - mean^2 would be off by a quarter at a ratio of 1,000."""
     ours, theirs = norms()
     x = torch.randn(3, 8, 16, 16, generator=torch.Generator().manual_seed(1)) + ratio
     exact = theirs.double()(x.double()).detach()
@@ -63,7 +63,7 @@ def test_a_constant_image_stays_finite():
     torch.testing.assert_close(y, theirs(x), rtol=1e-3, atol=1e-1)
 
 
-def test_what_is_no_image_or_wider_than_float32_goes_torchs_way():
+def test_other_shapes_and_float64_use_torchs_norm():
     ours, theirs = norms()
     for x in (torch.randn(3, 8), torch.randn(2, 8, 7)):
         assert torch.equal(ours(x), theirs(x))

@@ -1,4 +1,4 @@
-"""The average of a whole image by a mean, against torch's own pooling."""
+"""Global average pooling as a mean, compared with torch's pooling."""
 
 import pytest
 import torch
@@ -18,6 +18,6 @@ def test_same_numbers_and_gradients_as_torchs(size, layout):
     assert torch.equal(*(torch.autograd.grad(y.square().sum(), x)[0] for y in both))
 
 
-def test_other_sizes_and_other_layers_stay():
+def test_other_output_sizes_and_other_layers_stay():
     model = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.AdaptiveAvgPool2d((1, 2)), nn.AdaptiveMaxPool2d(1))
     assert LanesAverage not in {type(layer) for layer in use_mean_pooling(model)}

@@ -1,4 +1,4 @@
-"""What runs batched and what does not, and that the reason is said."""
+"""Which models run batched, and the reasons why others do not."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from fedpara.errors import ConfigError
 BATCHED = Settings(rounds=1, cohort=2, engine="batched")
 
 
-def test_a_model_vmap_cannot_take_runs_sequentially_and_says_why(digits):
+def test_a_model_that_vmap_does_not_support_runs_sequentially_with_a_reason(digits):
     class Reads(nn.Module):
         def __init__(self):
             super().__init__()
@@ -39,7 +39,7 @@ def test_a_model_vmap_cannot_take_runs_sequentially_and_says_why(digits):
     assert ".item()" in engine.why
 
 
-def test_auto_on_a_cpu_stacks_matrix_products_and_leaves_convolutions_alone(digits):
+def test_auto_on_a_cpu_batches_matrix_products_but_not_convolutions(digits):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     train, _ = digits
@@ -62,7 +62,7 @@ def test_auto_on_a_cpu_stacks_matrix_products_and_leaves_convolutions_alone(digi
 
 
 class Centred(nn.Module):
-    """What it makes of an example depends on the others in its batch."""
+    """Its output for an example depends on the others in the batch."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ class Centred(nn.Module):
     "model", [Centred(), nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))]
 )
 @pytest.mark.parametrize(("sizes", "ran"), [([8] * 1100, "batched"), ([8] * 1099 + [9], "sequential")])
-def test_a_layer_that_looks_at_the_whole_batch_sees_no_padding(digits, model, sizes, ran):
+def test_a_layer_that_mixes_the_batch_sees_no_padding(digits, model, sizes, ran):
     train, _ = digits
     federation = fp.FederatedData(train, [list(range(size)) for size in sizes])
     session = Session(make_program(model), algorithms.fedavg(lr=0.1, batch_size=4), fp.Link(), 0)
@@ -92,7 +92,7 @@ class Noisy(Centred):
         return dropout(self.fc(dropout(x.flatten(1), 0.5, self.training)), 0.5, self.training)
 
 
-def test_random_numbers_are_not_taken_for_a_look_at_the_batch(digits):
+def test_random_layers_are_not_mistaken_for_layers_that_mix_the_batch(digits):
     reasons = []
     for model in (Noisy(), nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))):
         federation = fp.FederatedData(digits[0], [[0, 1, 2], [3, 4]])
@@ -109,7 +109,7 @@ class BySize(Centred):
 
 @pytest.mark.parametrize("model", [Centred(), BySize()])
 @pytest.mark.parametrize("first", [0, 255])
-def test_neither_a_blank_example_nor_the_batchs_size_hides_it(digits, model, first):
+def test_layers_that_mix_the_batch_are_found_despite_blank_examples_or_batch_size(digits, model, first):
     train = digits[0]
     inputs = train.inputs.clone()
     inputs[0] = first
@@ -123,8 +123,8 @@ class Tenth(nn.Module):
         return weight * 0.1
 
 
-def test_a_parametrization_on_top_of_the_factors_is_not_left_out(world):
-    """The batched engine knows a weight by its form alone: such a model runs one client at a time."""
+def test_a_parametrization_on_top_of_the_factors_runs_sequentially(world):
+    """The batched engine composes weights from their forms only, so such a model runs one client at a time."""
     model = world.model("fedpara")
     parametrize.register_parametrization(model.fc1, "weight", Tenth())
     runs = [world.simulate(model, engine=name) for name in ("sequential", "batched")]

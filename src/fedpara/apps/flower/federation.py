@@ -40,7 +40,7 @@ class Federation:
         env: Mapping[str, str] | None = None,
         secure: bool = True,
     ) -> None:
-        """`secure=False` turns off TLS and keys, only to inspect the traffic."""
+        """`secure=False` turns off TLS and keys; use it only to inspect the traffic."""
         require()
         self.folder, self.nodes, self.processes = folder, nodes, processes
         self.port = free_port()

@@ -34,7 +34,7 @@ def host_on(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Host:
-    """A function that makes the Flower engine for a run folder, and the schedule that it can keep."""
+    """A function that makes the Flower engine for a run folder, and the schedule that it can follow."""
 
     def host(
         session: Session, parts: Parts, folder: RunFolder, schedule: Schedule

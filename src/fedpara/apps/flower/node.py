@@ -1,4 +1,4 @@
-"""A node's side: a request in, a response out. A node sees nothing of the server but the request.
+"""A node's side: it turns a request into a response. The request is all that a node sees of the server.
 
 The requests are `hello`, `train` (one client's part of a round) and `score` (one client's own model). A failure
 becomes the response's reason. So does a timeout, so a client that hangs does not block its node.
@@ -39,7 +39,7 @@ RUNS = "FEDPARA_RUNS"
 """Run folders on this machine, one per line. They hold the memory of their clients, as in a simulation."""
 DATA_DIR = "data-dir"
 SPARE = 0.9
-"""Share of the server's seconds that the work may take; the rest is for the response's way back."""
+"""Share of the server's seconds that the work may take; the rest is for sending the response."""
 
 NodeConfig = Mapping[str, Any]
 T = TypeVar("T")
@@ -96,7 +96,7 @@ def train(request: Request, node_config: NodeConfig) -> Response:
     examples, test = site.data(request.client, request.personal)
     if len(examples) == 0:
         return Response(request.client, request.round, reason="it holds no examples")
-    reply, kept = client_round(
+    reply, new_memory = client_round(
         session,
         site.worker,
         received,
@@ -106,10 +106,10 @@ def train(request: Request, node_config: NodeConfig) -> Response:
         client=request.client,
         test=test,
     )
-    memory.put(request.round, kept, request.accepted)
-    sealed = bytes(reply.message or b"")
+    memory.put(request.round, new_memory, request.accepted)
+    encoded = bytes(reply.message or b"")
     return Response(
-        request.client, request.round, sealed, reply.reason, reply.loss, reply.before, reply.after
+        request.client, request.round, encoded, reply.reason, reply.loss, reply.before, reply.after
     )
 
 
@@ -118,9 +118,9 @@ def score(request: Request, node_config: NodeConfig) -> Response:
     site, (model, _), memory = _begin(request, node_config)
     _, test = site.data(request.client, personal=True)
     if test is None:
-        return Response(request.client, request.round, reason="it has no test data of its own")
-    kept = memory.get(request.accepted) if site.session.stateful else None
-    own = (kept or site.session.first(model))[PRIVATE]
+        return Response(request.client, request.round, reason="it has no test data")
+    stored = memory.get(request.accepted) if site.session.stateful else None
+    own = (stored or site.session.first_memory(model))[PRIVATE]
     return Response(request.client, request.round, before=site.worker.evaluate({**model, **own}, test))
 
 

@@ -102,7 +102,7 @@ class Processes:
         """A temporary folder, removed after the processes have ended, even if this program is killed."""
         path = Path(tempfile.mkdtemp(prefix="fedpara-", dir=within)).absolute()
         self._folders.append(path)
-        self._tell(str(path))
+        self._notify_watchdog(str(path))
         return path
 
     def start(self, arguments: list[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
@@ -119,7 +119,7 @@ class Processes:
             )
         self.running.append(process)
         self._marks[process.pid] = mark
-        self._tell(f"+{process.pid} {mark}")
+        self._notify_watchdog(f"+{process.pid} {mark}")
         return process
 
     def stop(self, process: subprocess.Popen[bytes], patience: float = PATIENCE) -> None:
@@ -139,7 +139,7 @@ class Processes:
         """Remove a process that has ended."""
         if process in self.running:
             self.running.remove(process)
-            self._tell(f"-{process.pid}")
+            self._notify_watchdog(f"-{process.pid}")
 
     def _family(self, process: subprocess.Popen[bytes]) -> set[int]:
         return family(process.pid, self._marks.get(process.pid, ""))
@@ -149,7 +149,7 @@ class Processes:
         process.wait()
         self.forget(process)
 
-    def _tell(self, line: str) -> None:
+    def _notify_watchdog(self, line: str) -> None:
         assert self._watchdog.stdin is not None
         with suppress(OSError):
             self._watchdog.stdin.write(os.fsencode(f"{line}\n"))

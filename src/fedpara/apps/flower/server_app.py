@@ -31,7 +31,7 @@ def main(grid: Grid, context: Context) -> None:
     if settings.policy.threads:
         torch.set_num_threads(settings.policy.threads)
     keys = read_keys(settings.keys) if settings.keys is not None else None
-    go_through(_laid_out(settings), settings.data_dir, host_on(GridTransport(grid), settings.policy, keys))
+    run_folders(_laid_out(settings), settings.data_dir, host_on(GridTransport(grid), settings.policy, keys))
 
 
 def _to_stdout() -> logging.Handler:
@@ -41,7 +41,7 @@ def _to_stdout() -> logging.Handler:
     return handler
 
 
-def go_through(runs: Mapping[Path, int | None], data_dir: Path | None, host: Host) -> None:
+def run_folders(runs: Mapping[Path, int | None], data_dir: Path | None, host: Host) -> None:
     """Run each folder to its rounds. If one fails, the others still run; RunError at the end names it."""
     failed: dict[str, FedParaError] = {}
     for path, rounds in runs.items():

@@ -128,10 +128,10 @@ def follow(
 ) -> Summary:
     """Show the folder's progress until its run is done. RunError if it stopped or Flower ended earlier."""
     log = path / "log.txt"
-    shown, begun = read_run(path).rounds, log.stat().st_size if log.exists() else 0
-    read = begun
+    shown, log_start = read_run(path).rounds, log.stat().st_size if log.exists() else 0
+    read = log_start
     while True:
-        ended = submitted.poll() is not None or (_is_stopped(log, begun) and not is_locked(path))
+        ended = submitted.poll() is not None or (_is_stopped(log, log_start) and not is_locked(path))
         done = _has_its_lines(path, rounds) and not is_locked(path) and _is_saved(path)
         read = _repeat_log(log, read)
         if on_round is not None:
@@ -158,9 +158,9 @@ def _is_saved(path: Path) -> bool:
         return False
 
 
-def _is_stopped(log: Path, begun: int) -> bool:
+def _is_stopped(log: Path, log_start: int) -> bool:
     """Whether this folder's run stopped; Flower may still run other folders."""
-    return log.exists() and b" stopped: " in log.read_bytes()[begun:]
+    return log.exists() and b" stopped: " in log.read_bytes()[log_start:]
 
 
 def _repeat_log(log: Path, read: int) -> int:
@@ -216,8 +216,8 @@ def _why(log: Path, output: Path) -> str:
     )
 
 
-def _last(said: str) -> str:
+def _last(output_text: str) -> str:
     """The last line that contains a word, or the whole text of Flower's last box."""
-    lines = [line for line in said.splitlines() if re.search(r"[^\W\d_]", line)]
+    lines = [line for line in output_text.splitlines() if re.search(r"[^\W\d_]", line)]
     boxed = [*takewhile(lambda line: line.startswith("│"), reversed(lines))]
     return " ".join(line.strip("│ ") for line in reversed(boxed or lines[-1:])) or "nothing."

@@ -14,20 +14,20 @@ from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments.build import build
 from fedpara.experiments.config import read_toml, with_values
 from fedpara.experiments.presets import preset as find_preset
-from fedpara.experiments.run import lay_out, look_over
+from fedpara.experiments.run import check_resumable, lay_out
 
 
 def up(
     preset: str | None,
     config: Path | None,
-    said: list[str],
+    fields: list[str],
     nodes: int,
     out: Path,
     policy: dict[str, Any],
     data_dir: Path | None,
     as_json: bool,
 ) -> None:
-    experiment = _experiment(preset, config, said)
+    experiment = _experiment(preset, config, fields)
     there = (out / "config.toml").exists()
     if there:
         refuse_another(out, experiment)
@@ -73,7 +73,7 @@ def _federate(
 
 def _is_finished(out: Path, rounds: int, data_dir: Path | None) -> bool:
     """Whether nothing is left to run. Errors are raised here; the server would only write them to Flower's log."""
-    done, finished = look_over(out, rounds, "flower", None, data_dir)
+    done, finished = check_resumable(out, rounds, "flower", None, data_dir)
     if finished:
         say(f"{out} already holds this experiment, finished after round {done}: nothing to run.")
     else:
@@ -81,8 +81,8 @@ def _is_finished(out: Path, rounds: int, data_dir: Path | None) -> bool:
     return finished
 
 
-def _experiment(preset: str | None, config: Path | None, said: list[str]) -> Experiment:
-    given = {**dict(_field(text) for text in said), "engine": "flower"}
+def _experiment(preset: str | None, config: Path | None, fields: list[str]) -> Experiment:
+    given = {**dict(_field(text) for text in fields), "engine": "flower"}
     if preset is None:
         return with_values(read_toml(config) if config else Experiment(), given)
     if config is not None:

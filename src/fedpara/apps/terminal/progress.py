@@ -23,7 +23,7 @@ def say(text: str) -> None:
 
 
 class TerminalHandler(logging.Handler):
-    """Prints messages for people to stderr; under torchrun only rank 0 does."""
+    """Prints messages for the user to stderr; under torchrun only rank 0 does."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -33,7 +33,7 @@ class TerminalHandler(logging.Handler):
             say(record.getMessage())
 
 
-class Patient:
+class TolerantStream:
     """A stream that drops output instead of raising if the terminal goes away."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -75,7 +75,7 @@ class Show:
                 TextColumn("{task.fields[facts]}"),
                 TimeRemainingColumn(),
             )
-            terminal = cast(TextIO, Patient(sys.stderr))
+            terminal = cast(TextIO, TolerantStream(sys.stderr))
             self._bar = bar = Progress(*columns, console=Console(file=terminal))
             bar.start()
             self._task = bar.add_task(self.name, total=self.rounds, facts="")

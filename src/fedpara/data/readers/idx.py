@@ -34,7 +34,7 @@ def read_idx(path: Path, dimensions: int) -> Array:
 
 
 def source(name: str, page: str, places: Sequence[str], checksums: dict[str, tuple[str, ...]]) -> Source:
-    """A source whose four files are in any of `places`, which are folders in the data folder ('.' is the folder)."""
+    """A source whose four files are in one of `places`: folders inside the data folder, or '.' for itself."""
 
     def layout(place: str) -> Layout:
         wanted = f"{place}/{{train,t10k}}-{{images-idx3,labels-idx1}}-ubyte[.gz]".removeprefix("./")

@@ -3,7 +3,7 @@
 Preprocessing follows LEAF: newlines become spaces, runs of spaces become one, and each window of 80 characters is an
 example whose label is the next character. 1,129 roles have at least one window; together they have 4,226,158. The
 first 90% of each role are train, the rest test. LEAF drops the 79 windows across the cut, and roles that are then left
-without a test window. They are kept here, since their labels are not in the training text either.
+without a test window. Here they stay, because their labels are not in the training text either.
 
 The arrays are the text itself (4.3 MB) and the lengths of the roles; the windows are cut when the set is built.
 """

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from fedpara.engines.batched.lane_state import LaneState
 from fedpara.errors import in_a_line
 
-OWN_OPS = ("ops.py", "conv.py", "lstm.py")
+CUSTOM_OPS = ("ops.py", "conv.py", "lstm.py")
 
 
 def capture(
@@ -24,7 +24,7 @@ def capture(
 
     Warming up changes the lanes, so their contents are restored afterwards.
     """
-    keep_what_is_compiled()
+    use_lasting_caches()
     step: Callable[[], None] = partial(tick, lanes)
     if compile:
         try:
@@ -43,7 +43,7 @@ def capture(
     _put_back(lanes, saved)
 
     def replay(held: Callable[[], None] = step) -> None:
-        """The graph knows its inputs by address only, so the step's tensors must stay alive with it."""
+        """`held` keeps the step's tensors alive: the graph knows them only by address."""
         graph.replay()
 
     return replay
@@ -54,8 +54,11 @@ def compiled(tick: Callable[[LaneState], None], lanes: LaneState) -> Callable[[]
     from torch._inductor import config, standalone_compile
 
     tensors = lanes.tensors()
-    with config.patch(unsafe_marked_cacheable_functions={"fedpara": _own_ops()}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # float32 was asked for
+    with (
+        config.patch(unsafe_marked_cacheable_functions={"fedpara": _custom_ops_digest()}),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # float32 is intended
         program = standalone_compile(traced(tick, lanes), [*tensors], dynamic_shapes="from_example_inputs")
     return lambda: program(*tensors)
 
@@ -73,20 +76,20 @@ def traced(tick: Callable[[LaneState], None], lanes: LaneState) -> GraphModule:
     return trace(*lanes.tensors())
 
 
-def _own_ops() -> str:
-    """A digest of our ops' source for torch's cache key, which otherwise has only their names.
+def _custom_ops_digest() -> str:
+    """A digest of the custom ops' source, for torch's cache key, which otherwise contains only their names.
 
-    torch's own cache tag does not reach the processes that compile kernels: a kernel would be tuned again at the next
-    start, perhaps to other bits.
+    torch's own cache tag does not reach the processes that compile kernels. Without this digest, a kernel would be
+    tuned again at the next start, and might then compute other bits.
     """
     folder = Path(__file__).parent / "kernels"
-    return sha256(b"".join((folder / name).read_bytes() for name in OWN_OPS)).hexdigest()
+    return sha256(b"".join((folder / name).read_bytes() for name in CUSTOM_OPS)).hexdigest()
 
 
-def keep_what_is_compiled() -> None:
+def use_lasting_caches() -> None:
     """Cache compiled programs in ~/.cache/fedpara unless the user chose a folder; torch's default is lost on reboot.
 
-    Also fix two settings that torch sets in some starts only: Triton's cache folder, and the assembler that torch
+    Also set two things that torch sets in some processes only: Triton's cache folder, and the assembler that torch
     ships, whose version is part of Triton's cache key.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -116,15 +119,15 @@ def _warm_up(tick: Callable[[], None], lanes: LaneState, times: int) -> None:
     _put_back(lanes, saved)
 
 
-def _moving(lanes: LaneState) -> list[Tensor]:
+def _changing(lanes: LaneState) -> list[Tensor]:
     states = (lanes.parameters, lanes.velocity, lanes.buffers)
     return [t for state in states for t in state.values()] + [lanes.counter, lanes.losses]
 
 
 def _contents(lanes: LaneState) -> list[Tensor]:
-    return [tensor.clone() for tensor in _moving(lanes)]
+    return [tensor.clone() for tensor in _changing(lanes)]
 
 
 def _put_back(lanes: LaneState, saved: list[Tensor]) -> None:
-    for tensor, old in zip(_moving(lanes), saved, strict=True):
+    for tensor, old in zip(_changing(lanes), saved, strict=True):
         tensor.copy_(old)

@@ -1,6 +1,6 @@
-"""drive: takes a round's clients through the lanes.
+"""drive: trains a round's clients in the lanes.
 
-Step all lanes until a client ends; swap finished clients for waiting ones; repeat.
+It steps all lanes until a client ends, and swaps finished clients for waiting ones, until all are done.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,14 +25,14 @@ def drive(
     lane_state: LaneState,
     plan: RoundPlan,
     start: State,
-    bring_own: Callable[[Sequence[int]], Owned],
+    load_owned: Callable[[Sequence[int]], Owned],
     waits: bool,
 ) -> Iterator[Event]:
     """Yields (segments that ended, their stacked states, their summed losses), event by event.
 
-    If states `wait`, everything the clients own is on the device before the first step, and states stay there until the
-    last one: a copy in between would wait for the steps. For a cohort too large for that, each event loads what the
-    entering clients own and moves the states of the leaving ones to the host.
+    With `waits`, the clients' memories are on the device before the first step, and trained states stay there until
+    the last step: a copy in between would wait for the steps. A cohort may be too large for that. Then each event
+    loads the memories of the entering clients and moves the states of the leaving ones to the host.
     """
     events = sorted({0} | {segment.end for segment in plan.segments})
     changes = [
@@ -47,7 +47,7 @@ def drive(
         return torch.tensor(of, dtype=torch.int64, device=lane_state.losses.device)
 
     lanes = [[index([s.lane for s in part]) for part in change] for change in changes]
-    everyone = bring_own(range(len(plan.segments))) if waits else None
+    everyone = load_owned(range(len(plan.segments))) if waits else None
     owners = [index([s.client for s in coming] if waits else range(len(coming))) for _, coming in changes]
     lane_state.counter.zero_()
     for before, event, (leaving, coming), (left, taken), who in zip(
@@ -60,7 +60,7 @@ def drive(
             state = lane_state.leave(left)
             ended = leaving, state if waits else move(state, HOST), lane_state.losses.index_select(0, left)
         if coming:
-            owned = everyone or bring_own([segment.client for segment in coming])
+            owned = everyone or load_owned([segment.client for segment in coming])
             lane_state.enter(taken, start, who, *owned)
             del owned
         if ended:
@@ -69,7 +69,7 @@ def drive(
 
 
 def joined(events: list[Event]) -> Event:
-    """Several events as one."""
+    """Several events, joined into one."""
     segments, states, losses = zip(*events, strict=True)
     joined = {name: torch.cat([state[name] for state in states]) for name in states[0]}
     return [segment for part in segments for segment in part], joined, torch.cat(losses)

@@ -24,7 +24,7 @@ from fedpara.engines.batched.scoring import scores
 from fedpara.engines.batched.step import make_tick, one_step
 from fedpara.engines.client import Reply, own_model, own_variables, reply_of
 from fedpara.engines.local.worker import Score, Trained, Worker
-from fedpara.engines.memory import ClientMemory, ClientParts, PendingMemory
+from fedpara.engines.memory import ClientMemory, CohortMemories, PendingMemory
 from fedpara.engines.rng import LayerRng, cohort
 from fedpara.engines.session import PRIVATE, Session
 from fedpara.engines.settings import Precision
@@ -56,9 +56,9 @@ class Batched:
         stay: bool = True,
         wait: bool | None = None,
     ) -> None:
-        """`size` is the cohort's; `stream` separates what the layers of several ranks draw; `stay`: see `stays`.
+        """`size` is the cohort's. `stream` is this rank's number for random layers. `stay`: see `stays`.
 
-        `wait`: whether trained states wait on the device for the last client. Otherwise each is freed as it ends.
+        `wait`: whether trained states stay on the device until the last client ends. Otherwise each is freed earlier.
         """
         self.stream, self.stay = stream, stay
         self.session, self.task, self.data, self.memory = session, task, data, PendingMemory(memory)
@@ -68,18 +68,18 @@ class Batched:
         self.precision = precision_on(self.device, precision)
         self.compile = self.on_gpu if compile is None else compile
         program = session.program
-        # On a CPU GroupNorm under vmap refuses channels-last.
+        # On a CPU GroupNorm under vmap rejects channels-last.
         self.forms = {name: replace(form, channels_last=self.on_gpu) for name, form in program.forms.items()}
         self.plain = program.plain().to(self.device).train()
-        self.judge = Worker(program, device=self.device)
+        self.scorer = Worker(program, device=self.device)
         if self.on_gpu:
-            install_kernels(self.plain, self.judge.model, self.device, self.compile)
+            install_kernels(self.plain, self.scorer.model, self.device, self.compile)
         self.train_set = on_device(data.train, self.device)
         self.test_set = on_device(task.test, self.device) if task.test is not None else None
         self.shape = shape or typical_shape(session, data, size)
         if self.lanes > (most := lanes_that_fit(session, self.device)):
             self.shape = typical_shape(session, data, size, most)
-            self._note(f"the cohort goes in waves of {most}: more lanes do not fit into half of the memory")
+            self._note(f"at most {most} clients train at a time: half of the memory holds no more lanes")
         self.waits = self.on_gpu if wait is None else wait
         if self.waits and (reason := cannot_wait(session, self.device, size)):
             self.waits = False
@@ -87,7 +87,7 @@ class Batched:
         self._steps_done = self._steps_run = 0
         self._lane_state: LaneState | None = None
         self._ticks: dict[bool, Callable[[], None]] = {}
-        self._ahead: tuple[int, Sequence[int], RoundPlan] | None = None
+        self._next_plan: tuple[int, Sequence[int], RoundPlan] | None = None
 
     @property
     def lanes(self) -> int:
@@ -114,7 +114,7 @@ class Batched:
     def train(self, round: int, clients: Sequence[int], message: Message, personal: bool) -> Iterable[Reply]:
         model, down = self.session.read_down(message, round)
         busy = [client for client in clients if self.data.size(client)]
-        own = ClientParts(self.memory, busy, lambda: self.session.first(model))
+        own = CohortMemories(self.memory, busy, lambda: self.session.first_memory(model))
         made = self._replies(round, busy, model, down, own, personal)
         for client in clients:
             yield next(made) if self.data.size(client) else Reply(client, reason="it holds no examples")
@@ -125,10 +125,10 @@ class Batched:
         clients: Sequence[int],
         model: State,
         down: Variables,
-        own: ClientParts,
+        own: CohortMemories,
         personal: bool,
     ) -> Iterator[Reply]:
-        """In the clients' order. At most one state per lane is held, and those that ended out of order."""
+        """One reply per client, in order. Holds at most one state per lane, and those that ended out of order."""
         seen = (move(model, self.device), move_variables(down, self.device)) if self.stays else (model, down)
         trained = self._train(round, clients, model, down, own)
         for start in range(0, len(clients), self.lanes):
@@ -136,8 +136,8 @@ class Batched:
             before = self._scores(some, [{**model, **own[c][PRIVATE]} for c in some]) if personal else []
             ended = [next(trained) for _ in some]
             after = self._scores(some, [one.state for one in ended]) if personal else []
-            for place, client in enumerate(some):
-                made, kept = reply_of(  # frees each state as its reply is made
+            for position, client in enumerate(some):
+                made, memory = reply_of(  # frees each state as its reply is made
                     self.session,
                     ended.pop(0),
                     *seen,
@@ -146,21 +146,21 @@ class Batched:
                     client=client,
                     examples=self.data.size(client),
                 )
-                self.memory.hold(client, round, kept)
-                yield replace(made, before=before[place], after=after[place]) if personal else made
+                self.memory.hold(client, round, memory)
+                yield replace(made, before=before[position], after=after[position]) if personal else made
 
     def commit(self, round: int, clients: Sequence[int]) -> None:
         self.memory.commit(round, clients)
 
     def evaluate(self, state: State) -> Score | None:
-        return self.judge.evaluate(state, self.test_set) if self.test_set is not None else None
+        return self.scorer.evaluate(state, self.test_set) if self.test_set is not None else None
 
     def score_clients(self, round: int, clients: Sequence[int], message: Message) -> Iterator[Reply]:
         model, _ = self.session.read_down(message, round)
         for start in range(0, len(clients), self.lanes):
             some = clients[start : start + self.lanes]
-            found = self.memory.get_all(some) if self.session.stateful else [None] * len(some)
-            states = [own_model(self.session, model, memory) for memory in found]
+            memories = self.memory.get_all(some) if self.session.stateful else [None] * len(some)
+            states = [own_model(self.session, model, memory) for memory in memories]
             for client, score in zip(some, self._scores(some, states), strict=True):
                 yield Reply(client, before=score)
 
@@ -168,28 +168,28 @@ class Batched:
         """Scores each client's own model on its own test data, one per lane at a time."""
         tests = [self.data.client_test(client) for client in clients]
         found = [Score(0, 0, 0.0)] * len(clients)
-        able = [place for place, test in enumerate(tests) if len(test)]
+        able = [position for position, test in enumerate(tests) if len(test)]
         for start in range(0, len(able), self.lanes):
             chosen = able[start : start + self.lanes]
-            stacked = stack_on([states[place] for place in chosen], self.device)
-            there = [on_device(tests[place], self.device) for place in chosen]
+            stacked = stack_on([states[position] for position in chosen], self.device)
+            there = [on_device(tests[position], self.device) for position in chosen]
             try:
                 scored = scores(self.plain, self.forms, stacked, there)
             except RuntimeError as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 self.plain.train()
-                scored = [self.judge.evaluate(states[p], t) for p, t in zip(chosen, there, strict=True)]
+                scored = [self.scorer.evaluate(states[p], t) for p, t in zip(chosen, there, strict=True)]
                 note = f"clients' own models are scored one after another: {in_a_line(error)}"
                 self.notes += [note] if note not in self.notes else []
-            for place, score in zip(chosen, scored, strict=True):
-                found[place] = score
+            for position, score in zip(chosen, scored, strict=True):
+                found[position] = score
         return found
 
     def _train(
-        self, round: int, clients: Sequence[int], model: State, down: Variables, own: ClientParts
+        self, round: int, clients: Sequence[int], model: State, down: Variables, own: CohortMemories
     ) -> Iterator[Trained]:
-        """Halves the lanes whenever the device runs out of memory; states then no longer wait there."""
+        """Halves the lanes when the device is out of memory; trained states then no longer wait there."""
         done = 0
         while done < len(clients):
             try:
@@ -205,17 +205,17 @@ class Batched:
                     ) from None
             fewer = max(1, self.lanes // 2)
             self._note(
-                f"out of memory with {self.lanes} lanes: the cohort goes in waves of {fewer}, and states go to "
-                "the host as clients end"
+                f"out of memory with {self.lanes} lanes: at most {fewer} train at a time, and each state "
+                "moves to the host when its client ends"
             )
             self.waits = False
             self.shape = typical_shape(self.session, self.data, len(clients), fewer)
-            self._lane_state, self._ticks, self._ahead = None, {}, None
+            self._lane_state, self._ticks, self._next_plan = None, {}, None
             if self.on_gpu:
                 torch.cuda.empty_cache()
 
     def _in_lanes(
-        self, round: int, clients: Sequence[int], model: State, down: Variables, own: ClientParts
+        self, round: int, clients: Sequence[int], model: State, down: Variables, own: CohortMemories
     ) -> Iterator[Trained]:
         plan = self._plan(round, clients)
         start, first = move(model, self.device), own[clients[0]]
@@ -223,14 +223,14 @@ class Batched:
         lane_state.lr.fill_(self.session.algorithm.local.lr_at(round))
         tick = self._tick(plan, lane_state)
 
-        def bring_own(of: Sequence[int]) -> Owned:
-            parts = own.of([clients[place] for place in of])
-            stacked = {g: stack_on([part[g] for part in parts], self.device) for g in parts[0]}
+        def load_owned(of: Sequence[int]) -> Owned:
+            parts = own.of([clients[position] for position in of])
+            stacked = {name: stack_on([part[name] for part in parts], self.device) for name in parts[0]}
             return stacked.pop(PRIVATE), stacked
 
-        # Only now: warming up the tick draws numbers too, and a resumed run does that in another round.
+        # Created after the warm-up, which also draws numbers, and in a resumed run happens in another round.
         layers = LayerRng(self.session.seed, round, self.stream, self.device)
-        events = drive(tick, lane_state, plan, start, bring_own, self.waits)
+        events = drive(tick, lane_state, plan, start, load_owned, self.waits)
         self._steps_done += sum(segment.steps for segment in plan.segments)
         self._steps_run += self.lanes * plan.steps
         if self.waits:
@@ -238,9 +238,9 @@ class Batched:
                 ended = list(events)
             self._plan_next_round(round, clients)
             trained = self._collect(joined(ended))
-            yield from (trained[place] for place in range(len(clients)))
+            yield from (trained[position] for position in range(len(clients)))
             return
-        trained, place = {}, 0
+        trained, position = {}, 0
         while True:
             with layers:
                 event = next(events, None)
@@ -248,9 +248,9 @@ class Batched:
                 break
             trained |= self._collect(event)
             del event
-            while place in trained:
-                yield trained.pop(place)
-                place += 1
+            while position in trained:
+                yield trained.pop(position)
+                position += 1
         self._plan_next_round(round, clients)
 
     def one_tick(self) -> Callable[[], None]:
@@ -258,7 +258,7 @@ class Batched:
         program, algorithm = self.session.program, self.session.algorithm
         model = program.initial
         plan = plan_round(self.session, self.data, self.task.augment, 1, range(self.lanes), self.lanes)
-        first = self.session.first(model)
+        first = self.session.first_memory(model)
         down = algorithm.broadcast(algorithm.server_init(program.start(program.shared)))
         lane_state = self._prepare(plan, move(model, self.device), first[PRIVATE], down, own_variables(first))
         lane_state.lr.fill_(algorithm.local.lr)
@@ -271,8 +271,8 @@ class Batched:
         return step
 
     def _plan(self, round: int, clients: Sequence[int]) -> RoundPlan:
-        if self._ahead is not None and self._ahead[:2] == (round, clients):
-            return self._ahead[2]
+        if self._next_plan is not None and self._next_plan[:2] == (round, clients):
+            return self._next_plan[2]
         return plan_round(self.session, self.data, self.task.augment, round, clients, self.lanes)
 
     def _plan_next_round(self, round: int, clients: Sequence[int]) -> None:
@@ -284,7 +284,7 @@ class Batched:
         if not self.on_gpu or drawn[0] != list(clients) or not all(map(self.data.size, drawn[1])):
             return
         plan = plan_round(self.session, self.data, self.task.augment, round + 1, drawn[1], self.lanes)
-        self._ahead = (round + 1, drawn[1], plan)
+        self._next_plan = (round + 1, drawn[1], plan)
 
     def _prepare(
         self, plan: RoundPlan, start: State, private: State, down: Variables, own: Variables
@@ -326,7 +326,7 @@ class Batched:
         return capture(tick, lane_state, self.compile, self.notes)
 
     def _collect(self, event: Event) -> dict[int, Trained]:
-        """The trained clients by their place in the cohort, on the host unless updates stay on the device."""
+        """The trained clients by their position in the cohort, on the host unless updates stay on the device."""
         program = self.session.program
         segments, stacked, losses = event
         parameters = {name: stacked[name] for name in program.parameters}
@@ -338,9 +338,9 @@ class Batched:
                 {name: client[name] for name in program.buffers},
                 total / max(1, segment.steps),
                 segment.steps,
-                sound[place] if sound is not None else None,
+                sound[position] if sound is not None else None,
             )
-            for place, (segment, client, total) in enumerate(
+            for position, (segment, client, total) in enumerate(
                 zip(segments, clients, losses.tolist(), strict=True)
             )
         }

@@ -46,7 +46,7 @@ class LaneState:
         return LaneState(**_each(lambda _: next(given), vars(self)))
 
     def fill(self, plan: RoundPlan, x: State, down: Variables) -> None:
-        """Copies in a round's plan and what all its clients receive."""
+        """Copies in a round's plan, and the tensors that all its clients receive."""
         steps, width = plan.steps, plan.width
         self.plan[:, :steps, :width].copy_(torch.from_numpy(plan.index))
         self.sizes.zero_()
@@ -56,9 +56,9 @@ class LaneState:
             self.crops[:, :steps, :, :width].copy_(torch.from_numpy(plan.crops))
         for name, tensor in x.items():
             self.x[name].copy_(tensor)
-        for group, members in down.items():
-            for name, tensor in members.items():
-                self.down[group][name].copy_(tensor)
+        for variable, state in down.items():
+            for name, tensor in state.items():
+                self.down[variable][name].copy_(tensor)
 
     def enter(
         self, lanes: Tensor, start: State, clients: Tensor, private: State, variables: Variables
@@ -69,9 +69,9 @@ class LaneState:
                 tensor[lanes] = private[name].index_select(0, clients) if name in private else start[name]
         for tensor in self.velocity.values():
             tensor[lanes] = 0.0
-        for group, members in variables.items():
-            for name, tensor in members.items():
-                self.own[group][name][lanes] = tensor.index_select(0, clients)
+        for variable, state in variables.items():
+            for name, tensor in state.items():
+                self.own[variable][name][lanes] = tensor.index_select(0, clients)
         self.losses[lanes] = 0.0
 
     def leave(self, lanes: Tensor) -> State:
@@ -101,9 +101,9 @@ def allocate_lanes(
         parameters=parameters,
         velocity={n: torch.zeros_like(t) for n, t in parameters.items()} if momentum else {},
         buffers=room({name: whole[name] for name in program.buffers}),
-        own={group: room(state) for group, state in own.items()},
+        own={variable: room(state) for variable, state in own.items()},
         x={name: whole[name].clone() for name in program.shared},
-        down={g: {n: t.to(device, copy=True) for n, t in s.items()} for g, s in down.items()},
+        down={v: {n: t.to(device, copy=True) for n, t in s.items()} for v, s in down.items()},
         plan=torch.zeros(shape, dtype=torch.int64, device=device),
         sizes=torch.zeros(shape[:2], dtype=torch.int64, device=device),
         seeds=torch.zeros(shape[:2], dtype=torch.int64, device=device),

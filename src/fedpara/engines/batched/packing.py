@@ -1,6 +1,6 @@
-"""Packing: clients with different numbers of steps in lanes that end at about the same time.
+"""Packing: assigns clients with different numbers of steps to lanes that end at about the same time.
 
-Longest client first, each to the lane that is shortest so far. The idle ends are waste:
+The longest client comes first; each goes to the lane that is shortest so far. The idle ends are waste:
 
     waste = 1 - sum of steps / (lanes * longest lane)
 """
@@ -15,7 +15,7 @@ ACCEPTED_WASTE = 0.10
 class Segment:
     """One client's stay in a lane."""
 
-    client: int  # its place in the cohort
+    client: int  # its position in the cohort
     lane: int
     start: int
     steps: int

@@ -1,4 +1,4 @@
-"""RoundPlan: a batched round before it runs: which client trains in which lane, on which examples in each step.
+"""RoundPlan: the plan of a batched round: which client trains in which lane, on which examples in each step.
 
 index[lane, step, b]      an example of the training set; padding repeats one of the same client, or is 0
 sizes[lane, step]         the number of examples in the batch; 0 once the lane is done

@@ -32,7 +32,7 @@ def unsupported(session: Session, data: FederatedData) -> str:
         return "no client holds an example"
     example = data.train.subset(data.indices(someone)[:1])
     plain = program.plain().train()
-    lane_state = BufferSlots(plain)
+    slots = BufferSlots(plain)
     step = one_step(plain, program.forms, session.algorithm, "float32", program.shared, True)
     image = normalise(example.inputs, example.mean, example.std)
     uneven = bool((data.sizes % local.batch_size).any())
@@ -41,7 +41,7 @@ def unsupported(session: Session, data: FederatedData) -> str:
         stepped = [_step(step, session, images, example.labels) for images in batches]
     except Exception as error:
         return in_a_line(error)
-    if name := lane_state.replaced():
+    if name := slots.replaced():
         return f"the forward pass replaces buffer {name!r} by another tensor"
     if not uneven or _same(*stepped):
         return ""
@@ -75,7 +75,7 @@ def _step(
     velocity = zeros_like(parameters) if algorithm.local.momentum else {}
     states = [parameters, velocity, program.start(program.buffers)]
     lanes = [_lane(state) for state in states]
-    own = {group: _lane(state) for group, state in algorithm.client_init(x).items()}
+    own = {name: _lane(state) for name, state in algorithm.client_init(x).items()}
     down = algorithm.broadcast(algorithm.server_init(x))
     given = (images[None], label.repeat(len(images))[None], torch.tensor([1]), torch.tensor([0]))
     with torch.random.fork_rng(devices=[]):
@@ -95,7 +95,7 @@ def _same(a: State, b: State) -> bool:
 
 
 def slower_on_cpu(session: Session, lanes: int) -> str:
-    """Why sequential training is faster on a CPU, or "". A rule, not a timing: a run always takes the same path.
+    """Why sequential training is faster on a CPU, or "". A fixed rule, so that a run always takes the same path.
 
     benchmarks/README.md: stacked matrix products are 5 to 60% faster, grouped convolutions a third slower.
     """

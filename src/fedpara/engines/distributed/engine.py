@@ -59,12 +59,12 @@ class Distributed:
         for rank, part in enumerate(parts):
             if part.header["task"] != parts[0].header["task"]:
                 raise RunError(
-                    f"rank {rank} has another model, cohort or seed than rank 0 in round {round}: use the same "
+                    f"rank {rank} has a different model, cohort or seed than rank 0 in round {round}: use the same "
                     "settings, run folder and versions of fedpara and torch on every rank."
                 )
         replies = [reply for part in parts for reply in _replies(part)]
-        place = {client: i for i, client in enumerate(clients)}
-        yield from sorted(replies, key=lambda reply: place.get(reply.client, len(place)))
+        position = {client: i for i, client in enumerate(clients)}
+        yield from sorted(replies, key=lambda reply: position.get(reply.client, len(position)))
 
     def commit(self, round: int, clients: Sequence[int]) -> None:
         """Returns once every rank has committed, so that no checkpoint is ahead of the memories."""
@@ -79,7 +79,9 @@ class Distributed:
         """Rank 0's score, so that all ranks stop in the same round."""
 
         def work() -> Part:
-            return Part({"score": _of_score(self.inner.evaluate(state)) if self.group.rank == 0 else None})
+            return Part(
+                {"score": _score_numbers(self.inner.evaluate(state)) if self.group.rank == 0 else None}
+            )
 
         return _score(self.group.gather("the evaluation", work)[0].header["score"])
 
@@ -109,8 +111,8 @@ class RankMemory:
             )
         return self.memory.get(client)
 
-    def put(self, client: int, round: int, groups: Variables) -> None:
-        self.memory.put(client, round, groups)
+    def put(self, client: int, round: int, variables: Variables) -> None:
+        self.memory.put(client, round, variables)
 
 
 def _facts(reply: Reply) -> dict[str, Any]:
@@ -120,8 +122,8 @@ def _facts(reply: Reply) -> dict[str, Any]:
         "sent": reply.message is not None,
         "reason": reply.reason,
         "loss": reply.loss,
-        "before": _of_score(reply.before),
-        "after": _of_score(reply.after),
+        "before": _score_numbers(reply.before),
+        "after": _score_numbers(reply.after),
         "diverged": reply.diverged,
     }
 
@@ -140,7 +142,7 @@ def _replies(part: Part) -> Iterator[Reply]:
         )
 
 
-def _of_score(score: Score | None) -> list[float] | None:
+def _score_numbers(score: Score | None) -> list[float] | None:
     return None if score is None else [score.correct, score.examples, score.loss]
 
 

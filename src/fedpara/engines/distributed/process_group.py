@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fedpara import errors
 from fedpara.errors import ConfigError, FedParaError, RunError
 
-PATIENCE = timedelta(hours=1)
+RANK_TIMEOUT = timedelta(hours=1)
 """How long to wait for a rank that hangs. A rank that dies closes its connections, which is noticed at once."""
 
 
@@ -41,7 +41,7 @@ class ProcessGroup:
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.over = False
-        self._raised: Exception | None = None  # by all ranks together
+        self._raised: Exception | None = None  # the error that all ranks raised together
 
     @property
     def backend(self) -> str:
@@ -55,7 +55,7 @@ class ProcessGroup:
         try:
             own = work()
         except Exception as error:
-            own, failed = Part({"error": _told(error, self.rank)}), error
+            own, failed = Part({"error": _described(error, self.rank)}), error
         try:
             parts = self._exchange(what, own)
         except RunError as lost:
@@ -65,10 +65,10 @@ class ProcessGroup:
                 mine = failed if rank == self.rank else None
                 self._raised = mine or _rebuilt(**part.header["error"])
                 raise self._raised
-        told = [part.header["what"] for part in parts]
-        if len(set(told)) > 1:
+        stages = [part.header["what"] for part in parts]
+        if len(set(stages)) > 1:
             self._raised = RunError(
-                f"the ranks are out of step: {', '.join(told)}. Run one script with the same settings on every rank."
+                f"the ranks are out of step: {', '.join(stages)}. Run one script with the same settings on every rank."
             )
             raise self._raised
         return parts
@@ -108,14 +108,14 @@ class ProcessGroup:
         content = b"".join([len(text).to_bytes(8, "little"), text, *own.blobs])
         try:
             if self.over:
-                raise RuntimeError("the group has ended before")
-            return [_opened(one) for one in all_gather(content, self.size, self.device)]
+                raise RuntimeError("the group has already ended")
+            return [_parse(one) for one in all_gather(content, self.size, self.device)]
         except RuntimeError as error:
             self.over = True
             others = [str(rank) for rank in range(self.size) if rank != self.rank]
             who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {', '.join(others)}"
             raise RunError(
-                f"{who} no longer answers at {what}: the process ended, or its machine cannot be reached "
+                f"{who} no longer responds at {what}: the process ended, or its machine cannot be reached "
                 f"({_cause(error)})."
             ) from None
 
@@ -130,7 +130,7 @@ def place() -> tuple[int, int]:
 def join() -> ProcessGroup:
     """The group that torchrun's environment describes, joined once; without torchrun a group of one.
 
-    NCCL between GPUs, one per rank; gloo between CPUs and for small things.
+    It uses NCCL between GPUs, one per rank, and gloo between CPUs and for small exchanges.
     """
     rank, size = place()
     if size == 1:
@@ -141,25 +141,25 @@ def join() -> ProcessGroup:
             "out of the script."
         )
     # If `grad` imported this module later, its functions' defaults would keep the group and gloo's threads alive until
-    # the process ends; a thread that frees a tensor after Python is gone aborts the process.
+    # the process ends; a thread that frees a tensor after Python has shut down aborts the process.
     import_module("torch.distributed.nn.functional")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=PATIENCE)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=RANK_TIMEOUT)
     except (RuntimeError, ValueError) as error:
         raise RunError(
             f"the {size} ranks could not be joined: {_cause(error)}. Start them with torchrun."
         ) from error
     atexit.register(_destroy)
     local = int(os.environ.get("LOCAL_RANK", rank))
-    # gloo until every rank is known to have a GPU: NCCL would wait for a rank without one.
+    # gloo until every rank has confirmed its GPU: NCCL would wait forever for a rank without one.
     group = ProcessGroup(rank, size)
-    group.gather("the start", lambda: _placed(rank, local, gpus))
+    group.gather("the start", lambda: _claim_gpu(rank, local, gpus))
     group.device = torch.device("cuda", local) if gpus else None
     return group
 
 
-def _placed(rank: int, local: int, gpus: int) -> Part:
+def _claim_gpu(rank: int, local: int, gpus: int) -> Part:
     if gpus and local >= gpus:
         raise ConfigError(
             f"rank {rank} has no GPU: its machine has {gpus}. Start as many ranks as there are GPUs, or set "
@@ -184,7 +184,7 @@ def all_gather(content: bytes, size: int, device: torch.device | None) -> list[b
     return [one[: int(count)].cpu().numpy().tobytes() for one, count in zip(every, counts, strict=True)]
 
 
-def _opened(content: bytes) -> Part:
+def _parse(content: bytes) -> Part:
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])
     blobs = []
@@ -194,7 +194,7 @@ def _opened(content: bytes) -> Part:
     return Part(header, blobs)
 
 
-def _told(error: Exception, rank: int) -> dict[str, str]:
+def _described(error: Exception, rank: int) -> dict[str, str]:
     if isinstance(error, FedParaError):
         return {"kind": type(error).__name__, "text": str(error)}
     return {"kind": "RunError", "text": f"rank {rank} failed: {type(error).__name__}: {error}"}

@@ -2,7 +2,7 @@
 
     before a round   a hello to every new node: which clients does it serve, with which version and model?
     in a round       one request per client; responses until the deadline, returned in the cohort's order
-    after a round    clients whose updates were accepted learn so with their next request
+    after a round    clients whose updates were accepted are informed with their next request
     after the last   one request for each client whose own model is to be scored
 
 The engine uses Flower only through a `Transport`; the one over Flower's Grid is in `apps/flower/grid.py`.
@@ -54,7 +54,7 @@ class _OpenRequests:
 
 class Flower:
     name = "flower"
-    why = "one client a message, each on its node"
+    why = "one request per client, each on its node"
 
     def __init__(
         self,
@@ -78,14 +78,14 @@ class Flower:
         self.session, self.task, self.memory, self.policy = session, task, memory, policy
         self.transport, self.cohort = transport, cohort
         self.worker = Worker(session.program, task.augment)
-        self._blank = Request("hello", experiment, version, run, policy.hello, policy.threads)
+        self._template = Request("hello", experiment, version, run, policy.hello, policy.threads)
         self._limit = size_limit(session.up)
         self._counts, self._clock, self._sleep = counts, clock, sleep
         self._late: dict[str, tuple[int, int]] = {}
         self.roster = Roster(
             transport,
             policy,
-            self._blank,
+            self._template,
             scheme=session.program.scheme,
             digest=digest(session),
             clients=clients,
@@ -104,17 +104,19 @@ class Flower:
                 f"policy needs {self.policy.minimum}{self.roster.refusals()}. Finished rounds are saved: start "
                 "the nodes and resume the run."
             )
-        request = replace(self._blank, kind="train", round=round, personal=personal, message=bytes(message))
+        request = replace(
+            self._template, kind="train", round=round, personal=personal, message=bytes(message)
+        )
         yield from self._ask(request, clients, hosts)
 
     def score_clients(self, round: int, clients: Sequence[int], message: Message) -> Iterator[Reply]:
         """Scores each client's own model on its own test data; no memory changes.
 
-        One cohort's number of clients at a time, so that the deadline applies as in a round. A client without a node
-        gets a reason and does not stop the run, whose rounds are done.
+        Asks as many clients at a time as a cohort has, so that the deadline applies as in a round. A client without a
+        node gets a reason and does not stop the run, because all rounds are done.
         """
         self.roster.find(clients, len(clients))
-        request = replace(self._blank, kind="score", round=round, message=bytes(message))
+        request = replace(self._template, kind="score", round=round, message=bytes(message))
         for start in range(0, len(clients), self.cohort):
             some = clients[start : start + self.cohort]
             yield from self._ask(request, some, self.roster.hosts(some))
@@ -124,7 +126,7 @@ class Flower:
         return self._counts.examples(client) if self._counts is not None else 0
 
     def commit(self, round: int, clients: Sequence[int]) -> None:
-        """The client learns of it with its next request. It is stored here for a resumed server."""
+        """The client is informed with its next request. The server stores the round for a resumed run."""
         if self.session.stateful:
             for client in clients:
                 self.memory.put(client, round, {ACCEPTED: {"round": torch.tensor(round)}})
@@ -133,8 +135,8 @@ class Flower:
         return self.worker.evaluate(state, self.task.test) if self.task.test is not None else None
 
     def _accepted(self, client: int) -> int:
-        groups = self.memory.get(client) if self.session.stateful else None
-        return int(groups[ACCEPTED]["round"]) if groups else 0
+        memory = self.memory.get(client) if self.session.stateful else None
+        return int(memory[ACCEPTED]["round"]) if memory else 0
 
     def _ask(self, request: Request, clients: Sequence[int], hosts: Mapping[int, int]) -> Iterator[Reply]:
         """One reply per client, in order, by the deadline. `request` is completed for each client."""
@@ -164,7 +166,7 @@ class Flower:
             if request.kind == "train":  # a late score has no bytes to count
                 self._late[name] = client, request.round
             if self._clock() >= open_requests.end:
-                # Dead or hanging: ask for a hello next time, which takes less than a round's deadline.
+                # The node may be dead: a hello next time shows it sooner than a round's deadline.
                 self.roster.doubt(hosts[client])
         for client in clients:
             yield open_requests.replies.get(client) or Reply(
@@ -191,7 +193,7 @@ class Flower:
             response = from_packet(got, Response, self._limit if kind == "train" else 0)
             if (response.client, response.round) != (client, round):
                 raise WireError(
-                    f"it answers for client {response.client} in round {response.round}: expected client {client} "
+                    f"it responds for client {response.client} in round {response.round}: expected client {client} "
                     f"in round {round}."
                 )
             if response.message and not math.isfinite(response.loss):
@@ -212,7 +214,7 @@ class Flower:
         return f"no reply within {self.policy.deadline:g} s"
 
     def _late_replies(self) -> Iterator[Reply]:
-        """Replies to earlier rounds that have arrived since: not used, but their bytes were sent."""
+        """Replies to earlier rounds that have arrived since: they are not used, but their bytes count."""
         for name, got in self.transport.collect(list(self._late)).items() if self._late else ():
             client, round = self._late.pop(name)
             if not isinstance(got, str):

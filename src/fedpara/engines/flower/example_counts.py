@@ -1,4 +1,4 @@
-"""How many examples each client has, if only its node knows: the first count a node states is binding.
+"""ExampleCounts: how many examples each client has, if only nodes know. The first count a node states is binding.
 
 A count is a client's weight in the mean, so a node must not change it between rounds. The counts are a JSON file in the
 run folder, such as {"0": 812, "1": 440}, so that a resumed run keeps them.
@@ -11,7 +11,7 @@ from pathlib import Path
 from fedpara.errors import RunError
 from fedpara.files import write_bytes
 
-MOST = 1 << 40
+MAX_EXAMPLES = 1 << 40
 
 
 class ExampleCounts:
@@ -25,13 +25,13 @@ class ExampleCounts:
 
     def objection(self, clients: Sequence[int], examples: int) -> str:
         """Why these clients cannot have this many examples each, or ""."""
-        if not 1 <= examples <= MOST:
-            return f"it states {examples} examples: expected 1 to {MOST}"
+        if not 1 <= examples <= MAX_EXAMPLES:
+            return f"it states {examples} examples: expected 1 to {MAX_EXAMPLES}"
         for client in clients:
             if (pinned := self.examples(client)) not in (0, examples):
                 return (
-                    f"it states {examples} examples for client {client}, which began this run with {pinned}: bring "
-                    "its data back as they were, or start a new run"
+                    f"it states {examples} examples for client {client}, which began this run with {pinned}: restore "
+                    "its data, or start a new run"
                 )
         return ""
 
@@ -49,7 +49,9 @@ def _read(path: Path) -> dict[int, int]:
         counts = {int(client): count for client, count in json.loads(path.read_bytes()).items()}
     except (OSError, ValueError, AttributeError) as error:
         raise _unreadable(path, str(error)) from None
-    if wrong := [count for count in counts.values() if type(count) is not int or not 1 <= count <= MOST]:
+    if wrong := [
+        count for count in counts.values() if type(count) is not int or not 1 <= count <= MAX_EXAMPLES
+    ]:
         raise _unreadable(path, f"a count is {wrong[0]!r}")
     return counts
 

@@ -44,11 +44,11 @@ class Roster:
         self._keys, self._counts = keys, counts
         self._clock, self._sleep = clock, sleep
         self._connected: Mapping[int, bytes] = {}
-        self._known: set[int] = set()  # answered a hello, and every request since
+        self._known: set[int] = set()  # they answered a hello and every request since
         self._owners: dict[int, int] = {}  # the node of each client, for as long as it is connected
         self._refused: dict[int, str] = {}
         self._hellos: dict[str, tuple[int, float]] = {}
-        self._begun = False
+        self._started = False
 
     def find(self, clients: Sequence[int], enough: int) -> dict[int, int]:
         """The node of each client that has one.
@@ -57,16 +57,16 @@ class Roster:
         """
         started, asked = self._clock(), set[int]()
         while True:
-            self._look()
+            self._update_connected()
             missing = len(self.hosts(clients)) < len(clients)
             fresh = self._connected.keys() - self._known - asked
             fresh -= set() if missing else self._refused.keys()
             if fresh:
-                asked |= self._greet(fresh)
+                asked |= self._send_hellos(fresh)
             hosts = self.hosts(clients)
-            met = len(hosts) == len(clients) or (self._begun and len(hosts) >= enough)
+            met = len(hosts) == len(clients) or (self._started and len(hosts) >= enough)
             if met or self._clock() >= started + self._policy.wait:
-                self._begun = self._begun or len(hosts) >= enough
+                self._started = self._started or len(hosts) >= enough
                 return hosts
             self._sleep(self._policy.poll)
 
@@ -85,16 +85,16 @@ class Roster:
         return ("no node serves it" if node is None else f"its node {node} did not answer") + self.refusals()
 
     def refusals(self) -> str:
-        said = "; ".join(f"node {node} was refused: {why}" for node, why in self._refused.items())
-        return f" ({said})" if said else ""
+        refused = "; ".join(f"node {node} was refused: {why}" for node, why in self._refused.items())
+        return f" ({refused})" if refused else ""
 
-    def _look(self) -> None:
+    def _update_connected(self) -> None:
         """Updates which nodes are connected; a node that left frees its clients."""
         self._connected = self._transport.nodes()
         self._known &= self._connected.keys()
         self._owners = {client: node for client, node in self._owners.items() if node in self._connected}
 
-    def _greet(self, nodes: Collection[int]) -> set[int]:
+    def _send_hellos(self, nodes: Collection[int]) -> set[int]:
         """The nodes that answered. A silent node is not asked again while its answer may still arrive."""
         waited = {node for node, _ in self._hellos.values()}
         new = sorted(set(nodes) - waited)
@@ -108,7 +108,7 @@ class Roster:
         while self._hellos:
             for name, got in self._transport.collect(list(self._hellos)).items():
                 node, _ = self._hellos.pop(name)
-                self._meet(node, got)
+                self._read_hello(node, got)
                 met.add(node)
             if not self._hellos or self._clock() >= now + self._policy.hello or met >= set(nodes):
                 break
@@ -120,7 +120,7 @@ class Roster:
                 del self._hellos[name]
         return met
 
-    def _meet(self, node: int, got: Packet | str) -> None:
+    def _read_hello(self, node: int, got: Packet | str) -> None:
         try:
             hello = from_packet(got, Hello, 0) if isinstance(got, Packet) else None
             why = in_one_line(str(got)) if hello is None else self._objection(node, hello)
@@ -142,7 +142,9 @@ class Roster:
     def _objection(self, node: int, hello: Hello) -> str:
         """Why the node cannot take part, or ""."""
         if not 0 <= hello.first < hello.every:
-            return f"it is number {hello.first} of {hello.every}: expected 0 to one less"
+            return (
+                f"it is number {hello.first} of {hello.every}: expected a number from 0 to {hello.every - 1}"
+            )
         if hello.version != self._greeting.version:
             here = self._greeting.version
             return f"it runs fedpara {in_one_line(hello.version)}, the server {here}: install the same"
@@ -173,8 +175,8 @@ class Roster:
         for client in served:
             if (owner := self._owners.get(client, node)) != node:
                 return (
-                    f"it claims client {client}, which node {owner} serves and is still connected: stop that node "
-                    "first, or give this one another number"
+                    f"it claims client {client}, which node {owner} serves, and that node is still connected: stop "
+                    "it first, or give this one another number"
                 )
         return ""
 

@@ -1,4 +1,4 @@
-"""What the server and its nodes exchange: a few named facts, and at most one encoded message.
+"""Requests and responses between the server and its nodes: named facts, and at most one encoded message.
 
     Request    server to node: a hello, one client's part of a round, or the score of one client's own model
     Hello      node to server: which clients it serves, and with which model
@@ -21,9 +21,9 @@ from fedpara.wire.codec import DIGEST, MAX_HEADER
 from fedpara.wire.tensors import shown
 
 Fact = str | int | float | bool
-Said = TypeVar("Said", "Request", "Hello", "Response")
+Packable = TypeVar("Packable", "Request", "Hello", "Response")
 
-LONGEST_TEXT = 1 << 16
+MAX_TEXT = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """`accepted` is the last round in which the server accepted the client's update; its memory is of that round.
+    """`accepted` is the last round in which the server accepted the client's update; its memory belongs to that round.
 
     `run` names the run on the node's disk; `seconds` is how long the server waits for the response.
     """
@@ -96,10 +96,10 @@ class Response:
         return Reply(self.client, self.message or None, self.reason, self.loss, self.before, self.after)
 
 
-def to_packet(said: Request | Hello | Response) -> Packet:
+def to_packet(content: Request | Hello | Response) -> Packet:
     facts: dict[str, Fact] = {}
-    for field in fields(said):
-        value = getattr(said, field.name)
+    for field in fields(content):
+        value = getattr(content, field.name)
         if isinstance(value, Score):
             facts |= {
                 f"{field.name}-correct": value.correct,
@@ -108,10 +108,10 @@ def to_packet(said: Request | Hello | Response) -> Packet:
             }
         elif value is not None and field.name != "message":
             facts[field.name] = value
-    return Packet(facts, said.message)
+    return Packet(facts, content.message)
 
 
-def from_packet(packet: Packet, kind: type[Said], limit: int) -> Said:
+def from_packet(packet: Packet, kind: type[Packable], limit: int) -> Packable:
     """`limit` bounds the size of the message, before it is read."""
     if len(packet.body) > limit:
         raise WireError(f"a message of {len(packet.body)} bytes: expected at most {limit}.")
@@ -138,7 +138,7 @@ def _score(facts: Mapping[str, Fact], name: str) -> Score | None:
         return None
     correct, examples = (_fact(facts, f"{name}-{part}", int) for part in ("correct", "examples"))
     if not 0 <= correct <= examples:
-        raise WireError(f"{name}: {correct} right of {examples}: expected no more than there are.")
+        raise WireError(f"{name}: {correct} correct of {examples} examples: expected at most {examples}.")
     return Score(correct, examples, _fact(facts, f"{name}-loss", float))
 
 
@@ -148,6 +148,6 @@ def _fact(facts: Mapping[str, Fact], name: str, kind: type) -> Any:
         value = float(value)
     if type(value) is not kind:
         raise WireError(f"{name} is {shown(value)}: expected {kind.__name__}.")
-    if isinstance(value, str) and len(value) > LONGEST_TEXT:
-        raise WireError(f"{name} is a text of {len(value)} characters: expected at most {LONGEST_TEXT}.")
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        raise WireError(f"{name} is a text of {len(value)} characters: expected at most {MAX_TEXT}.")
     return value

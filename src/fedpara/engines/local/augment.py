@@ -1,6 +1,6 @@
 """Crop and flip: pad by 4, crop to the original size at random, mirror half of the images.
 
-The host draws from the client's stream and the images' device applies it, so every engine crops alike.
+The host draws from the client's stream, and the images' device applies the draws, so every engine crops alike.
 """
 
 import numpy as np

@@ -9,7 +9,7 @@ from fedpara.algorithms import Local
 
 
 def batches(examples: int, local: Local, generator: np.random.Generator) -> Iterator[NDArray[np.int64]]:
-    """One permutation per epoch, split into batches; a short last batch is kept.
+    """One permutation per epoch, split into batches; a short last batch is used too.
 
     With `steps` instead of epochs, epochs repeat until that many steps are done.
     """

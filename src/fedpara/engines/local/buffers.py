@@ -1,4 +1,4 @@
-"""BufferSlots: resets a model's buffers between clients, whatever the forward passes did to them.
+"""BufferSlots: resets a model's buffers between clients, undoing what forward passes did to them.
 
 A forward pass may write to a buffer, as BatchNorm does, or replace it by another tensor. Non-persistent buffers are
 in no state dict. Neither change may reach the next client.

@@ -21,15 +21,15 @@ Seed = TypeVar("Seed", int, Tensor)
 
 class SeededDropout(nn.Dropout):
     seed: Tensor  # int64, set before each step
-    calls: int  # in this step so far: each call draws new values
+    calls: int  # made in this step so far; each call draws new values
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or not self.p:
             return input
-        places = torch.arange(input.numel(), device=input.device).view(input.shape)
+        positions = torch.arange(input.numel(), device=input.device).view(input.shape)
         call = self._call() * _CALL & _POSITIVE
         seed = (self.seed + call) & _POSITIVE if call else self.seed
-        keep = _hashed(places, seed) >= int(self.p * (_WORD + 1))
+        keep = _hashed(positions, seed) >= int(self.p * (_WORD + 1))
         dropped = torch.where(keep, input / (1 - self.p), 0.0)
         return input.copy_(dropped) if self.inplace else dropped
 

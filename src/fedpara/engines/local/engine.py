@@ -36,7 +36,7 @@ class Sequential:
             if self.data.size(client) == 0:
                 yield Reply(client, reason="it holds no examples")
                 continue
-            reply, kept = client_round(
+            reply, memory = client_round(
                 self.session,
                 self.worker,
                 received,
@@ -46,7 +46,7 @@ class Sequential:
                 client=client,
                 test=self.data.client_test(client) if personal else None,
             )
-            self.memory.hold(client, round, kept)
+            self.memory.hold(client, round, memory)
             yield reply
 
     def commit(self, round: int, clients: Sequence[int]) -> None:

@@ -28,8 +28,8 @@ from fedpara.engines.task import Augment
 from fedpara.state import State
 
 EVALUATION_BATCH = 500
-ON_A_GPU = 4
-"""Times as many on a GPU: a small batch of an LSTM would wait for Python."""
+GPU_FACTOR = 4
+"""Evaluation batches are this many times larger on a GPU, where small batches of an LSTM would wait for Python."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Worker:
         named = named_tensors(self.model)
         self.parameters = {name: named[name] for name in program.parameters}
         self.buffers = {name: named[name] for name in program.buffers}
-        self.places = BufferSlots(self.model)
+        self.slots = BufferSlots(self.model)
         self.dropouts = list(seeded_dropouts(self.model).values())
         self._plain: nn.Module | None = None
 
@@ -108,14 +108,14 @@ class Worker:
                 total += loss
                 steps += 1
         parameters = {name: t.detach().clone() for name, t in self.parameters.items()}
-        buffers = {name: self.places.now(t).detach().clone() for name, t in self.buffers.items()}
+        buffers = {name: self.slots.now(t).detach().clone() for name, t in self.buffers.items()}
         return Trained(parameters, buffers, float(total) / max(1, steps), steps)
 
     @torch.no_grad()
     def evaluate(self, state: Mapping[str, Tensor], examples: Examples) -> Score:
         self._load(state)
         correct, loss = 0, 0.0
-        size = EVALUATION_BATCH * (ON_A_GPU if examples.labels.is_cuda else 1)
+        size = EVALUATION_BATCH * (GPU_FACTOR if examples.labels.is_cuda else 1)
         self.model.eval()  # training mode is the default: clients train far more often than they are scored
         try:
             with parameterization.composed_once(self.model):
@@ -130,7 +130,7 @@ class Worker:
         return Score(correct, len(examples), loss / max(1, len(examples)))
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
-        self.places.restore()
+        self.slots.restore()
         with torch.no_grad():
             tensors = self.parameters | self.buffers
             torch._foreach_copy_(list(tensors.values()), [state[name] for name in tensors])
@@ -157,13 +157,13 @@ class Worker:
         if self._plain is None:
             self._plain = self.program.plain().to(images.device)
         plain, forms = self._plain, self.program.forms
-        for mine, its in zip(self.dropouts, seeded_dropouts(plain).values(), strict=True):
-            its.seed.copy_(mine.seed)
-            its.calls = 0
+        for own, plain_dropout in zip(self.dropouts, seeded_dropouts(plain).values(), strict=True):
+            plain_dropout.seed.copy_(own.seed)
+            plain_dropout.calls = 0
 
         def loss(state: State) -> Tensor:
             # Copies: a functional transform must not write to outside tensors.
-            buffers = {name: self.places.now(tensor).clone() for name, tensor in self.buffers.items()}
+            buffers = {name: self.slots.now(tensor).clone() for name, tensor in self.buffers.items()}
             return cross_entropy(functional_call(plain, {**state, **buffers}, (images,)), labels)
 
         parameters = {name: tensor.detach() for name, tensor in self.parameters.items()}

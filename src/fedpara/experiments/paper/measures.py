@@ -36,7 +36,7 @@ def gain(short: Summary, long: Summary) -> float | None:
     return None if a is None or b is None else b - a
 
 
-UNAIMED: tuple[Measure, ...] = (accuracy, before, after, gain)
+WITHOUT_TARGET: tuple[Measure, ...] = (accuracy, before, after, gain)
 """Measures without a target. They give None if the run was not scored."""
 
 

@@ -134,7 +134,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # IID: about as many per client, from all roles.
     "Shakespeare IID": {**_SHAKESPEARE, "split": "iid", "data_fraction": 0.1},
     "Shakespeare non-IID": {**_SHAKESPEARE, "split": "owner"},
-    # The ten writers with the most examples: the paper only says that the data of its ten suffice.
+    # The ten writers with the most examples: the paper says only that its ten writers have enough data.
     # The paper's learning rates are 0.1 to 0.01; docs/log.md has the grid behind these three.
     "Scenario 1": {**_PERSONAL, "dataset": "femnist", "split": "largest", "clients": 10, "lr": 0.01},
     "Scenario 2": {

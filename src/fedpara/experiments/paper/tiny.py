@@ -7,7 +7,7 @@ from fedpara.experiments.config import Experiment
 NARROW = {"vgg16": "vgg16-tiny", "resnet18": "resnet18-tiny", "lstm": "lstm-tiny"}
 CLIENTS, COHORT, ROUNDS = 6, 2, 2
 MINIATURE = "ours is a miniature: generated data, small networks"
-"""Shown wherever its numbers are next to the paper's."""
+"""Shown beside the numbers of such runs."""
 
 
 def tiny(experiment: Experiment) -> Experiment:

@@ -24,9 +24,9 @@ from fedpara.experiments.storage.summary import Summary, read_run
 from fedpara.files import write_bytes
 
 ARCHIVED = ("config.toml", "metrics.jsonl", "timing.jsonl")
-BESIDE = ("environment.json", "model.json", "data.json", "metrics.jsonl", CHECKPOINT, PREVIOUS)
+RUN_FILES = ("environment.json", "model.json", "data.json", "metrics.jsonl", CHECKPOINT, PREVIOUS)
 """A run folder has at least one of these files beside its config."""
-OWN = (*ARCHIVED, *BESIDE, LOCK, "log.txt", "clients", "nodes*")
+OWN = (*ARCHIVED, *RUN_FILES, LOCK, "log.txt", "clients", "nodes*")
 """The files and folders of a run."""
 
 
@@ -61,11 +61,11 @@ class Library:
         return f"Library({runs} runs of {len(self.runs)} experiments, {seeds}, {damaged} damaged)"
 
     def refuse_damaged(self, done: str) -> None:
-        """RunError if there are damaged folders. Call it after the others are `done`."""
+        """RunError if there are damaged folders. `done` says what happened to the others, such as "archived"."""
         if self.damaged:
             count, rest = len(self.damaged), f"; the others are {done}" * bool(self.runs)
-            told = " ".join(map(str, self.damaged.values()))
-            raise RunError(f"{count} run{'s' * (count > 1)} cannot be read{rest}. {told}")
+            reasons = " ".join(map(str, self.damaged.values()))
+            raise RunError(f"{count} run{'s' * (count > 1)} cannot be read{rest}. {reasons}")
 
     def __iter__(self) -> Iterator[Summary]:
         return (run for runs in self.runs.values() for run in runs)
@@ -75,7 +75,7 @@ class Library:
         return sorted({run.experiment.seed for run in self})
 
     def find(self, experiment: Experiment) -> Summary | None:
-        """The run of this experiment, cut to its rounds. None if no run did them all and was scored at the last."""
+        """The run of this experiment, cut to its rounds. None unless a run did them and was scored at the last."""
         done = [run for run in self.runs.get(experiment.identity, ()) if _holds(run, experiment.rounds)]
         return cut(done[0], experiment.rounds) if done else None
 
@@ -83,7 +83,7 @@ class Library:
         """A unique name of the run: its folder and the parent folder, such as `paper/cifar10-iid-...`."""
         return self._names[run.path]
 
-    def begun(self, experiment: Experiment) -> Path | None:
+    def resumable(self, experiment: Experiment) -> Path | None:
         """The resumable folder of this experiment with the most rounds, if any."""
         paths = [
             (run.rounds, run.path)
@@ -129,7 +129,7 @@ def archive_run(run: Path, into: Path) -> Path:
         there = read_run(target).metrics
         if there != found.metrics[: len(there)]:
             raise ConfigError(
-                f"{target} already holds another run than {run}: move it away, or choose another folder."
+                f"{target} already holds a different run than {run}: move it away, or choose another folder."
             )
     environment = read_environment(run)
     target.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def _folders(roots: Iterable[Path]) -> list[Path]:
 
 def is_run(folder: Path) -> bool:
     """Whether the folder is a run folder. A lone config.toml may be a user's config for --config."""
-    return os.path.exists(folder / "config.toml") and any(os.path.exists(folder / name) for name in BESIDE)
+    return os.path.exists(folder / "config.toml") and any(os.path.exists(folder / name) for name in RUN_FILES)
 
 
 def refuse_own(path: Path) -> None:

@@ -1,6 +1,6 @@
 """A run's checkpoint: one safetensors file. The previous checkpoint stays until the next one is written.
 
-    x/NAME  buffers/NAME  server/GROUP/NAME     the model and the server's variables
+    x/NAME  buffers/NAME  server/VARIABLE/NAME  the model and the server's variables
     clients                                     (client, round) of each client memory
     digests                                     the SHA-256 of each memory file, in the same order
 
@@ -134,18 +134,18 @@ def read_progress(folder: Path, round: int) -> Progress:
 def _flatten(progress: Progress) -> tuple[State, dict[str, str]]:
     state = {f"x/{name}": tensor for name, tensor in progress.x.items()}
     state |= {f"buffers/{name}": tensor for name, tensor in progress.buffers.items()}
-    for group, members in progress.server.items():
-        state |= {f"server/{group}/{name}": tensor for name, tensor in members.items()}
+    for variable, tensors in progress.server.items():
+        state |= {f"server/{variable}/{name}": tensor for name, tensor in tensors.items()}
     numbers = {"round": progress.round, "bytes_up": progress.bytes_up, "bytes_down": progress.bytes_down}
-    groups = json.dumps(sorted(progress.server))
-    return state, {**{name: str(value) for name, value in numbers.items()}, "groups": groups}
+    variables = json.dumps(sorted(progress.server))
+    return state, {**{name: str(value) for name, value in numbers.items()}, "groups": variables}
 
 
 def _unflatten(state: State, metadata: dict[str, str]) -> Progress:
     def under(prefix: str) -> State:
         return {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
 
-    server = {group: under(f"server/{group}/") for group in json.loads(metadata["groups"])}
+    server = {variable: under(f"server/{variable}/") for variable in json.loads(metadata["groups"])}
     numbers = {name: int(metadata[name]) for name in ("round", "bytes_up", "bytes_down")}
     return Progress(
         numbers["round"],

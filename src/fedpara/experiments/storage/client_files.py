@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fedpara.algorithms import Variables
-from fedpara.engines.threads import THREADS, at_once
+from fedpara.engines.threads import THREADS, map_in_threads
 from fedpara.errors import RunError
-from fedpara.experiments.storage.tensor_files import named_digest, read_groups, verify_groups, write_groups
+from fedpara.experiments.storage.tensor_files import named_digest, read_memory, verify_memory, write_memory
 from fedpara.files import sync
 
-FAN = 1000
+CLIENTS_PER_FOLDER = 1000
 """Clients per subfolder, so that no folder holds a million files."""
 
 
@@ -28,11 +28,11 @@ def memory_files(folder: Path) -> Iterator[tuple[int, int, Path]]:
 
 
 def memory_file(folder: Path, client: int, round: int) -> Path:
-    return folder / str(client // FAN) / f"{client}-{round}.safetensors"
+    return folder / str(client // CLIENTS_PER_FOLDER) / f"{client}-{round}.safetensors"
 
 
 def verify_memories(folder: Path, rounds: Mapping[int, int], digests: Mapping[int, str]) -> dict[int, str]:
-    """The digest of each client's memory file, after reading the whole file. `rounds` says which file it is.
+    """The digest of each client's memory file, after reading the whole file. `rounds` holds the round of each file.
 
     RunError if a file is missing or damaged, or differs from the checkpoint's `digests`. Checkpoints of earlier
     versions have no digests.
@@ -42,13 +42,13 @@ def verify_memories(folder: Path, rounds: Mapping[int, int], digests: Mapping[in
         return [_verified(folder, client, rounds[client], digests.get(client)) for client in clients]
 
     clients = list(rounds)
-    # A thousand files per task: a future per file would cost more than the file.
-    pieces = [clients[i : i + FAN] for i in range(0, len(clients), FAN)]
+    # A thousand files per task: starting a task costs more than reading a file.
+    pieces = [clients[i : i + CLIENTS_PER_FOLDER] for i in range(0, len(clients), CLIENTS_PER_FOLDER)]
     if len(pieces) < THREADS:
         pieces = [clients[i::THREADS] for i in range(THREADS)]
     results = {
         client: result
-        for piece, results in zip(pieces, at_once(verify, pieces), strict=True)
+        for piece, results in zip(pieces, map_in_threads(verify, pieces), strict=True)
         for client, result in zip(piece, results, strict=True)
     }
     wrong = sorted((client, result) for client, result in results.items() if isinstance(result, RunError))
@@ -64,7 +64,7 @@ def verify_memories(folder: Path, rounds: Mapping[int, int], digests: Mapping[in
 def _verified(folder: Path, client: int, round: int, digest: str | None) -> str | RunError:
     path = memory_file(folder, client, round)
     try:
-        return verify_groups(path, (client, round), digest)
+        return verify_memory(path, (client, round), digest)
     except RunError as error:
         return error if path.exists() else RunError(f"{path} is missing.")
 
@@ -87,17 +87,17 @@ class OnDisk:
         rounds = self._versions.get(client)
         if not rounds:
             return None
-        return read_groups(self._path(client, rounds[-1]), (client, rounds[-1]))
+        return read_memory(self._path(client, rounds[-1]), (client, rounds[-1]))
 
-    def put(self, client: int, round: int, groups: Variables) -> None:
-        self.stage(client, round, groups)
+    def put(self, client: int, round: int, memory: Variables) -> None:
+        self.stage(client, round, memory)
         self.adopt(client, round)
 
-    def stage(self, client: int, round: int, groups: Variables) -> None:
+    def stage(self, client: int, round: int, memory: Variables) -> None:
         """Write the file. `adopt` makes it current; a restart before the next checkpoint removes it."""
         path = self._path(client, round)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_groups(path, groups, durable=False, origin=(client, round))
+        write_memory(path, memory, durable=False, origin=(client, round))
 
     def drop(self, client: int, round: int) -> None:
         self._path(client, round).unlink(missing_ok=True)
@@ -113,8 +113,8 @@ class OnDisk:
         paths = [self._path(client, round) for client in clients]
         if not paths:
             return {}
-        at_once(_sync, paths)
-        at_once(_sync, {*(path.parent for path in paths), self.folder})
+        map_in_threads(_sync, paths)
+        map_in_threads(_sync, {*(path.parent for path in paths), self.folder})
         return dict(zip(clients, map(named_digest, paths), strict=True))
 
     def settle(self, previous: int) -> None:

@@ -47,9 +47,9 @@ def environment_warning(path: Path) -> str:
     changed = [name for name, value in now.items() if then.get(name, value) != value]
     if not changed:
         return ""
-    told = [f"{name} {then[name]}, now {now[name]}" for name in changed]
-    cure = f" Set OMP_NUM_THREADS={then['threads']} to run as before." * ("threads" in changed)
-    return f"the run began with {' and '.join(told)}: the next rounds may differ in their last bits.{cure}"
+    differences = [f"{name} {then[name]}, now {now[name]}" for name in changed]
+    advice = f" Set OMP_NUM_THREADS={then['threads']} to run as before." * ("threads" in changed)
+    return f"the run began with {' and '.join(differences)}: the next rounds may differ in their last bits.{advice}"
 
 
 def _version() -> str:

@@ -2,7 +2,7 @@
 
     <folder>/nodes-<run>/<client>/<round>.safetensors
 
-A file becomes current once the server has accepted the update of its round; the next request says so. The node keeps
+A file becomes current once the server has accepted the update of its round; the next request reports it. The node keeps
 that file, the previous one (the server may fall back by one checkpoint), and newer ones that are not accepted yet.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fedpara.algorithms import Variables
 from fedpara.errors import RunError
-from fedpara.experiments.storage.tensor_files import read_groups, write_groups
+from fedpara.experiments.storage.tensor_files import read_memory, write_memory
 from fedpara.files import sweep
 
 
@@ -32,20 +32,20 @@ class NodeMemory:
                 f"the client's memory of round {accepted} is not on this node: {path} is missing. Restore it, or start "
                 "a new run."
             )
-        return read_groups(path, (self.client, accepted))
+        return read_memory(path, (self.client, accepted))
 
-    def put(self, round: int, groups: Variables, accepted: int) -> None:
-        if not any(groups.values()):
+    def put(self, round: int, memory: Variables, accepted: int) -> None:
+        if not any(memory.values()):
             return
         # One by one: `parents=True` would ignore the mode and make the parents readable for everyone.
         for folder in (*reversed(self.folder.parents), self.folder):
             if not folder.is_dir():
                 folder.mkdir(mode=0o700, exist_ok=True)
         sweep(self.folder, older_than=3600.0)
-        write_groups(self._path(round), groups, origin=(self.client, round))
+        write_memory(self._path(round), memory, origin=(self.client, round))
         rounds = sorted(int(path.stem) for path in self.folder.glob("*.safetensors") if path.stem.isdigit())
-        taken = [known for known in rounds if known <= accepted]
-        for old in {*rounds} - {*taken[-2:]}:
+        accepted_rounds = [known for known in rounds if known <= accepted]
+        for old in {*rounds} - {*accepted_rounds[-2:]}:
             if old < round:  # a late client must not remove newer rounds
                 self._path(old).unlink(missing_ok=True)
 

@@ -11,7 +11,7 @@
     log.txt                        starts, resumes, rejected updates, the engine and why it was chosen
 
 A round's metrics and client memories are on disk before its checkpoint, which holds a digest of each. A kill or a power
-loss therefore leaves a line or a file too many, never one too few. Opening the folder verifies everything that its
+loss may therefore leave an extra line or file, but never loses one. Opening the folder verifies everything that its
 checkpoint refers to, and falls back to the previous checkpoint if something is damaged. Only then does it remove
 anything newer. If both checkpoints fail, opening raises an error and leaves the folder unchanged.
 """

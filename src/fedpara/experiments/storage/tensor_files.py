@@ -66,28 +66,28 @@ def named_digest(path: Path) -> str:
     return str(metadata.get(_DIGEST) or metadata[_DIGEST_BY_TENSOR])
 
 
-def write_groups(path: Path, groups: Variables, durable: bool = True, origin: Origin | None = None) -> None:
-    """Write a client memory: each tensor as `group/name`, and the names of all groups, empty ones included.
+def write_memory(path: Path, memory: Variables, durable: bool = True, origin: Origin | None = None) -> None:
+    """Write a client memory: each tensor as `variable/name`, and the names of all variables, even empty ones.
 
     With `origin` in the file, a reader detects a file that was renamed to another client or round.
     """
-    state = {f"{group}/{name}": t for group, members in groups.items() for name, t in members.items()}
+    state = {f"{variable}/{name}": t for variable, tensors in memory.items() for name, t in tensors.items()}
     named = {} if origin is None else {_ORIGIN: _in_words(origin)}
-    write_tensors(path, state, {"groups": json.dumps(list(groups)), **named}, durable)
+    write_tensors(path, state, {"groups": json.dumps(list(memory)), **named}, durable)
 
 
-def read_groups(path: Path, origin: Origin | None = None, digest: str | None = None) -> Variables:
-    """A client memory. RunError if it has another origin or digest than the given one."""
+def read_memory(path: Path, origin: Origin | None = None, digest: str | None = None) -> Variables:
+    """A client memory. RunError if its origin or digest differs from the given one."""
     content = _read_memory(path, origin, digest)
-    groups: Variables = {group: {} for group in json.loads(content.metadata["groups"])}
+    memory: Variables = {variable: {} for variable in json.loads(content.metadata["groups"])}
     for name, tensor in content.tensors().items():
-        group, _, rest = name.partition("/")
-        groups[group][rest] = tensor
-    return groups
+        variable, _, rest = name.partition("/")
+        memory[variable][rest] = tensor
+    return memory
 
 
-def verify_groups(path: Path, origin: Origin, digest: str | None = None) -> str:
-    """The file's digest, after the checks of `read_groups`. No tensor is built."""
+def verify_memory(path: Path, origin: Origin, digest: str | None = None) -> str:
+    """The file's digest, after the checks of `read_memory`. No tensor is built."""
     return _read_memory(path, origin, digest).digest
 
 

@@ -7,8 +7,8 @@ from fedpara.engines.batched.kernels.norm import use_lane_norms
 from fedpara.engines.batched.kernels.pool import use_mean_pooling
 
 
-def install_kernels(plain: nn.Module, judge: nn.Module, device: torch.device, compiled: bool) -> None:
-    """Replaces layers in place: `plain` trains in lanes on a GPU, `judge` scores one model at a time."""
+def install_kernels(plain: nn.Module, scorer: nn.Module, device: torch.device, compiled: bool) -> None:
+    """Replaces layers in place: `plain` trains in lanes on a GPU, `scorer` scores one model at a time."""
     # Imported here because they register ops with torch, which a CPU does not need.
     from fedpara.engines.batched.kernels.conv import use_lane_convs
     from fedpara.engines.batched.kernels.lstm import use_lane_lstm
@@ -17,7 +17,7 @@ def install_kernels(plain: nn.Module, judge: nn.Module, device: torch.device, co
     hopper = pays_on(device)
     use_mean_pooling(plain)
     use_lane_lstm(plain, hopper)
-    use_lane_lstm(judge)
+    use_lane_lstm(scorer)
     if hopper:
         use_lane_convs(plain)
     if compiled:

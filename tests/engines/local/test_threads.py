@@ -1,10 +1,10 @@
-"""at_once: in order, all of it, and no error lost."""
+"""map_in_threads returns all results in order and raises every error."""
 
 import time
 
 import pytest
 
-from fedpara.engines.threads import at_once
+from fedpara.engines.threads import map_in_threads
 
 
 def test_results_come_in_the_items_order():
@@ -12,11 +12,11 @@ def test_results_come_in_the_items_order():
         time.sleep(0.01 * (4 - i))
         return i * i
 
-    assert at_once(slow_first, range(5)) == [0, 1, 4, 9, 16]
-    assert at_once(slow_first, []) == []
+    assert map_in_threads(slow_first, range(5)) == [0, 1, 4, 9, 16]
+    assert map_in_threads(slow_first, []) == []
 
 
-def test_an_error_is_raised_once_what_began_has_ended():
+def test_an_error_is_raised_after_all_started_calls_have_ended():
     begun, ended = [], []
 
     def work(i):
@@ -27,5 +27,5 @@ def test_an_error_is_raised_once_what_began_has_ended():
         ended.append(i)
 
     with pytest.raises(OSError, match="the disk is full"):
-        at_once(work, range(6))
+        map_in_threads(work, range(6))
     assert {*begun} - {1} == {*ended}

@@ -1,4 +1,4 @@
-"""Models that keep more than plain parameters: buffers of every kind, tied weights, frozen factors."""
+"""Models with more than plain parameters: buffers of every kind, tied weights, frozen factors."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ KINDS = [(True, True), (True, False), (False, True), (False, False)]
 
 
 @pytest.mark.parametrize(("persistent", "in_place"), KINDS)
-def test_a_buffer_is_the_clients_own_however_it_is_written(world, engine, persistent, in_place):
+def test_a_buffer_never_reaches_the_next_client(world, engine, persistent, in_place):
     session = world.session(world.model("original", lambda: Centred(persistent, in_place)))
     federation = fp.FederatedData(world.train, EVEN)
     seen = world.engine(engine, session, InMemory(), federation)
@@ -77,7 +77,7 @@ def test_both_engines_agree_on_buffers(world, persistent, in_place):
 
 
 class Twice(nn.Module):
-    """One layer under two names, and one of its own."""
+    """One layer under two names, and another layer."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ def frozen(weight, factors=None):
 
 @pytest.mark.parametrize("jacobian", [0.0, 1.0])
 @pytest.mark.parametrize("weight", ["none", "out.weight", "first.weight"])
-def test_tied_and_frozen_factors_train_alike_in_both_engines(world, weight, jacobian):
+def test_both_engines_agree_on_tied_and_frozen_factors(world, weight, jacobian):
     one, other = (
         world.simulate(
             world.model("original", frozen(weight)), world.algorithm(jacobian=jacobian), engine=engine
@@ -121,7 +121,7 @@ def test_tied_and_frozen_factors_train_alike_in_both_engines(world, weight, jaco
         assert any(name.startswith(f"{tied}.") for name in moved) == (tied != weight)
 
 
-def test_half_a_weight_frozen_trains_but_not_batched_nor_corrected(world):
+def test_a_weight_with_some_frozen_factors_trains_only_sequentially_and_uncorrected(world):
     model = world.model("original", frozen("out.weight", {"x1"}))
     assert make_program(model).half_frozen == "out.weight"
     run = world.simulate(model, engine="batched")
@@ -149,7 +149,7 @@ def batch_norm():
         ((0, 0), {"batch_size": 4}, 0),
     ],
 )
-def test_a_batch_too_small_for_the_model_is_refused_before_the_run(world, sizes, local, smallest):
+def test_a_batch_too_small_for_the_model_is_rejected_before_the_run(world, sizes, local, smallest):
     federation = fp.FederatedData(world.train, [range(n) for n in sizes])
     algorithm = world.algorithm(**local)
     assert smallest_batch(federation, algorithm.local) == smallest
@@ -157,7 +157,7 @@ def test_a_batch_too_small_for_the_model_is_refused_before_the_run(world, sizes,
     if smallest == 1:
         with pytest.raises(ConfigError, match=r"some client has such a batch .* another batch size"):
             world.simulate(model, algorithm, federation=federation, cohort=2)
-        model.eval()  # as evaluated it would do, but it is trained
+        model.eval()  # it works in eval mode, but the run trains it
         with pytest.raises(ConfigError, match="some client has such a batch"):
             world.simulate(model, algorithm, federation=federation, cohort=2)
     else:
@@ -178,13 +178,13 @@ def test_a_batch_too_small_for_the_model_is_refused_before_the_run(world, sizes,
         ),
     ],
 )
-def test_a_model_that_does_not_fit_the_examples_is_refused_before_the_run(world, engine, network, said):
+def test_a_model_that_does_not_fit_the_examples_is_rejected_before_the_run(world, engine, network, said):
     with pytest.raises(ConfigError, match=said):
         world.simulate(world.model("original", network), engine=engine)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_torchs_old_weight_norm_is_refused_by_name(world, engine):
+def test_torchs_old_weight_norm_is_rejected_by_name(world, engine):
     def network():
         return nn.Sequential(nn.Flatten(), nn.utils.weight_norm(nn.Linear(64, 10)))
 
@@ -193,7 +193,7 @@ def test_torchs_old_weight_norm_is_refused_by_name(world, engine):
 
 
 @pytest.mark.parametrize("field", ["rounds", "cohort", "evaluate_every"])
-def test_counts_are_whole_numbers(world, field):
+def test_counts_must_be_whole_numbers(world, field):
     with pytest.raises(ConfigError, match=rf"{field} is 1\.5: expected .*whole number"):
         world.simulate(world.model(), **{field: 1.5})
     world.simulate(world.model(), **{field: np.int64(2)})
@@ -211,7 +211,7 @@ class Looked(nn.Module):
         return self.out(self.embed((x.flatten(1) * 4).long().clamp(0, 255)).flatten(1))
 
 
-def test_a_sparse_gradient_is_as_good_as_a_dense_one(world, engine):
+def test_sparse_gradients_train_like_dense_ones(world, engine):
     dense = world.model("original", Looked)
     dense.embed.sparse = False
     algorithm = world.algorithm(clip=0.5, momentum=0.5)
@@ -232,7 +232,7 @@ class TiedEnds(nn.Module):
         return self.out(torch.relu(self.middle(self.embed(x.flatten(1)))))
 
 
-def test_a_last_layer_that_is_tied_stays_on_the_device_too(world, engine):
+def test_a_tied_last_layer_stays_private_too(world, engine):
     model = world.model("original", TiedEnds)
     assert make_program(model, "fedper").private == {"embed.weight", "out.bias"}
     run = world.simulate(model, share="fedper", engine=engine, cohort=6, federation=world.personal)

@@ -1,4 +1,4 @@
-"""How much an update counts, and that a round holds one update at a time."""
+"""The weight of each update, and the number of updates in memory."""
 
 import weakref
 from dataclasses import replace
@@ -36,14 +36,14 @@ def test_a_share_of_one_changes_nothing(counts):
     assert capped(counts, 1.0) == counts
 
 
-def test_the_cap_by_hand():
+def test_the_cap_equals_hand_computed_values():
     assert capped([2**40, 100, 100], 0.5) == [200.0, 100, 100]
     assert capped([600, 300, 100], 0.4) == pytest.approx([200.0, 200.0, 100])
     assert capped([600, 300, 100], 0.2) == [100, 100, 100], "three clients cannot all have a fifth"
 
 
 def test_a_capped_client_moves_the_model_by_no_more_than_its_share(world):
-    """Client 0 claims 2^40 examples: uncapped it is the mean, capped it is half of it, and the notes name it."""
+    """Client 0 claims 2^40 examples. Uncapped it decides the mean; capped it has half, and a note names it."""
     session = world.session(world.model())
     claims = {0: 2**40, 1: 100, 2: 100}
 
@@ -86,7 +86,7 @@ def test_a_capped_client_moves_the_model_by_no_more_than_its_share(world):
 
 
 @pytest.mark.parametrize("name", algorithms.names())
-def test_an_update_is_let_go_once_it_is_in_the_mean(name):
+def test_an_update_is_freed_after_it_is_added_to_the_mean(name):
     algorithm = algorithms.build(name, algorithms.Local())
     x = {"w": torch.randn(5)}
     server = algorithm.server_init(x)
@@ -101,7 +101,7 @@ def test_an_update_is_let_go_once_it_is_in_the_mean(name):
         held = weakref.ref(update.y["w"])
         intake.add(client, update, {})
         del update
-        assert held() is None, "the sum is all that a round holds"
+        assert held() is None, "a round keeps only the sum"
     one_by_one = intake.aggregate(server, 10)
     assert torch.equal(one_by_one[0]["w"], together[0]["w"])
     for group, state in together[1].items():
@@ -115,7 +115,7 @@ def _sent(algorithm, x):
 
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
 def test_a_round_holds_few_messages_at_once(world, engine):
-    """Of a cohort of six at most two replies are alive: the one that is judged, and the one before it."""
+    """At most two of six replies are in memory: the one being checked, and the one before it."""
     session = world.session(world.model())
     inner = world.engine(engine, session, InMemory()).engine
     alive: list[weakref.ref] = []

@@ -1,4 +1,4 @@
-"""Algorithms that a user makes of ours: what they keep is kept by every engine, or refused before the run."""
+"""Custom algorithms: every engine keeps their variables, or rejects them before the run."""
 
 import re
 from dataclasses import replace
@@ -46,7 +46,7 @@ def simulate(algorithm, engine, dtype=torch.float32):
 
 
 def counting(base, begin: bool = True):
-    """`base`, and each client counts its rounds."""
+    """`base`, where each client also counts its rounds."""
 
     def first(x):
         return {**base.client_init(x), **({"count": {"rounds": torch.zeros(())}} if begin else {})}
@@ -61,7 +61,7 @@ def counting(base, begin: bool = True):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["fedavg", "feddyn", "scaffold"])
-def test_a_group_of_ones_own_goes_along(name, engine):
+def test_a_custom_variable_is_kept_between_rounds(name, engine):
     base = algorithms.build(name, algorithms.Local(lr=0.1, batch_size=5))
     plain, _ = simulate(base, engine)
     counted, memory = simulate(counting(base), engine)
@@ -70,7 +70,7 @@ def test_a_group_of_ones_own_goes_along(name, engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_is_kept_without_a_beginning_is_refused(engine):
+def test_a_client_variable_without_an_initial_value_is_rejected(engine):
     base = algorithms.fedavg(lr=0.1, batch_size=5)
     with pytest.raises(
         ConfigError, match=r"finish returns client variables with other names than client_init"
@@ -79,17 +79,17 @@ def test_what_is_kept_without_a_beginning_is_refused(engine):
 
 
 @pytest.mark.parametrize("name", ["scaffold", "feddyn"])
-def test_a_narrow_model_keeps_narrow_variables_in_both_engines(name):
+def test_variables_keep_the_models_type_in_both_engines(name):
     algorithm = algorithms.build(name, algorithms.Local(lr=0.05, batch_size=5))
     (a, _), (b, memory) = (simulate(algorithm, engine, torch.bfloat16) for engine in ENGINES)
-    kept = {t.dtype for group in memory.get(0).values() for t in group.values()}
+    kept = {t.dtype for state in memory.get(0).values() for t in state.values()}
     assert kept == {torch.bfloat16}
     for key, tensor in a.state.items():
         torch.testing.assert_close(b.state[key], tensor, rtol=0.05, atol=0.02)
 
 
 @pytest.mark.parametrize("name", ["private", ""])
-def test_a_group_cannot_be_called_as_the_models_own(name):
+def test_a_variable_cannot_have_a_reserved_name(name):
     mine = replace(
         algorithms.fedavg(lr=0.1),
         client_init=lambda x: {name: {n: torch.zeros_like(t) for n, t in x.items()}},
@@ -100,7 +100,7 @@ def test_a_group_cannot_be_called_as_the_models_own(name):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (lambda x, server: x, "returned dict: expected (the new x, the server's new variables), two dicts"),
         (lambda x, server: None, "returned NoneType: expected (the new x"),
@@ -125,14 +125,14 @@ def test_a_group_cannot_be_called_as_the_models_own(name):
         (lambda x, server: (x, {"rounds": 3}), "returned dict: expected a dict of states"),
     ],
 )
-def test_what_is_no_model_like_x_is_refused_in_its_round(spoil, said, engine):
+def test_an_aggregate_unlike_x_is_rejected_in_its_round(spoil, message, engine):
     base = algorithms.fedavg(lr=0.1, batch_size=5)
     own = replace(base, name="own", aggregate=lambda *given: spoil(*base.aggregate(*given)))
-    with pytest.raises(ConfigError, match=re.escape(f"algorithm 'own': aggregate {said}")):
+    with pytest.raises(ConfigError, match=re.escape(f"algorithm 'own': aggregate {message}")):
         fp.simulate(fp.Task(network()), federation(), own, rounds=1, cohort=6, engine=engine)
 
 
-def test_the_mark_is_of_the_function_itself():
+def test_on_any_device_marks_only_the_function_itself():
     base = algorithms.fedavg(lr=0.1)
 
     def own(x, server, updates, clients, scale=1):
@@ -150,16 +150,16 @@ def test_the_mark_is_of_the_function_itself():
     assert not marked(wraps(base.aggregate)(lambda *given: own(*given))), "wraps copies attributes"
     assert not marked(Method().aggregate)
     assert marked(algorithms.on_any_device(partial(own, scale=2)))
-    assert not marked(own), "a mark on a partial is the partial's"
+    assert not marked(own), "a mark on a partial belongs to the partial"
     algorithms.on_any_device(own)
     assert marked(own)
     assert marked(partial(partial(own, scale=2), scale=3))
     assert marked(algorithms.on_any_device(Method().aggregate))
-    assert marked(Method().aggregate), "of every instance"
+    assert marked(Method().aggregate), "the mark applies to every instance"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_memory_that_runs_out_in_the_servers_part_ends_the_run_with_a_cure(engine):
+def test_running_out_of_memory_in_the_server_ends_the_run_with_advice(engine):
     def aggregate(*_):
         raise torch.OutOfMemoryError("no room")
 
@@ -170,7 +170,7 @@ def test_memory_that_runs_out_in_the_servers_part_ends_the_run_with_a_cure(engin
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    ("correct", "said"),
+    ("correct", "message"),
     [
         (lambda g: None, "returned nothing for '0.weight': expected float32 (8, 4)"),
         (lambda g: {}, "returned nothing for '0.weight': expected float32 (8, 4)"),
@@ -180,15 +180,15 @@ def test_memory_that_runs_out_in_the_servers_part_ends_the_run_with_a_cure(engin
     ],
     ids=["nothing", "empty", "misspelt", "sums", "wider"],
 )
-def test_what_is_no_gradient_is_refused_before_the_first_round(correct, said, engine):
+def test_a_correct_unlike_the_gradient_is_rejected_before_the_first_round(correct, message, engine):
     own = replace(algorithms.fedavg(lr=0.1), name="own", correct=lambda g, *_: correct(g))
-    with pytest.raises(ConfigError, match=re.escape(f"algorithm 'own': correct {said}")):
+    with pytest.raises(ConfigError, match=re.escape(f"algorithm 'own': correct {message}")):
         simulate(own, engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    ("function", "made", "said"),
+    ("function", "made", "message"),
     [
         ("server_init", None, "returned NoneType: expected a dict of states"),
         ("broadcast", {"h": 1.0}, "returned dict: expected a dict of states"),
@@ -198,12 +198,12 @@ def test_what_is_no_gradient_is_refused_before_the_first_round(correct, said, en
         ("finish", (None, {}), "returned NoneType: expected a dict of states"),
     ],
 )
-def test_what_are_no_groups_is_refused_before_the_first_round(function, made, said, engine):
+def test_invalid_variables_are_rejected_before_the_first_round(function, made, message, engine):
     own = replace(algorithms.fedavg(lr=0.1), name="own", **{function: lambda *_: made})
-    with pytest.raises(ConfigError, match=re.escape(f"algorithm 'own': {function} {said}")):
+    with pytest.raises(ConfigError, match=re.escape(f"algorithm 'own': {function} {message}")):
         simulate(own, engine)
 
 
-def test_both_functions_need_the_mark():
+def test_finish_and_aggregate_both_need_the_mark():
     base = algorithms.fedavg(lr=0.1)
     assert not replace(base, finish=lambda *given: base.finish(*given)).on_any_device

@@ -1,4 +1,4 @@
-"""Dropout by the client's own stream: fair, fresh for every step and layer, alike in every engine."""
+"""Dropout from the client's stream: unbiased, new in every step and layer, the same in every engine."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def dropped(p, seed, shape=(200, 100)):
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_as_many_are_dropped_as_asked_and_the_rest_is_scaled(p):
+def test_the_dropped_share_is_p_and_the_rest_is_scaled(p):
     y = dropped(p, step_seed(stream(0, 1, 2), 3))
     kept = (y != 0).double().mean()
     assert abs(float(kept) - (1 - p)) < 5 * (p * (1 - p) / y.numel()) ** 0.5
@@ -38,7 +38,7 @@ def test_rows_and_columns_are_dropped_evenly():
         assert float((means - 0.5).abs().max()) < 5 * 0.5 / 400**0.5
 
 
-def test_every_client_round_step_and_layer_draws_anew():
+def test_every_client_round_step_and_layer_draws_new_values():
     clients = [stream(0, 1, 2), stream(1, 1, 2), stream(0, 2, 2), stream(0, 1, 3)]
     seeds = [step_seed(client, 3) for client in clients] + [step_seed(clients[0], 4)]
     seeds += [layer_seed(seeds[0], 1)]
@@ -48,11 +48,11 @@ def test_every_client_round_step_and_layer_draws_anew():
             assert 0.47 < float((a == b).double().mean()) < 0.53
 
 
-def test_a_shorter_batch_is_dropped_as_the_first_rows_of_a_longer_one():
+def test_a_short_batch_gets_the_draws_of_the_first_rows_of_a_longer_one():
     assert torch.equal(dropped(0.5, 7, (3, 10)), dropped(0.5, 7, (8, 10))[:3])
 
 
-def test_lanes_draw_by_their_own_seeds():
+def test_each_lane_draws_from_its_own_seed():
     model = nn.Sequential(nn.Dropout(0.5))
     seeded_dropouts(model)
     seeds = torch.tensor([5, 9])
@@ -61,7 +61,7 @@ def test_lanes_draw_by_their_own_seeds():
     assert torch.equal(y[1], dropped(0.5, 9, (20, 20)))
 
 
-def test_only_in_training_and_in_no_state():
+def test_dropout_is_active_only_in_training_and_absent_from_the_state():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Dropout1d(0.5))
     assert [type(m) for m in seeded_dropouts(model).values()] == [SeededDropout]
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
@@ -70,7 +70,7 @@ def test_only_in_training_and_in_no_state():
 
 
 @pytest.mark.parametrize("jacobian", [0.0, 1.0])
-def test_engines_drop_alike(jacobian):
+def test_engines_drop_the_same_values(jacobian):
     train, test = data.load("digits")
     train, test = train.subset(np.arange(160)), test.subset(np.arange(60))
     clients = data.dirichlet(train.labels, clients=8, alpha=0.5, seed=0)
@@ -110,7 +110,7 @@ class Twice(nn.Module):
         return self.drop(x), self.drop(x)
 
 
-def test_a_layer_that_is_called_again_draws_anew_and_the_next_step_begins_afresh():
+def test_a_second_call_draws_new_values_and_the_next_step_starts_over():
     model = Twice()
     (dropout,) = seeded_dropouts(model).values()
     steps = []
@@ -125,7 +125,7 @@ def test_a_layer_that_is_called_again_draws_anew_and_the_next_step_begins_afresh
     assert torch.equal(one, dropped(0.5, 77, (40, 50)))
 
 
-def test_engines_agree_where_a_layer_is_called_again(world):
+def test_engines_agree_if_a_layer_is_called_twice(world):
     def network():
         shared = nn.Dropout(0.5)
         layers = (
@@ -145,7 +145,7 @@ def test_engines_agree_where_a_layer_is_called_again(world):
         torch.testing.assert_close(tensor, runs[1].state[name], rtol=1e-5, atol=1e-6)
 
 
-def test_what_a_checkpoint_makes_again_is_what_it_made():
+def test_activation_checkpointing_repeats_the_same_draws():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
     (dropout,) = seeded_dropouts(model).values()
     x, gradients = torch.ones(5, 8), []
@@ -160,7 +160,7 @@ def test_what_a_checkpoint_makes_again_is_what_it_made():
 
 
 class Aside(nn.Module):
-    """Drops in place, and takes no notice of what is returned."""
+    """Drops in place and ignores the returned tensor."""
 
     def __init__(self, aside):
         super().__init__()
@@ -178,7 +178,7 @@ class Aside(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
-def test_in_place_is_in_place(engine):
+def test_in_place_dropout_changes_its_input(engine):
     train, _ = data.load("digits")
     federation = fp.FederatedData(train, [range(40), range(40, 100)])
     states = []

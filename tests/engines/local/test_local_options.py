@@ -1,4 +1,4 @@
-"""Contract: each knob of the local steps does what its name says, to the number, on every engine."""
+"""Contract: each option of local training has exactly its documented effect, in every engine."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ def same(a, b):
 
 
 def one_step(world, engine, scheme="fedpara", **fields):
-    """One client, one step: what a knob does can be said in one line. The batch is the same each time."""
+    """One client, one step, always on the same batch: the effect of an option fits on one line."""
     federation = fp.FederatedData(world.train, [range(12)])
     run = world.simulate(
         world.model(scheme),
@@ -31,7 +31,7 @@ def one_step(world, engine, scheme="fedpara", **fields):
     return run.session.program.initial, run.state
 
 
-def test_the_jacobian_correction_moves_the_factors_and_nothing_else(world, engine):
+def test_the_jacobian_correction_changes_only_the_factors(world, engine):
     x, plain = one_step(world, engine)
     _, corrected = one_step(world, engine, jacobian=1.0)
     factors = {name for name in x if name.startswith("fc1.weight.")}
@@ -57,7 +57,7 @@ def test_the_jacobian_correction_needs_factors(world):
         world.simulate(world.model("original"), world.algorithm(jacobian=1.0))
 
 
-def test_weight_decay_pulls_to_zero_by_its_share(world, engine):
+def test_weight_decay_shrinks_the_weights_by_its_share(world, engine):
     x, plain = one_step(world, engine)
     _, decayed = one_step(world, engine, weight_decay=0.5)
     for name in x:
@@ -84,7 +84,7 @@ def test_momentum_needs_a_second_step(world, engine):
         torch.testing.assert_close(push[name], 0.9 * (first[name] - x[name]), rtol=0, atol=1e-6)
 
 
-def test_the_learning_rate_decays_by_the_round(world, engine):
+def test_the_learning_rate_decays_per_round(world, engine):
     federation = fp.FederatedData(world.train, [range(12)])
     steady, decayed = (
         world.simulate(
@@ -104,7 +104,7 @@ def test_the_learning_rate_decays_by_the_round(world, engine):
         )
 
 
-def test_steps_stand_in_for_epochs(world, engine):
+def test_steps_replace_epochs(world, engine):
     _, epochs = one_step(world, engine, epochs=3, batch_size=5)
     _, steps = one_step(world, engine, epochs=None, steps=9, batch_size=5)
     _, fewer = one_step(world, engine, epochs=None, steps=8, batch_size=5)
@@ -112,7 +112,7 @@ def test_steps_stand_in_for_epochs(world, engine):
     assert not same(epochs, fewer)
 
 
-def test_augmentation_draws_anew_for_every_client_and_round(world, engine):
+def test_augmentation_draws_new_values_for_every_client_and_round(world, engine):
     def state(augment):
         task = fp.Task(world.model(), test=world.test, augment=augment)
         return fp.simulate(task, world.federation, world.algorithm(), rounds=2, cohort=3, engine=engine).state
@@ -121,7 +121,7 @@ def test_augmentation_draws_anew_for_every_client_and_round(world, engine):
     assert not same(state("crop-flip"), state("none"))
 
 
-def test_crop_and_flip_wants_images(world):
+def test_crop_flip_needs_images(world):
     words = replace(world.train, inputs=torch.zeros(len(world.train), 80).long(), mean=None, std=None)
     with pytest.raises(ConfigError, match="needs images"):
         fp.simulate(

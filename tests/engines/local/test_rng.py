@@ -1,4 +1,4 @@
-"""Properties of the random streams: who is asked, which examples a step sees, what an image goes through."""
+"""Properties of the random streams: cohorts, batches and augmentation."""
 
 from collections import Counter
 
@@ -31,16 +31,16 @@ def test_a_cohort_is_a_sorted_set_of_its_size(seed, round, clients, data):
     assert all(type(client) is int for client in chosen)
 
 
-def test_everybody_is_everybody():
+def test_a_cohort_of_all_clients_has_every_client():
     assert cohort(3, 7, 50, 50) == list(range(50))
 
 
-def test_all_but_one_of_many_is_no_lottery():
+def test_a_cohort_of_all_clients_but_one_can_be_drawn():
     assert len(cohort(0, 1, 20_000, 19_999)) == 19_999
 
 
-def test_every_client_is_as_likely_and_every_pair_too():
-    """3 of 8 in 8,000 rounds: each client 3/8, each pair 3/28, within five standard deviations."""
+def test_every_client_and_every_pair_is_equally_likely():
+    """3 of 8 clients in 8,000 rounds: each client in 3/8 and each pair in 3/28, within five standard deviations."""
     rounds = 8_000
     drawn = [cohort(0, t, 8, 3) for t in range(rounds)]
     single = Counter(client for chosen in drawn for client in chosen)
@@ -51,7 +51,7 @@ def test_every_client_is_as_likely_and_every_pair_too():
         assert all(abs(n - rounds * p) < spread for n in counted.values())
 
 
-def test_streams_differ_by_each_of_their_names():
+def test_streams_differ_in_each_argument():
     names = [(s, p, r, c) for s in (0, 1) for p in PURPOSES for r in (1, 2) for c in (0, 1, 2)]
     assert len({tuple(numpy_rng(*name).integers(0, 2**32, 4)) for name in names}) == len(names)
     assert len({torch_seed(*name) for name in names}) == len(names)
@@ -60,7 +60,7 @@ def test_streams_differ_by_each_of_their_names():
 
 @quick
 @given(seed=seeds, round=st.integers(0, 10**6), client=st.integers(0, 10**7))
-def test_torchs_seeds_fit_a_signed_word(seed, round, client):
+def test_torch_seeds_fit_into_63_bits(seed, round, client):
     assert 0 <= torch_seed(seed, "layers", round, client) < 2**63
 
 
@@ -96,7 +96,7 @@ def test_an_epoch_sees_every_example_once(examples, batch, epochs, seed):
 
 @quick
 @given(examples=st.integers(1, 30), batch=st.integers(1, 40), steps=st.integers(1, 50), seed=seeds)
-def test_steps_go_on_through_the_epochs(examples, batch, steps, seed):
+def test_steps_continue_over_epochs(examples, batch, steps, seed):
     by_steps = batches(examples, Local(batch_size=batch, steps=steps), np.random.default_rng(seed))
     by_epochs = batches(examples, Local(batch_size=batch, epochs=50), np.random.default_rng(seed))
     rows = list(by_steps)
@@ -104,7 +104,7 @@ def test_steps_go_on_through_the_epochs(examples, batch, steps, seed):
     assert all(np.array_equal(a, b) for a, b in zip(rows, by_epochs, strict=False))
 
 
-def test_nobody_steps_without_examples():
+def test_a_client_without_examples_makes_no_step():
     assert list(batches(0, Local(steps=5), np.random.default_rng(0))) == []
 
 
@@ -125,7 +125,7 @@ def test_a_crop_is_a_window_of_the_padded_image_or_of_its_mirror(seed, count, he
         assert any(torch.equal(image, w) or torch.equal(image, w.flip(2)) for w in windows)
 
 
-def test_crops_and_mirrors_all_occur():
+def test_every_crop_and_mirror_occurs():
     image = torch.arange(64.0).reshape(1, 1, 8, 8) + 1
     cropped = crop_flip(image.expand(3000, 1, 8, 8), torch.from_numpy(draw(3000, np.random.default_rng(0))))
     padded = pad(image[0], (PAD, PAD, PAD, PAD))

@@ -1,4 +1,4 @@
-"""One model for client after client: what is done with it beside leaves no trace in what it learns."""
+"""One model trains all clients in turn: scoring it, even in another thread, does not change training."""
 
 import threading
 
@@ -16,7 +16,7 @@ EXAMPLES = Examples(torch.randn(20, 8, generator=torch.Generator().manual_seed(0
 
 
 class Waits(nn.Sequential):
-    """Once it is scored, it says so and stays there until it is told to go on."""
+    """During scoring it signals an event and waits until the test lets it continue."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
@@ -50,7 +50,7 @@ def trained(one, seed=0):
     return one.train(state, EXAMPLES, algorithm, x, {}, {}, seed=seed, round=1, who=0).state
 
 
-def test_another_thread_that_scores_does_not_stop_the_factors():
+def test_scoring_in_another_thread_does_not_stop_factors_from_training():
     torch.manual_seed(0)
     slow, mine = worker(Waits()), worker(plain())
     alone = trained(worker(plain()))
@@ -67,7 +67,7 @@ def test_another_thread_that_scores_does_not_stop_the_factors():
         assert torch.equal(beside[name], tensor), name
 
 
-def test_a_score_that_fails_leaves_the_model_training():
+def test_a_failed_score_leaves_the_model_in_training_mode():
     one = worker(plain())
     expected = trained(worker(plain()))
     with pytest.raises(RuntimeError):
@@ -78,7 +78,7 @@ def test_a_score_that_fails_leaves_the_model_training():
         assert torch.equal(after[name], tensor), name
 
 
-def test_a_weight_is_composed_once_a_score(monkeypatch):
+def test_a_weight_is_composed_once_per_score(monkeypatch):
     one, made = worker(plain()), []
     form = type(next(iter(one.program.forms.values())))
     compose = form.compose
