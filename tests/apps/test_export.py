@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from unittest.mock import Mock
 
 import onnxruntime
@@ -11,14 +12,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fedpara import data, models
+from fedpara.apps import export_source
 from fedpara.data import normalise
 from fedpara.errors import DataError
 from fedpara.experiments import Experiment, read_run, run
 from fedpara.experiments.build import build_model, build_scheme
 from fedpara.experiments.storage.checkpoint import final_checkpoint
+from fedpara.experiments.storage.summary import read_config
 
 TINY = {"model": "mlp", "clients": 2, "cohort": 2, "epochs": None, "steps": 1}
 PLAIN = {**TINY, "scheme": "original"}
+OWN = "load:theirs_named:load"
 CHECKPOINTS = ("checkpoint.safetensors", "checkpoint.previous.safetensors")
 
 
@@ -147,6 +151,31 @@ def test_an_older_folder_without_its_data_set_is_exported_bare(cli, tmp_path, mo
     )
     code, out, _ = cli("export", "run", "--format", "onnx", "--json", "--overwrite")
     assert (code, reason in json.loads(out)["note"]) == (0, True)
+
+
+def test_an_older_folder_calls_no_function_that_its_config_names(cli, tmp_path, older, monkeypatch):
+    monkeypatch.setattr(export_source, "read_config", lambda path: replace(read_config(path), dataset=OWN))
+    monkeypatch.setattr(export_source, "final_checkpoint", lambda path: newest)
+    newest = final_checkpoint(older)
+    (tmp_path / "theirs_named.py").write_text("from pathlib import Path\nPath('imported').touch()\n")
+    code, out, err = cli("export", "run", "--format", "pt2")
+    assert (code, "export calls no function that a file names" in out) == (0, True), err
+    assert not (tmp_path / "imported").exists()
+
+
+def test_token_ids_are_not_normalised(cli, tmp_path):
+    fields = {"dataset": "generated:shakespeare", "split": "owner", "clients": 12, "cohort": 2}
+    run(
+        Experiment(**fields, model="lstm", scheme="original", rounds=1, epochs=None, steps=1),
+        tmp_path / "run",
+    )
+    file = tmp_path / "run" / "model.json"
+    described = json.loads(file.read_text())
+    assert described.pop("normalise") is None
+    for _ in range(2):
+        code, out, _ = cli("export", "run", "--format", "pt2", "--overwrite")
+        assert (code, "inputs: int64 [batch, 80], raw. The data set needs no" in out) == (0, True), out
+        file.write_text(json.dumps(described))  # as an earlier version wrote it
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ DAMAGE = (
     MemoryError,
     StateError,
 )
-"""What a damaged model.json may raise."""
+"""What reading a damaged model.json may raise."""
 FEW = 8
 """An error message lists at most this many clients."""
 
