@@ -1,19 +1,28 @@
 """`fedpara export` of a run: the merged model, where it is written, and runs that cannot be exported."""
 
 import json
+import shutil
+from dataclasses import replace
+from unittest.mock import Mock
 
+import onnxruntime
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fedpara import data, models
+from fedpara.apps import export_source
 from fedpara.data import normalise
+from fedpara.errors import DataError
 from fedpara.experiments import Experiment, read_run, run
 from fedpara.experiments.build import build_model, build_scheme
 from fedpara.experiments.storage.checkpoint import final_checkpoint
+from fedpara.experiments.storage.summary import read_config
 
 TINY = {"model": "mlp", "clients": 2, "cohort": 2, "epochs": None, "steps": 1}
 PLAIN = {**TINY, "scheme": "original"}
+OWN = "load:theirs_named:load"
 CHECKPOINTS = ("checkpoint.safetensors", "checkpoint.previous.safetensors")
 
 
@@ -53,6 +62,120 @@ def test_an_exported_run_is_a_plain_model(cli, tmp_path, scheme):
     assert cli("export", "run", "--overwrite")[0] == 0
     assert cli("export", "run", "--out", "other.safetensors")[0] == 0
     assert (tmp_path / "other.safetensors").exists()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A digits run that learned enough for raw and normalised inputs to score differently."""
+    path = tmp_path_factory.mktemp("runs") / "trained"
+    fields = {"model": "mlp", "scheme": "fedpara", "clients": 4, "cohort": 4, "epochs": 2, "lr": 0.05}
+    run(Experiment(**fields, rounds=5), path)
+    return path
+
+
+@pytest.fixture
+def older(trained, tmp_path):
+    """The same run as an earlier version wrote it, without the normalisation."""
+    shutil.copytree(trained, tmp_path / "run")
+    described = json.loads((trained / "model.json").read_text())
+    del described["normalise"]
+    (tmp_path / "run" / "model.json").write_text(json.dumps(described))
+    return tmp_path / "run"
+
+
+def accuracy(path, inputs, labels):
+    if path.suffix == ".onnx":
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        (outputs,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
+        logits = torch.from_numpy(outputs)
+    else:
+        logits = torch.export.load(path).module()(inputs)
+    return float((logits.argmax(1) == labels).double().mean())
+
+
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_an_exported_run_takes_raw_inputs(cli, tmp_path, trained, format):
+    _, test = data.load("digits")
+    images = normalise(test.inputs, test.mean, test.std)
+    expected = read_run(trained).accuracy
+    file = tmp_path / f"m.{format}"
+    code, out, _ = cli("export", trained, "--format", format, "--out", file)
+    assert (code, "inputs: uint8 [batch, 1, 8, 8], raw. The model normalises them" in out) == (0, True), out
+    assert accuracy(file, test.inputs, test.labels) == pytest.approx(expected, abs=1e-12)
+
+    code, out, _ = cli("export", trained, "--format", format, "--out", file, "--no-normalise", "--overwrite")
+    assert (code, "inputs: float32 [batch, 1, 8, 8], normalised: (x / 255 - mean)" in out) == (0, True), out
+    assert accuracy(file, images, test.labels) == pytest.approx(expected, abs=1e-12)
+    assert accuracy(file, test.inputs / 255, test.labels) < expected - 0.02
+
+
+def test_safetensors_record_the_preprocessing(cli, tmp_path, trained):
+    train, test = data.load("digits")
+    assert cli("export", trained, "--out", "m.safetensors")[0] == 0
+    with safe_open(tmp_path / "m.safetensors", "pt") as file:
+        entry = json.loads(file.metadata()["preprocessing"])
+    numbers = {"mean": list(train.mean), "std": list(train.std), "scale": 255}
+    assert entry == {**numbers, "dtype": "uint8", "shape": [1, 8, 8], "classes": 10}
+    code, out, _ = cli("export", "m.safetensors", "--format", "onnx", "--json")
+    assert (code, json.loads(out)["normalises"]) == (0, True)
+    found = accuracy(tmp_path / "m.onnx", test.inputs, test.labels)
+    assert found == pytest.approx(read_run(trained).accuracy, abs=1e-12)
+
+    assert cli("export", trained, "--out", "bare.safetensors", "--no-normalise")[0] == 0
+    with safe_open(tmp_path / "bare.safetensors", "pt") as file:
+        assert "preprocessing" not in file.metadata()
+
+
+def test_an_older_folder_takes_the_normalisation_from_its_data_set(cli, tmp_path, trained, older):
+    for folder, name in ((trained, "new.pt2"), (older, "old.pt2")):
+        code, out, _ = cli("export", folder, "--format", "pt2", "--out", name, "--json")
+        assert (code, json.loads(out)["normalises"], json.loads(out)["note"]) == (0, True, None)
+    _, test = data.load("digits")
+    new, old = (torch.export.load(tmp_path / name).module()(test.inputs) for name in ("new.pt2", "old.pt2"))
+    assert torch.equal(new, old)
+
+
+@pytest.mark.parametrize("found", ["nothing", "other examples"])
+def test_an_older_folder_without_its_data_set_is_exported_bare(cli, tmp_path, monkeypatch, older, found):
+    reason = {"nothing": "no files", "other examples": "its examples are not those of the run"}[found]
+    if found == "nothing":
+        monkeypatch.setattr(data, "load", Mock(side_effect=DataError(reason)))
+    else:
+        (older / "data.json").write_text('{"blake2b": "0"}')
+    code, out, _ = cli("export", "run", "--format", "onnx")
+    assert code == 0
+    assert "inputs: float32 [batch, 1, 8, 8], prepared as for training." in out
+    assert "run does not record how its inputs were normalised, and digits cannot be used" in out
+    assert f"({reason}): the file is the bare network and takes normalised inputs." in out.replace(
+        "DataError: ", ""
+    )
+    code, out, _ = cli("export", "run", "--format", "onnx", "--json", "--overwrite")
+    assert (code, reason in json.loads(out)["note"]) == (0, True)
+
+
+def test_an_older_folder_calls_no_function_that_its_config_names(cli, tmp_path, older, monkeypatch):
+    monkeypatch.setattr(export_source, "read_config", lambda path: replace(read_config(path), dataset=OWN))
+    monkeypatch.setattr(export_source, "final_checkpoint", lambda path: newest)
+    newest = final_checkpoint(older)
+    (tmp_path / "theirs_named.py").write_text("from pathlib import Path\nPath('imported').touch()\n")
+    code, out, err = cli("export", "run", "--format", "pt2")
+    assert (code, "export calls no function that a file names" in out) == (0, True), err
+    assert not (tmp_path / "imported").exists()
+
+
+def test_token_ids_are_not_normalised(cli, tmp_path):
+    fields = {"dataset": "generated:shakespeare", "split": "owner", "clients": 12, "cohort": 2}
+    run(
+        Experiment(**fields, model="lstm", scheme="original", rounds=1, epochs=None, steps=1),
+        tmp_path / "run",
+    )
+    file = tmp_path / "run" / "model.json"
+    described = json.loads(file.read_text())
+    assert described.pop("normalise") is None
+    for _ in range(2):
+        code, out, _ = cli("export", "run", "--format", "pt2", "--overwrite")
+        assert (code, "inputs: int64 [batch, 80], raw. The data set needs no" in out) == (0, True), out
+        file.write_text(json.dumps(described))  # as an earlier version wrote it
 
 
 @pytest.mark.parametrize(
@@ -113,9 +236,11 @@ def test_sources_that_cannot_be_exported(cli, tmp_path):
         '{"name": "mlp", "classes": "x", "shape": [64]}',
         f'{{"name": "mlp", "classes": 10, "shape": [1, 8, {10**12}]}}',
         f'{{"name": "mlp", "classes": 10, "shape": [1, 8, {10**400}]}}',
+        '{"name": "mlp", "classes": 10, "shape": [1, 8, 8], "normalise": {"mean": [0.5]}}',
+        '{"name": "mlp", "classes": 10, "shape": [1, 8, 8], "normalise": [1]}',
         None,
     ],
-    ids=["empty", "list", "classes", "huge", "overflow", "missing"],
+    ids=["empty", "list", "classes", "huge", "overflow", "std", "normalise", "missing"],
 )
 def test_a_damaged_model_file_is_named(cli, tmp_path, text):
     run(Experiment(**PLAIN, rounds=1), tmp_path / "run")

@@ -22,8 +22,9 @@ from fedpara.experiments.storage.summary import read_config
 TINY = Experiment(
     model="mlp", scheme="original", clients=8, cohort=2, rounds=3, batch_size=32, epochs=None, steps=1
 )
-MODEL = {"name": "mlp", "classes": 10, "shape": [1, 8, 8]}
-DATA = build(TINY).digest
+PARTS = build(TINY)
+MODEL = {"name": "mlp", "classes": 10, "shape": [1, 8, 8], "normalise": PARTS.normalisation}
+DATA = PARTS.digest
 FILES = {
     ".lock",
     "checkpoint.previous.safetensors",

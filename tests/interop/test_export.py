@@ -3,6 +3,8 @@
 import logging
 import resource
 import sys
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import onnxruntime
@@ -12,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fedpara as fp
-from fedpara import models
+from fedpara import data, models
 from fedpara.errors import FedParaError, MissingExtraError, StateError, UsageError
-from fedpara.interop import SavedState, build_target, export, read_state
+from fedpara.interop import Preprocessing, SavedState, build_target, export, read_state
 from fedpara.parameterization import forms
 
 HERE = Path(fp.__file__).parent
@@ -32,6 +34,10 @@ def factorized(name: str, shape: tuple[int, ...]) -> tuple[nn.Module, SavedState
 def onnx_outputs(path, x: Tensor) -> Tensor:
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+
+
+def outputs(path, format: str, x: Tensor) -> Tensor:
+    return onnx_outputs(path, x) if format == "onnx" else torch.export.load(path).module()(x)
 
 
 @pytest.fixture
@@ -109,6 +115,59 @@ def test_onnx_gives_the_outputs_of_torch_at_any_batch_size(tmp_path, torch_log, 
     assert 0 <= report.max_difference <= 1e-4
     assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
     assert str(HERE).encode() not in report.path.read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_raw_inputs_give_the_outputs_of_normalised_ones(tmp_path, format, dtype):
+    model, saved = factorized("cnn", (3, 8, 8))
+    mean, std = (0.5, 0.25, 0.125), (0.25, 0.5, 0.3)
+    raw = torch.randint(256, (7, 3, 8, 8), dtype=torch.uint8)
+    raw = raw if dtype == "uint8" else raw / 255
+    saved = replace(saved, preprocessing=Preprocessing(mean, std, dtype))
+
+    report = export(saved, tmp_path / "m", format)
+    bare = export(saved, tmp_path / "bare", format, normalise=False)
+
+    assert (report.inputs, report.normalises) == (((dtype, (3, 8, 8)),), True)
+    assert (bare.inputs, bare.normalises) == ((("float32", (3, 8, 8)),), False)
+    assert report.preprocessing == bare.preprocessing == saved.preprocessing
+    assert report.parameters == bare.parameters
+    normalised = data.normalise(raw, mean, std)
+    for batch in (1, 7):
+        expected = model(normalised[:batch])
+        torch.testing.assert_close(outputs(report.path, format, raw[:batch]), expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            outputs(bare.path, format, normalised[:batch]), expected, atol=1e-5, rtol=1e-4
+        )
+
+
+def test_the_check_includes_the_normalisation(tmp_path, monkeypatch):
+    """A file that normalises differently is not written."""
+    _, saved = factorized("cnn", (1, 8, 8))
+    saved = replace(saved, preprocessing=Preprocessing((0.5,), (0.1,)))
+    module = sys.modules["fedpara.interop.export"]  # the package exports the function by this name
+    write = module._write_pt2
+
+    def write_other(network, inputs, path):
+        other = deepcopy(network)
+        other.mean += 0.1
+        return write(other, inputs, path)
+
+    monkeypatch.setattr(module, "_write_pt2", write_other)
+    with pytest.raises(FedParaError, match="pt2 model differs from torch"):
+        export(saved, tmp_path / "m.pt2", "pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_preprocessing_has_a_mean_and_a_std_per_channel():
+    _, saved = factorized("cnn", (3, 8, 8))
+    with pytest.raises(StateError, match=r"mean \[0.5\] does not fit inputs of shape \[3, 8, 8\]"):
+        replace(saved, preprocessing=Preprocessing((0.5,), (0.1,)))
+    with pytest.raises(StateError, match="expected a mean and a std per channel"):
+        Preprocessing((0.5,), (0.1, 0.2))
+    with pytest.raises(StateError, match="one of the types uint8"):
+        Preprocessing((0.5,), (0.1,), "complex64")
 
 
 def test_onnx_takes_the_integers_of_an_lstm(tmp_path):

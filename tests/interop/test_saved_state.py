@@ -190,7 +190,9 @@ def test_a_damaged_form_is_refused(tmp_path, form):
         read_state(tmp_path / "state")
 
 
-@pytest.mark.parametrize("change", [{"fedpara": "2"}, {"forms": "{"}, {"model": "3"}, {"crc32": "0"}])
+@pytest.mark.parametrize(
+    "change", [{"fedpara": "2"}, {"forms": "{"}, {"model": "3"}, {"preprocessing": "{}"}, {"crc32": "0"}]
+)
 def test_foreign_metadata_is_refused(tmp_path, change):
     from fedpara.interop.saved import _crc32
 

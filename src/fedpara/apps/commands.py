@@ -291,6 +291,14 @@ def export(
         str | None,
         typer.Option(help="Shape of one example, such as 3,32,32; ONNX and pt2 need it."),
     ] = None,
+    no_normalise: Annotated[
+        bool,
+        typer.Option(
+            "--no-normalise",
+            help="Export the bare network, which takes normalised inputs. By default ONNX and pt2 models of a run take "
+            "raw inputs and normalise them.",
+        ),
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -300,4 +308,4 @@ def export(
     """
     with starting():
         from fedpara.apps.export import export as work
-    work(source, client, format, out, model, classes, shape, overwrite, as_json)
+    work(source, client, format, out, model, classes, shape, not no_normalise, overwrite, as_json)

@@ -7,6 +7,8 @@ import typer
 
 from fedpara.apps.export_source import read_run_or_state
 from fedpara.experiments.storage.catalog import refuse_own
+from fedpara.interop import ExportReport
+from fedpara.interop import export as export_model
 
 
 def export(
@@ -17,18 +19,24 @@ def export(
     model: str | None,
     classes: int | None,
     shape: str | None,
+    normalise: bool,
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    from fedpara.interop.export import export as export_model
-
-    saved, network = read_run_or_state(source, model, classes, shape, client)
+    found = read_run_or_state(source, model, classes, shape, client)
     ending = {"safetensors": ".merged.safetensors"}.get(format, f".{format}")
     name = "model" if client is None else f"model-client-{client}"
     base = source / name if source.is_dir() else source.with_suffix("")
     target = out or base.with_name(base.name + ending)
     refuse_own(target)
-    report = export_model(saved, target, format, model=network, overwrite=overwrite)  # type: ignore[arg-type]
+    report = export_model(
+        found.saved,
+        target,
+        format,  # type: ignore[arg-type]
+        model=found.network,
+        overwrite=overwrite,
+        normalise=normalise,
+    )
     if as_json:
         typer.echo(
             json.dumps(
@@ -38,6 +46,10 @@ def export(
                     "bytes": report.bytes,
                     "parameters": report.parameters,
                     "max_difference": report.max_difference,
+                    "inputs": [{"dtype": dtype, "shape": list(shape)} for dtype, shape in report.inputs],
+                    "normalises": report.normalises,
+                    "preprocessing": report.preprocessing and report.preprocessing.to_entry(),
+                    "note": found.note,
                 }
             )
         )
@@ -47,3 +59,19 @@ def export(
             typer.echo("verified: the file holds exactly the tensors that were written")
         else:
             typer.echo(f"checked against torch: largest output difference {report.max_difference:.2e}")
+        typer.echo(f"inputs: {_inputs(report, complete=source.is_dir() and found.note is None)}")
+        if found.note is not None:
+            typer.echo(found.note)
+
+
+def _inputs(report: ExportReport, complete: bool) -> str:
+    """What the file takes. `complete` says that a missing preprocessing means that none is needed."""
+    kinds = [f"{dtype} [{', '.join(map(str, ('batch', *shape)))}]" for dtype, shape in report.inputs]
+    kind = " and ".join(kinds) or "of an unknown shape"
+    if report.normalises:
+        return f"{kind}, raw. The model normalises them: {report.preprocessing}."
+    if report.preprocessing is not None:
+        return f"{kind}, normalised: {report.preprocessing}."
+    if complete or any(dtype == "int64" for dtype, _ in report.inputs):
+        return f"{kind}, raw. The data set needs no normalisation."
+    return f"{kind}, prepared as for training. The source does not say how."

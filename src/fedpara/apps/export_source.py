@@ -1,10 +1,11 @@
-"""What `fedpara export` reads: a run folder or a saved state, returned as a SavedState.
+"""What `fedpara export` reads: a run folder or a saved state, with how its inputs are normalised.
 
 For a run with private tensors this is one client's own model: the shared state and the client's private tensors,
 both from the newest checkpoint. The run folder is only read, so the run may still be in progress.
 """
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,43 @@ from fedpara.choices import CLASSES
 from fedpara.engines.flower.engine import ACCEPTED
 from fedpara.engines.program import make_program, shared_names
 from fedpara.engines.session import PRIVATE
-from fedpara.errors import FedParaError, RunError, UsageError, in_a_line
-from fedpara.experiments.build import build_model, build_scheme
+from fedpara.errors import DataError, FedParaError, RunError, StateError, UsageError, in_a_line
+from fedpara.experiments.build import build, build_model, build_scheme
 from fedpara.experiments.config import Experiment
+from fedpara.experiments.node_data import is_own
 from fedpara.experiments.storage.checkpoint import Checkpoint, final_checkpoint
 from fedpara.experiments.storage.client_files import memory_file
 from fedpara.experiments.storage.node_memory import NodeMemory
-from fedpara.experiments.storage.run_folder import NODES
+from fedpara.experiments.storage.run_folder import NODES, data_digest
 from fedpara.experiments.storage.summary import read_config
 from fedpara.experiments.storage.tensor_files import read_memory
-from fedpara.interop import SavedState, build_target, read_state
+from fedpara.interop import Preprocessing, SavedState, build_target, read_state
 from fedpara.interop.rebuild import EXPECTED, is_description, refuse_misfit
 from fedpara.parameterization import forms
 from fedpara.state import State
 
+DAMAGE = (
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    OverflowError,
+    MemoryError,
+    StateError,
+)
+"""What reading a damaged model.json may raise."""
 FEW = 8
 """An error message lists at most this many clients."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A state, the custom network that the user named, and a sentence if the normalisation could not be found."""
+
+    saved: SavedState
+    network: nn.Module | None = None
+    note: str | None = None
 
 
 def read_run_or_state(
@@ -41,7 +63,7 @@ def read_run_or_state(
     classes: int | None = None,
     shape: str | None = None,
     client: int | None = None,
-) -> tuple[SavedState, nn.Module | None]:
+) -> Source:
     """The state, and the custom network that `model` names. The user's code is called only if they name it here."""
     is_run = source.is_dir()
     options = {"--model": model, "--classes": classes, "--shape": shape, "--client": client}
@@ -54,14 +76,12 @@ def read_run_or_state(
             "with it, --classes and --shape."
         )
     if is_run:
-        return _from_run(source, client), None
+        return _from_run(source, client)
     saved = read_state(source)
-    return (saved, None) if model is None else _as_model(saved, model, classes, shape)
+    return Source(saved) if model is None else _as_model(saved, model, classes, shape)
 
 
-def _as_model(
-    saved: SavedState, model: str, classes: int | None, shape: str | None
-) -> tuple[SavedState, nn.Module | None]:
+def _as_model(saved: SavedState, model: str, classes: int | None, shape: str | None) -> Source:
     """The state described as `model`'s, and the network if it is a custom model."""
     description: dict[str, Any] = {"target": model}
     network = None
@@ -73,7 +93,7 @@ def _as_model(
         description["shape"] = list(models.usual_shape(model))
     if shape is not None:
         description["shape"] = _sides(shape)
-    return SavedState(saved.state, saved.forms, description), network
+    return Source(replace(saved, model=description), network)
 
 
 def _sides(shape: str) -> list[int]:
@@ -83,12 +103,12 @@ def _sides(shape: str) -> list[int]:
         raise UsageError(f"--shape {shape!r}: expected whole numbers with commas, such as 3,32,32.") from None
 
 
-def _from_run(path: Path, client: int | None) -> SavedState:
+def _from_run(path: Path, client: int | None) -> Source:
     """The global model, or the client's own model if parts of it are private."""
     experiment = read_config(path)
     newest = final_checkpoint(path)
     found = newest.state
-    network, description = _initial(path, experiment)
+    network, description, preprocessing, recorded = _initial(path, experiment)
     program = make_program(network, experiment.share)  # type: ignore[arg-type]
     if program.private:
         found = _own_state(path, client, newest)
@@ -99,21 +119,47 @@ def _from_run(path: Path, client: int | None) -> SavedState:
         raise RunError(f"{path} lacks {missing[0]}: expected every tensor of the model its config describes.")
     state = {**program.initial, **found}
     state |= {twin: state[name] for twin, name in shared_names(network).items()}
-    return SavedState(state, forms(network), description)
+    note = None
+    if not recorded and len(description["shape"]) == 3:  # only images are normalised
+        preprocessing, note = _from_data(path, experiment)
+    return Source(SavedState(state, forms(network), description, preprocessing), note=note)
 
 
-def _initial(path: Path, experiment: Experiment) -> tuple[nn.Module, dict[str, Any]]:
-    """The run's network before training, and its description."""
+def _initial(
+    path: Path, experiment: Experiment
+) -> tuple[nn.Module, dict[str, Any], Preprocessing | None, bool]:
+    """The run's network before training, its description, its preprocessing, and whether the folder records that."""
     try:
         description = json.loads((path / "model.json").read_text())
+        recorded = "normalise" in description
+        entry = description.pop("normalise", None)
+        preprocessing = None if entry is None else Preprocessing.from_entry(entry)
         if not is_description(description) or "classes" not in description:
             raise ValueError(EXPECTED)
         shape = tuple(description["shape"])
-        return build_model(experiment, description["classes"], shape, build_scheme(experiment)), description
-    except (OSError, RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
+        network = build_model(experiment, description["classes"], shape, build_scheme(experiment))
+        return network, description, preprocessing, recorded
+    except DAMAGE as error:
         raise RunError(
             f"{path / 'model.json'} does not describe the run's network ({in_a_line(error)}): restore the file."
         ) from None
+
+
+def _from_data(path: Path, experiment: Experiment) -> tuple[Preprocessing | None, str | None]:
+    """The normalisation of the run's data set, for folders that do not record it, or a sentence why it is unknown."""
+    try:
+        if is_own(experiment.dataset):
+            raise DataError("export calls no function that a file names")
+        parts = build(experiment)
+        if data_digest(path) not in (None, parts.digest):
+            raise DataError("its examples are not those of the run")
+    except FedParaError as error:
+        return None, (
+            f"{path} does not record how its inputs were normalised, and {experiment.dataset} cannot be used "
+            f"({in_a_line(error)}): the file is the bare network and takes normalised inputs."
+        )
+    entry = parts.normalisation
+    return None if entry is None else Preprocessing.from_entry(entry), None
 
 
 def _own_state(path: Path, client: int | None, newest: Checkpoint) -> State:

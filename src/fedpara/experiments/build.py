@@ -43,6 +43,15 @@ class Parts:
                     digest.update(part.contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
+    @property
+    def normalisation(self) -> dict[str, object] | None:
+        """The mean and std of the inputs and the type they are stored in. None if they are not normalised."""
+        for examples in (self.data.train, self.task.test):
+            if examples is not None and examples.mean is not None and examples.std is not None:
+                dtype = str(examples.inputs.dtype).removeprefix("torch.")
+                return {"mean": list(examples.mean), "std": list(examples.std), "dtype": dtype}
+        return None
+
 
 def build(experiment: Experiment, data_dir: str | PathLike[str] | None = None) -> Parts:
     """The model, data, algorithm and link that the experiment names."""

@@ -1,8 +1,8 @@
 """Custom data: dataset "load:package.module:function" names a function that each node calls.
 
 load(node_config) -> (train, test), both `Examples`; test may be None. The server calls it too, with
-{"server": True}. It uses only the shape and classes of `train`, which may be empty, and scores the global model on
-`test`.
+{"server": True}. It uses only the shape, classes, mean and std of `train`, which may be empty, and scores the global
+model on `test`.
 """
 
 import importlib

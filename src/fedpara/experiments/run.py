@@ -24,6 +24,7 @@ from fedpara.errors import RunError, in_a_line
 from fedpara.experiments.build import Parts, build
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.follower import Follower, open_on_ranks
+from fedpara.experiments.node_data import is_own
 from fedpara.experiments.storage.environment import environment_warning
 from fedpara.experiments.storage.run_folder import (
     NODES,
@@ -270,5 +271,8 @@ def _refuse_on_nodes(path: Path) -> None:
 
 
 def _model_of(experiment: Experiment, parts: Parts) -> dict[str, object]:
-    train = parts.data.train
-    return {"name": experiment.model, "classes": train.classes, "shape": list(train.shape)}
+    train, normalise = parts.data.train, parts.normalisation
+    model = {"name": experiment.model, "classes": train.classes, "shape": list(train.shape)}
+    # Nodes that read their own data may normalise it although the server's examples have no mean.
+    unknown = normalise is None and is_own(experiment.dataset)
+    return model if unknown else {**model, "normalise": normalise}

@@ -1,7 +1,8 @@
 """Export a merged model to safetensors, ONNX, or a torch.export program (pt2).
 
 Each file is read back and compared with torch before it gets its final name. Safetensors must match bit for bit.
-The outputs of ONNX (with onnxruntime) and pt2 (with torch.export.load) must match at several batch sizes.
+The outputs of ONNX (with onnxruntime) and pt2 (with torch.export.load) must match at several batch sizes. If the source
+says how raw inputs are normalised, ONNX and pt2 contain it: they take raw inputs.
 """
 
 import io
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from fedpara.errors import FedParaError, MissingExtraError, UsageError, in_a_line, install
 from fedpara.files import replacing
+from fedpara.interop.preprocessing import Normalised, Preprocessing
 from fedpara.interop.rebuild import Description, rebuild, refuse_misfit, shape_of
 from fedpara.interop.saved import SavedState, read_state, save_state
 from fedpara.parameterization import load, merge
@@ -46,6 +48,9 @@ class ExportReport:
 
     `parameters` counts every number in the merged state, buffers included. `max_difference` is the largest
     difference between the outputs and torch's. Safetensors computes no outputs, so it is None there.
+
+    `inputs` has the type and the shape of each input, without the batch; it is empty if they are unknown.
+    `normalises` says whether the file takes raw inputs and normalises them itself. `preprocessing` is the source's.
     """
 
     path: Path
@@ -53,6 +58,9 @@ class ExportReport:
     bytes: int
     parameters: int
     max_difference: float | None
+    inputs: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    normalises: bool = False
+    preprocessing: Preprocessing | None = None
 
 
 def export(
@@ -64,6 +72,7 @@ def export(
     example: Tensor | Inputs | None = None,
     overwrite: bool = False,
     tolerance: float = 1e-4,
+    normalise: bool = True,
 ) -> ExportReport:
     """Write the merged `source` to `path` and report what was written.
 
@@ -71,6 +80,9 @@ def export(
     model of this package that the saved state describes. They also need an `example` input, batch first. If the
     description has the input's shape, the default is a random example. The batch size stays dynamic.
     `tolerance` bounds the difference between the outputs, relative to the largest output if that is above 1.
+
+    If the state has a `preprocessing`, ONNX and pt2 take raw inputs of its type, and `example` is raw too. Safetensors
+    keeps it in the metadata. `normalise=False` exports the bare network, which takes normalised inputs.
 
     A state that does not fit the network is a StateError. A `target` that the state names is never called: pass
     `model=build_target(target)` if you trust it.
@@ -80,19 +92,30 @@ def export(
         raise UsageError(f"unknown format {format!r}: expected one of {', '.join(get_args(Format))}.")
     if os.path.lexists(path) and not overwrite:
         raise UsageError(f"{path} exists: choose another name (--out), or replace it (--overwrite).")
-    difference: float | None
+    preprocessing = None if isinstance(source, nn.Module) else source.preprocessing
+    inside = preprocessing if normalise else None
+    difference: float | None = None
     with replacing(path) as temporary:
         if format == "safetensors":
-            state = _write_safetensors(source, model, temporary)
-            difference = None
+            state, inputs = _write_safetensors(source, model, inside, temporary)
         else:
             network, description = _network(source, model)
             state = network.state_dict()
-            inputs = _inputs(network, example, description)
+            inputs = _inputs(network, example, description, inside)
+            if inside is not None:
+                network = Normalised(network, inside)
             run = (_write_onnx if format == "onnx" else _write_pt2)(network, inputs, temporary)
             difference = _difference(network, run, inputs, format, tolerance)
-    numbers = sum(tensor.numel() for tensor in state.values())
-    return ExportReport(path, format, path.stat().st_size, numbers, difference)
+    return ExportReport(
+        path,
+        format,
+        path.stat().st_size,
+        parameters=sum(tensor.numel() for tensor in state.values()),
+        max_difference=difference,
+        inputs=tuple((str(x.dtype).removeprefix("torch."), tuple(x.shape[1:])) for x in inputs),
+        normalises=inside is not None and format != "safetensors",
+        preprocessing=preprocessing,
+    )
 
 
 def _network(source: SavedState | nn.Module, model: nn.Module | None) -> tuple[nn.Module, Description | None]:
@@ -112,7 +135,12 @@ def _name(source: SavedState, model: nn.Module | None) -> str:
     return type(model).__name__ if model is not None else str(named.get("name", named.get("target")))
 
 
-def _inputs(network: nn.Module, example: Tensor | Inputs | None, description: Description | None) -> Inputs:
+def _inputs(
+    network: nn.Module,
+    example: Tensor | Inputs | None,
+    description: Description | None,
+    preprocessing: Preprocessing | None,
+) -> Inputs:
     """Two examples or more: torch.export would treat a batch size of one as a constant."""
     if example is not None:
         given = (example,) if isinstance(example, Tensor) else example
@@ -120,15 +148,20 @@ def _inputs(network: nn.Module, example: Tensor | Inputs | None, description: De
     shape = shape_of(description) if description else None
     if shape is None:
         raise UsageError("the shape of the network's input is unknown: give an example, batch first.")
-    first = next((m for m in network.modules() if list(m.parameters(recurse=False))), None)
     generator = torch.Generator().manual_seed(0)
+    if preprocessing is not None:
+        return (preprocessing.example(shape, generator),)
+    first = next((m for m in network.modules() if list(m.parameters(recurse=False))), None)
     if isinstance(first, nn.Embedding):
         return (torch.randint(first.num_embeddings, (2, *shape), generator=generator),)
     return (torch.randn(2, *shape, generator=generator),)
 
 
-def _write_safetensors(source: SavedState | nn.Module, model: nn.Module | None, path: Path) -> State:
+def _write_safetensors(
+    source: SavedState | nn.Module, model: nn.Module | None, preprocessing: Preprocessing | None, path: Path
+) -> tuple[State, Inputs]:
     """Reading the file back compares every bit with the checksum of the state in memory."""
+    inputs: Inputs = ()
     if isinstance(source, nn.Module):
         source = SavedState(merge(source).cpu().state_dict())
     state = source.merged()
@@ -136,9 +169,11 @@ def _write_safetensors(source: SavedState | nn.Module, model: nn.Module | None, 
         with torch.random.fork_rng(devices=[]):
             network = model if model is not None else rebuild(source.model or {})
         refuse_misfit(state, network, _name(source, model))
-    save_state(path, state, {}, model=source.model)
+        if shape_of(source.model or {}) is not None:
+            inputs = _inputs(network, None, source.model, None)
+    save_state(path, state, {}, model=source.model, preprocessing=preprocessing)
     read_state(path)
-    return state
+    return state, inputs
 
 
 def _write_onnx(network: nn.Module, inputs: Inputs, path: Path) -> Runner:
@@ -192,10 +227,11 @@ def _free_batch(inputs: Inputs) -> Any:
 @contextmanager
 def _explained(network: nn.Module, problem: str, cure: str) -> Iterator[None]:
     """Turn an error of another library into a UsageError."""
+    named = network.network if isinstance(network, Normalised) else network
     try:
         yield
     except Exception as error:
-        raise UsageError(f"{type(network).__name__} {problem} ({in_a_line(error)}): {cure}") from error
+        raise UsageError(f"{type(named).__name__} {problem} ({in_a_line(error)}): {cure}") from error
 
 
 @contextmanager

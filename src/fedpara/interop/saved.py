@@ -1,9 +1,10 @@
 """A factorized state on disk: a safetensors file whose metadata says how each weight is written.
 
-    fedpara   the version of this format
-    forms     {weight: {"scheme", "rank", "shape", "nonlinearity", "conv"}} as JSON
-    model     a description of the network (see `rebuild`), as JSON; optional
-    crc32     over the two texts above and every tensor's name, type, shape and bytes
+    fedpara         the version of this format
+    forms           {weight: {"scheme", "rank", "shape", "nonlinearity", "conv"}} as JSON
+    model           a description of the network (see `rebuild`), as JSON; optional
+    preprocessing   {"mean", "std", "scale", "dtype", "shape", "classes"} of raw inputs, as JSON; optional
+    crc32           over the texts above and every tensor's name, type, shape and bytes
 
 So the file can be merged without its model. A safetensors file without this metadata is a dense state, unless
 its metadata marks it as a file of a run folder. Those hold factors, and only the run knows their forms.
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from fedpara.errors import StateError, in_a_line
 from fedpara.files import read_tensors, write_tensors
-from fedpara.interop.rebuild import EXPECTED, Description, is_description
+from fedpara.interop.preprocessing import Preprocessing
+from fedpara.interop.rebuild import EXPECTED, Description, is_description, shape_of
 from fedpara.parameterization import SCHEMES, Form, as_they_are, compose_state, write
 from fedpara.parameterization.naming import mismatch
 from fedpara.parameterization.schemes import SIZES
@@ -37,16 +39,23 @@ RUN_FILES = {"a run's checkpoint": {"identity", "round"}, "a client's memory of 
 
 @dataclass(frozen=True)
 class SavedState:
-    """A state, the forms of its weights, and a description of its network."""
+    """A state, the forms of its weights, a description of its network, and how its inputs are normalised."""
 
     state: State
     forms: Mapping[str, Form] = field(default_factory=dict)
     model: Description | None = None
+    preprocessing: Preprocessing | None = None
 
     def __post_init__(self) -> None:
         check_factors(self.state, self.forms)
         if self.model is not None and not is_description(self.model):
             raise StateError(f"the description of the model is {self.model}: {EXPECTED}.")
+        shape = shape_of(self.model or {})
+        if self.preprocessing is not None and shape is not None and not self.preprocessing.fits(shape):
+            raise StateError(
+                f"the mean {list(self.preprocessing.mean)} does not fit inputs of shape {list(shape)}: expected images "
+                "with one mean per channel."
+            )
 
     def merged(self) -> State:
         """The state of the plain model."""
@@ -60,13 +69,17 @@ def save_state(
     forms: Mapping[str, Form],
     *,
     model: Description | None = None,
+    preprocessing: Preprocessing | None = None,
 ) -> None:
     """Write a state for `read_state`, replacing any file at `path` atomically."""
-    saved = SavedState(dict(state), forms, model)
+    saved = SavedState(dict(state), forms, model, preprocessing)
     metadata = {"format": "pt", "fedpara": VERSION}
     metadata["forms"] = json.dumps({weight: _describe(weight, form) for weight, form in forms.items()})
     if model is not None:
         metadata["model"] = json.dumps(dict(model))
+    if preprocessing is not None:
+        known = {key: value for key, value in (model or {}).items() if key in ("shape", "classes")}
+        metadata["preprocessing"] = json.dumps(preprocessing.to_entry() | known)
     # Copies: tied weights share memory, which safetensors rejects.
     tensors = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -116,7 +129,11 @@ def _understand(state: State, metadata: Mapping[str, str]) -> SavedState:
     if metadata["crc32"] != _crc32(state, metadata):
         raise ValueError("its checksum does not match its content")
     forms = {weight: _form(**entry) for weight, entry in json.loads(metadata["forms"]).items()}
-    return SavedState(state, forms, json.loads(metadata["model"]) if "model" in metadata else None)
+    model = json.loads(metadata["model"]) if "model" in metadata else None
+    preprocessing = None
+    if "preprocessing" in metadata:
+        preprocessing = Preprocessing.from_entry(json.loads(metadata["preprocessing"]))
+    return SavedState(state, forms, model, preprocessing)
 
 
 def _form(
@@ -132,6 +149,8 @@ def _form(
 
 def _crc32(state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     sum_ = zlib.crc32(f"{metadata.get('forms')}\n{metadata.get('model')}".encode())
+    if "preprocessing" in metadata:
+        sum_ = zlib.crc32(f"\n{metadata['preprocessing']}".encode(), sum_)
     for name, tensor in sorted(state.items()):
         sum_ = zlib.crc32(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode(), sum_)
         sum_ = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, sum_)

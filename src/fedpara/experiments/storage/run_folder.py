@@ -2,7 +2,7 @@
 
     config.toml                    the experiment
     environment.json               versions, machine, threads
-    model.json                     name, classes and input shape, to rebuild the network
+    model.json                     name, classes and input shape, to rebuild the network; how inputs are normalised
     data.json                      a digest of the examples: a resumed run must use the same ones
     metrics.jsonl                  one line per round: the same bits for the same config, seed and number of threads
     timing.jsonl                   one line per round: seconds, clients per second
@@ -179,7 +179,7 @@ class RunFolder:
 def create(path: Path, experiment: Experiment, model: dict[str, Any], data: str) -> RunFolder:
     """A new run folder. ConfigError if the folder already holds a run or other files.
 
-    `model` has the network's name, classes and input shape. `data` is the digest of the examples.
+    `model` has the network's name, classes, input shape and normalisation. `data` is the digest of the examples.
     """
     make_folder(path, "run folder")
     refuse_used(path)
@@ -224,7 +224,7 @@ def load_run(path: Path, experiment: Experiment, data: str) -> RunFolder:
     folder = RunFolder(path, experiment)
     with ExitStack() as on_error:
         on_error.callback(folder.close)
-        if _data_digest(path) not in (None, data):
+        if data_digest(path) not in (None, data):
             raise RunError(
                 f"{path} was started with different examples: use the same files. Set their folder with --data-dir."
             )
@@ -243,7 +243,7 @@ def load_run(path: Path, experiment: Experiment, data: str) -> RunFolder:
     return folder
 
 
-def _data_digest(path: Path) -> str | None:
+def data_digest(path: Path) -> str | None:
     """The digest of the examples that the run started with. None in folders of earlier versions."""
     file = path / "data.json"
     try:
