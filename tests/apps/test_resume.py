@@ -11,7 +11,7 @@ import pytest
 from fedpara.apps import run as command
 from fedpara.errors import RunError
 from fedpara.experiments import Experiment, read_run, run
-from fedpara.experiments.run import check_resumable
+from fedpara.experiments.run import rounds_done
 
 TINY = Experiment(
     model="mlp", scheme="original", clients=5, cohort=2, rounds=1, epochs=None, steps=1, engine="sequential"
@@ -147,9 +147,9 @@ def test_flower_does_not_resume_a_run_with_local_client_memory(cli, tmp_path, no
 
 def test_a_finished_run_needs_no_client_memory(tmp_path):
     run(replace(TINY, scheme="pfedpara", gamma=0.5), tmp_path / "a")
-    assert check_resumable(tmp_path / "a", None, "flower", None, None) == (1, True)
+    assert rounds_done(tmp_path / "a", None, "flower", None, None) == (1, True)
     with pytest.raises(RunError, match="no Flower node has them"):
-        check_resumable(tmp_path / "a", 2, "flower", None, None)
+        rounds_done(tmp_path / "a", 2, "flower", None, None)
 
 
 def test_the_flower_server_does_not_resume_it_either(tmp_path):

@@ -21,7 +21,7 @@ from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments import resume as resume_run
 from fedpara.experiments.config import read_options, read_toml, with_values
 from fedpara.experiments.presets import preset as find_preset
-from fedpara.experiments.run import check_resumable, lay_out_all
+from fedpara.experiments.run import lay_out_all, rounds_done
 from fedpara.experiments.storage.run_folder import refuse_used
 from fedpara.experiments.trackers import require, tracker
 from fedpara.files import make_folder
@@ -120,6 +120,16 @@ def experiments_of(preset: str | None, config: Path | None, given: dict[str, Any
     return {name: with_values(experiment, given) for name, experiment in runs.items()}
 
 
+def one_experiment(preset: str | None, config: Path | None, given: dict[str, Any]) -> Experiment:
+    """The experiment of a command that carries out one. UsageError for a preset of several runs."""
+    runs = experiments_of(preset, config, given)
+    if len(runs) > 1:
+        raise UsageError(
+            f"{preset} has {len(runs)} runs ({', '.join(runs)}): write one of them as a --config."
+        )
+    return next(iter(runs.values()))
+
+
 def _run_all_or_raise(paths: dict[str, Path], *how: Any) -> dict[str, Summary]:
     """`run_all` for runs that belong together: RunError at the end names those that failed."""
     summaries, failed = run_all(paths, *how)
@@ -157,7 +167,7 @@ def run_all(
     for name in [name for name in before if engines[name] == "flower"]:
         with trying(name):
             # Flower would only log the error.
-            check_resumable(paths[name], rounds, engine, precision, data_dir)
+            rounds_done(paths[name], rounds, engine, precision, data_dir)
     left = [name for name in before if name not in failed]
     by_flower = [paths[name] for name in left if engines[name] == "flower"]
     with _simulation(by_flower, rounds, data_dir) as simulated:

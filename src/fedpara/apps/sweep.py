@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from fedpara.apps.flower.run_config import refuse_another
-from fedpara.apps.run import experiments_of, raise_failed, refuse_ranks, run_all
+from fedpara.apps.run import one_experiment, raise_failed, refuse_ranks, run_all
 from fedpara.apps.terminal.table import empty_table, print_table
 from fedpara.engines.distributed.process_group import join
 from fedpara.errors import ConfigError, FedParaError, UsageError
@@ -31,7 +31,7 @@ def sweep(
     as_json: bool,
 ) -> None:
     require(track)
-    listed = _points(_base(preset, config), set_, seeds)
+    listed = _points(one_experiment(preset, config, {}), set_, seeds)
     refuse_ranks(*(point.experiment.engine for point in listed))
     if (out / "config.toml").exists():
         raise ConfigError(f"{out} holds a run: choose another --out, or the folder of a sweep.")
@@ -53,16 +53,6 @@ def sweep(
         else:
             _print(table)
     raise_failed(failed, len(listed))
-
-
-def _base(preset: str | None, config: Path | None) -> Experiment:
-    runs = experiments_of(preset, config, {})
-    if len(runs) > 1:
-        raise UsageError(
-            f"{preset} has {len(runs)} runs ({', '.join(runs)}), and a sweep varies one: write one of them as a "
-            "--config."
-        )
-    return next(iter(runs.values()))
 
 
 def _points(base: Experiment, given: Sequence[str], seeds: str | None) -> list[Point]:

@@ -145,7 +145,7 @@ def _collect(
     waiting = dict.fromkeys(chosen)
     known = {HOST.type: sent}  # the model as it was sent, on each device that holds an update
 
-    def check(reply: Reply) -> tuple[Update, State] | WireError | None:
+    def verdict_on(reply: Reply) -> tuple[Update, State] | WireError | None:
         if reply.message is None:
             return None
         device = device_of([reply.message.tensors]) if isinstance(reply.message, Message) else HOST
@@ -156,7 +156,7 @@ def _collect(
         except WireError as error:
             return error
 
-    for reply, verdict in _with_verdicts(replies, check):
+    for reply, verdict in _with_verdicts(replies, verdict_on):
         meter.up(round, reply.client, reply.unread if reply.message is None else reply.message)
         if reply.late:
             collected.notes.append(

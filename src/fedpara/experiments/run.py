@@ -119,7 +119,7 @@ def resume(
     return read_run(path)
 
 
-def check_resumable(
+def rounds_done(
     path: Path, rounds: int | None, engine: str | None, precision: str | None, data_dir: Path | None
 ) -> tuple[int, bool]:
     """(the number of finished rounds, whether these are all), from the checkpoint.

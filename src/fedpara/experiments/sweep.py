@@ -20,7 +20,7 @@ from fedpara.engines.distributed.process_group import Part, join
 from fedpara.errors import UsageError
 from fedpara.experiments.build import build
 from fedpara.experiments.config import Experiment, with_values
-from fedpara.experiments.run import check_resumable, lay_out_all
+from fedpara.experiments.run import lay_out_all, rounds_done
 from fedpara.experiments.storage.run_folder import open_run
 from fedpara.experiments.storage.summary import Summary, read_config, read_run
 
@@ -158,7 +158,7 @@ def take_up(runs: Mapping[Path, Experiment], data_dir: Path | None = None) -> di
 
     def look() -> Part:
         for path in changed if group.rank == 0 else ():
-            check_resumable(path, runs[path].rounds, runs[path].engine, runs[path].precision, data_dir)
+            rounds_done(path, runs[path].rounds, runs[path].engine, runs[path].precision, data_dir)
         return Part()
 
     def change() -> Part:

@@ -192,7 +192,7 @@ def test_certificates_are_written_all_or_none(cli, tmp_path, monkeypatch, there)
         (["up", "--set", "rounds"], 2, "expected name=value"),
         (["up", "--set", "model=os:getcwd"], 2, "unknown model 'os:getcwd': Known: vgg16, "),
         (["up", "--set", "modle=mlp"], 2, "did you mean 'model'"),
-        (["up", "quickstart"], 2, "a federation runs one"),
+        (["up", "quickstart"], 2, "write one of them as a --config"),
     ],
 )
 def test_mistakes(cli, tmp_path, words, code, says):

@@ -6,15 +6,13 @@ from typing import Any
 
 from fedpara.apps.flower.processes import require
 from fedpara.apps.flower.run_config import policy_of, refuse_another
-from fedpara.apps.run import finish
+from fedpara.apps.run import finish, one_experiment
 from fedpara.apps.terminal.progress import Show, say
 from fedpara.engines.progress import Schedule
 from fedpara.errors import ConfigError, UsageError
 from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments.build import build
-from fedpara.experiments.config import read_toml, with_values
-from fedpara.experiments.presets import preset as find_preset
-from fedpara.experiments.run import check_resumable, lay_out
+from fedpara.experiments.run import lay_out, rounds_done
 
 
 def up(
@@ -73,7 +71,7 @@ def _federate(
 
 def _is_finished(out: Path, rounds: int, data_dir: Path | None) -> bool:
     """Whether nothing is left to run. Errors are raised here; the server would only write them to Flower's log."""
-    done, finished = check_resumable(out, rounds, "flower", None, data_dir)
+    done, finished = rounds_done(out, rounds, "flower", None, data_dir)
     if finished:
         say(f"{out} already holds this experiment, finished after round {done}: nothing to run.")
     else:
@@ -81,19 +79,9 @@ def _is_finished(out: Path, rounds: int, data_dir: Path | None) -> bool:
     return finished
 
 
-def _experiment(preset: str | None, config: Path | None, fields: list[str]) -> Experiment:
-    given = {**dict(_field(text) for text in fields), "engine": "flower"}
-    if preset is None:
-        return with_values(read_toml(config) if config else Experiment(), given)
-    if config is not None:
-        raise UsageError("a preset and --config are both given: choose one.")
-    runs = find_preset(preset).runs
-    if len(runs) > 1:
-        raise UsageError(
-            f"{preset} has {len(runs)} runs ({', '.join(runs)}), and a federation runs one: write one of them as a "
-            "--config, or use `flwr run` on the folder that `fedpara flower init` writes."
-        )
-    return with_values(next(iter(runs.values())), given)
+def _experiment(preset: str | None, config: Path | None, said: list[str]) -> Experiment:
+    given = {**dict(_field(text) for text in said), "engine": "flower"}
+    return one_experiment(preset, config, given)
 
 
 def _field(text: str) -> tuple[str, Any]:
