@@ -171,7 +171,7 @@ def test_a_damaged_checkpoint_does_not_replace_the_intact_one(stopped, alone, mo
     """The run falls back and is stopped again before the next round: round 3 must still be there."""
     (stopped / "checkpoint.safetensors").write_bytes(b"torn")
     with monkeypatch.context() as patched:
-        patched.setattr(RUN, "_play", lambda *_: (_ for _ in ()).throw(Stop))
+        patched.setattr(RUN, "run_rounds", lambda *_: (_ for _ in ()).throw(Stop))
         with pytest.raises(Stop):
             resume(stopped)
     assert not (stopped / "checkpoint.previous.safetensors").exists()
