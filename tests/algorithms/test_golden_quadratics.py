@@ -20,7 +20,7 @@ from fedpara.state import State, clone
 
 Vector = NDArray[np.float64]
 
-N, ROUNDS, COHORT, ETA, K = 6, 5, 3, 0.05, 4
+N, ROUNDS, COHORT, ETA, K, BATCH = 6, 5, 3, 0.05, 4, 5
 EXAMPLES = [3, 50, 7, 20, 1, 12]
 SHAPES = {"layer.weight": (2, 3), "layer.bias": (2,)}
 SIZE = 8
@@ -73,7 +73,7 @@ def federate(algorithm: Algorithm) -> Federation:
                 g = algorithm.correct(g, y, run.x, down, client)
                 y, velocity = sgd_step(y, g, velocity, eta, local)
             up, run.clients[i] = algorithm.finish(run.x, y, down, client, steps, eta)
-            updates.append(Update(y, up, EXAMPLES[i]))
+            updates.append(Update(algorithm.send(run.x, y, steps), up, EXAMPLES[i]))
         run.x, run.server = algorithm.aggregate(run.x, run.server, updates, N)
     return run
 
@@ -93,6 +93,23 @@ def np_fedavg(mu: float = 0.0) -> Result:
     for cohort in COHORTS:
         ys = [descend(i, x, pull=mu) for i in cohort]
         x = np.average(ys, axis=0, weights=[EXAMPLES[i] for i in cohort])
+    return x, {}, {}
+
+
+def np_fednova(rho: float) -> Result:
+    """Clients make different numbers of steps. The path is summed step by step, with every gradient 1."""
+    x = X0
+    for cohort in COHORTS:
+        p = np.array([EXAMPLES[i] for i in cohort]) / sum(EXAMPLES[i] for i in cohort)
+        lengths, directions = [], []
+        for i in cohort:
+            y, v, unit, length = x.copy(), np.zeros(SIZE), 0.0, 0.0
+            for _ in range(-(-EXAMPLES[i] // BATCH)):
+                v, unit = rho * v + gradient(i, y), rho * unit + 1
+                y, length = y - ETA * v, length + unit
+            lengths.append(length)
+            directions.append((x - y) / length)
+        x = x - p @ np.array(lengths) * (p @ np.array(directions))
     return x, {}, {}
 
 
@@ -148,6 +165,12 @@ SERVER: dict[str, Any] = {"server_lr": 0.2, "beta1": 0.8, "tau": 0.02}
 CASES: dict[str, tuple[Algorithm, Result]] = {
     "fedavg": (algorithms.fedavg(lr=ETA, steps=K), np_fedavg()),
     "fedprox": (algorithms.fedprox(0.7, lr=ETA, steps=K), np_fedavg(mu=0.7)),
+    "fednova": (algorithms.fednova(lr=ETA, batch_size=BATCH), np_fednova(0.0)),
+    "fednova, momentum 0.5": (
+        algorithms.fednova(lr=ETA, batch_size=BATCH, momentum=0.5),
+        np_fednova(0.5),
+    ),
+    "fednova, equal steps": (algorithms.fednova(lr=ETA, steps=K), np_fedavg()),
     "scaffold": (algorithms.scaffold(lr=ETA, steps=K), np_scaffold(1.0)),
     "scaffold, eta_g 0.6": (algorithms.scaffold(0.6, lr=ETA, steps=K), np_scaffold(0.6)),
     "feddyn": (algorithms.feddyn(0.4, lr=ETA, steps=K), np_feddyn(0.4)),

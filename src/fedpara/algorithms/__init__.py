@@ -17,6 +17,7 @@ from fedpara.algorithms.core import (
 )
 from fedpara.algorithms.fedavg import fedavg, fedprox
 from fedpara.algorithms.feddyn import feddyn
+from fedpara.algorithms.fednova import fednova
 from fedpara.algorithms.registry import build, names
 from fedpara.algorithms.scaffold import scaffold
 
@@ -33,6 +34,7 @@ __all__ = [
     "fedadam",
     "fedavg",
     "feddyn",
+    "fednova",
     "fedprox",
     "fedyogi",
     "names",

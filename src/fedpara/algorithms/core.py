@@ -5,7 +5,7 @@
         each i in S:  y = x
             K times:  g = clip_by_norm(gradient of the loss at y)
                       y = sgd_step(y, correct(g, y, x, down, client_i))
-            up_i, client_i = finish(x, y, down, client_i, K, eta)
+            up_i, client_i = finish(x, y, down, client_i, K, eta);   y_i = send(x, y, K)
         x, server = aggregate(x, server, [Update(y_i, up_i, n_i) for i in S], N)
 
 Every algorithm here needs only the mean of the updates, so its `aggregate` is `FromMean(step)`:
@@ -159,6 +159,23 @@ class FromMean:
         return self.step(x, server, mean.result(), clients)
 
 
+def on_any_device(function: Marked) -> Marked:
+    """Mark a `send`, a `finish` or an `aggregate` that allocates only on its inputs' device.
+
+    Models that were trained on a GPU then stay there until they are aggregated. A partial of a marked function is
+    marked; a function that wraps one is not.
+    """
+    plain: Any = getattr(function, "__func__", function)  # the function of a method
+    plain.on_any_device = plain  # not True: functools.wraps copies attributes to other functions
+    return function
+
+
+@on_any_device
+def as_trained(x: State, y: State, steps: int) -> State:
+    """The default `send`: y itself."""
+    return y
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """A federated learning algorithm. A state is a dict of tensors by name; Variables are a dict of states by name.
@@ -181,22 +198,13 @@ class Algorithm:
     """(x, y, down, client, K, eta) -> the variables to upload, the client's new variables"""
     aggregate: Callable[[State, Variables, Sequence[Update], int], tuple[State, Variables]]
     """(x, server's variables, updates, N) -> the new x, the server's new variables; `FromMean` saves memory"""
+    send: Callable[[State, State, int], State] = as_trained
+    """(x, y, K) -> what the client sends in place of y, such as a noisy or a normalised model"""
 
     @property
     def on_any_device(self) -> bool:
-        """Whether `finish` and `aggregate` are marked `on_any_device`. Otherwise they get tensors on the host."""
-        return _is_marked(self.finish) and _is_marked(self.aggregate)
-
-
-def on_any_device(function: Marked) -> Marked:
-    """Mark a `finish` or an `aggregate` that allocates only on its inputs' device.
-
-    Models that were trained on a GPU then stay there until they are aggregated. A partial of a marked function is
-    marked; a function that wraps one is not.
-    """
-    plain: Any = getattr(function, "__func__", function)  # the function of a method
-    plain.on_any_device = plain  # not True: functools.wraps copies attributes to other functions
-    return function
+        """Whether its functions are marked `on_any_device`. Otherwise they get tensors on the host."""
+        return _is_marked(self.send) and _is_marked(self.finish) and _is_marked(self.aggregate)
 
 
 def _is_marked(function: Callable[..., Any]) -> bool:

@@ -8,6 +8,7 @@ from fedpara.algorithms.adaptive import fedadagrad, fedadam, fedyogi
 from fedpara.algorithms.core import Algorithm, Local
 from fedpara.algorithms.fedavg import fedavg, fedprox
 from fedpara.algorithms.feddyn import feddyn
+from fedpara.algorithms.fednova import fednova
 from fedpara.algorithms.scaffold import scaffold
 from fedpara.errors import ConfigError, among
 
@@ -16,6 +17,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedprox": fedprox,
     "scaffold": scaffold,
     "feddyn": feddyn,
+    "fednova": fednova,
     "fedadam": fedadam,
     "fedyogi": fedyogi,
     "fedadagrad": fedadagrad,

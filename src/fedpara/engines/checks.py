@@ -77,6 +77,7 @@ def _algorithm_problems(a: Algorithm, x: State) -> Iterator[Problem]:
     broadcast = expect_variables(a.name, "broadcast", a.broadcast(server))
     first = expect_variables(a.name, "client_init", a.client_init(x))
     expect_like(a.name, "correct", a.correct(zeros_like(x), x, x, broadcast, first), x)
+    expect_like(a.name, "send", a.send(x, x, 1), x)
     made: Any = a.finish(x, x, broadcast, first, 1, 1.0)
     if not (isinstance(made, tuple) and len(made) == 2):
         what = "expected a pair of dicts, what the client sends and its new variables."

@@ -98,6 +98,7 @@ def reply_of(
     y = {name: trained.parameters[name] for name in program.shared}
     eta = algorithm.local.lr_at(round)
     extra, own = algorithm.finish(x, y, down, own_variables(memory), trained.steps, eta)
+    y = algorithm.send(x, y, trained.steps)
     sent = {**y, **{name: trained.buffers[name] for name in program.shared_buffers}}
     private = {name: trained.state[name] for name in program.retained}
     try:
