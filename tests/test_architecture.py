@@ -149,7 +149,10 @@ def test_a_module_has_a_docstring_and_one_job(path):
     assert len(source.splitlines()) <= 350, f"{path} has two jobs"
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES}), ids=lambda p: p.name)
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in [*MODULES, *TESTS]}), ids=lambda p: p.name)
 def test_a_folder_is_small_enough_to_take_in(folder):
     assert len(list(folder.glob("*.py"))) <= 15, f"{folder} holds too many files"
 

@@ -90,7 +90,6 @@ def _command(group: "ProcessGroup | None") -> int:
 def _call() -> int:
     logger, handler = logging.getLogger("fedpara"), TerminalHandler()
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     try:
         code = app(standalone_mode=False) or 0
     finally:

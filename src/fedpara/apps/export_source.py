@@ -18,7 +18,7 @@ from fedpara.choices import CLASSES
 from fedpara.engines.flower.engine import ACCEPTED
 from fedpara.engines.program import make_program, shared_names
 from fedpara.engines.session import PRIVATE
-from fedpara.errors import DataError, FedParaError, RunError, StateError, UsageError, in_a_line
+from fedpara.errors import DataError, FedParaError, RunError, UsageError, in_a_line
 from fedpara.experiments.build import build, build_model, build_scheme
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.node_data import is_own
@@ -33,17 +33,6 @@ from fedpara.interop.rebuild import EXPECTED, is_description, refuse_misfit
 from fedpara.parameterization import forms
 from fedpara.state import State
 
-DAMAGE = (
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    LookupError,
-    OverflowError,
-    MemoryError,
-    StateError,
-)
-"""What reading a damaged model.json may raise."""
 FEW = 8
 """An error message lists at most this many clients."""
 
@@ -139,7 +128,7 @@ def _initial(
         shape = tuple(description["shape"])
         network = build_model(experiment, description["classes"], shape, build_scheme(experiment))
         return network, description, preprocessing, recorded
-    except DAMAGE as error:
+    except Exception as error:  # a damaged file may break any assumption
         raise RunError(
             f"{path / 'model.json'} does not describe the run's network ({in_a_line(error)}): restore the file."
         ) from None

@@ -8,13 +8,12 @@ from typing import Any
 
 import typer
 
-from fedpara.apps.flower.run_config import refuse_another
 from fedpara.apps.run import one_experiment, raise_failed, refuse_ranks, run_all
 from fedpara.apps.terminal.table import empty_table, print_table
 from fedpara.engines.distributed.process_group import join
 from fedpara.errors import ConfigError, FedParaError, UsageError
 from fedpara.experiments import Experiment
-from fedpara.experiments.config import FREE
+from fedpara.experiments.storage.run_folder import refuse_another
 from fedpara.experiments.sweep import Point, Row, points, read_grid, read_seeds, rows, take_up, text_of
 from fedpara.experiments.trackers import require
 from fedpara.report.tables import spread_of
@@ -38,7 +37,7 @@ def sweep(
     paths = {point.name: out / point.name for point in listed}
     for point in listed:
         if (paths[point.name] / "config.toml").exists():
-            refuse_another(paths[point.name], point.experiment, FREE)
+            refuse_another(paths[point.name], point.experiment)
     finished = take_up({paths[point.name]: point.experiment for point in listed}, data_dir)
     runs = {name: finished[path] for name, path in paths.items() if path in finished}
     left = {name: path for name, path in paths.items() if name not in runs}

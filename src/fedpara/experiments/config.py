@@ -186,6 +186,14 @@ def with_values(base: Experiment, given: dict[str, Any]) -> Experiment:
     return replace(base, **changed)
 
 
+def read_value(text: str) -> Any:
+    """A TOML value; text that is not valid TOML is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
 def read_options(given: Iterable[str]) -> dict[str, float]:
     """The algorithm's hyper-parameters from strings such as mu=0.1."""
     options: dict[str, float] = {}

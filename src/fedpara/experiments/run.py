@@ -1,10 +1,11 @@
 """Run an experiment into a folder, or resume one.
 
-Messages go to the logger "fedpara": INFO ones are shown to the user, DEBUG ones only go to the run folder's log.txt.
+Messages for the user go to the logger "fedpara" and to the run folder's log.txt. Some lines are only for the log.txt.
 """
 
 import logging
 import shlex
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from fedpara.experiments.storage.run_folder import (
 from fedpara.experiments.storage.summary import Summary, read_config, read_run
 
 logger = logging.getLogger("fedpara")
+logger.setLevel(logging.INFO)  # without handlers of the user, Python shows only warnings
 
 OnRound = Callable[[Round, dict[str, float]], None]
 """Called after each round with its result, and with its `seconds` and `clients_per_second`."""
@@ -184,8 +186,8 @@ class _FolderHandler(logging.Handler):
     """Writes the messages of this thread's run to its folder: other threads may run other folders."""
 
     def __init__(self, folder: RunFolder | Follower) -> None:
-        super().__init__(logging.DEBUG)
-        self._folder, self._thread = folder, logging.LogRecord("", 0, "", 0, "", None, None).thread
+        super().__init__()
+        self._folder, self._thread = folder, threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.thread == self._thread:
@@ -194,14 +196,12 @@ class _FolderHandler(logging.Handler):
 
 @contextmanager
 def _logged_to(folder: RunFolder | Follower) -> Iterator[None]:
-    handler, level = _FolderHandler(folder), logger.level
+    handler = _FolderHandler(folder)
     logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
     try:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 @contextmanager
@@ -233,12 +233,8 @@ def _run_rounds(
     else:
         settings = _settings(experiment, parts)
         engine = build_engine(settings, session, parts.task, parts.data, folder.memory)
-    unexpected = _is_unexpected(experiment.engine, engine.name)
-    logger.log(
-        logging.INFO if unexpected else logging.DEBUG,
-        "engine %s (%s was requested): %s",
-        *(engine.name, experiment.engine, engine.why),
-    )
+    chosen = f"engine {engine.name} ({experiment.engine} was requested): {engine.why}"
+    (logger.info if _is_unexpected(experiment.engine, engine.name) else folder.log)(chosen)
     if session.program.private and not personal:
         logger.info("no accuracy is measured: parts of the model are private, and --personal was not given")
     started = time.perf_counter()
@@ -253,7 +249,7 @@ def _run_rounds(
         if on_round is not None:
             on_round(result, timing)
         started = time.perf_counter()
-    logger.debug("engine %s: %s", engine.name, engine.why)
+    folder.log(f"engine {engine.name}: {engine.why}")
 
 
 def _is_unexpected(asked: str, ran: str) -> bool:

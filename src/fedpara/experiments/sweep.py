@@ -6,7 +6,6 @@ rows(points, runs)                      four rows, the best mean accuracy first
 """
 
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from urllib.parse import quote
 from fedpara.engines.distributed.process_group import Part, join
 from fedpara.errors import UsageError
 from fedpara.experiments.build import build
-from fedpara.experiments.config import Experiment, with_values
+from fedpara.experiments.config import Experiment, read_value, with_values
 from fedpara.experiments.run import lay_out_all, rounds_done
 from fedpara.experiments.storage.run_folder import open_run
 from fedpara.experiments.storage.summary import Summary, read_config, read_run
@@ -85,14 +84,6 @@ def read_grid(given: Iterable[str]) -> dict[str, list[Any]]:
             raise UsageError(f"--set {name} is given twice: give all values at once, such as lr=0.02,0.1.")
         grid[name] = [read_value(value) for value in texts]
     return grid
-
-
-def read_value(text: str) -> Any:
-    """A TOML value; text that is not valid TOML is a string."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def read_seeds(text: str) -> list[int]:

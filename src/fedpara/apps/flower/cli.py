@@ -56,7 +56,7 @@ def up(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="A field, such as rounds=3; repeatable.")
     ] = None,
-    nodes: Annotated[int, typer.Option(help="Number of SuperNodes, which share the clients.")] = 3,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of SuperNodes, which share the clients.")] = 3,
     out: Annotated[Path, typer.Option(help="Run folder; a run of the same experiment is resumed.")] = Path(
         "runs/flower"
     ),

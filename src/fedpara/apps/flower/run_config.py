@@ -3,7 +3,7 @@
 An empty string means unset. Flower has no absent values and rejects keys that the app does not list.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from fedpara.errors import ConfigError
 from fedpara.experiments import Experiment
 from fedpara.experiments.config import read_options, read_toml, with_values
 from fedpara.experiments.presets import preset
-from fedpara.experiments.storage.summary import read_config
 
 POLICY = {
     "deadline": "deadline",
@@ -58,24 +57,6 @@ class Settings:
     def names_an_experiment(self) -> bool:
         """Whether it describes an experiment; otherwise it only resumes `out`."""
         return bool(self.preset or self.config or self.given.keys() - {"rounds"})
-
-
-def difference(there: Experiment, asked: Experiment, free: Container[str] = ("rounds", "engine")) -> str:
-    """The fields, other than `free` ones, in which the folder's experiment differs from the one requested."""
-    pairs = ((f.name, getattr(there, f.name), getattr(asked, f.name)) for f in fields(Experiment))
-    differences = [
-        f"{name} is {a!r} there and {b!r} here" for name, a, b in pairs if a != b and name not in free
-    ]
-    return ", ".join(differences)
-
-
-def refuse_another(path: Path, asked: Experiment, free: Container[str] = ("rounds", "engine")) -> None:
-    """ConfigError if the folder holds a run of another experiment: nothing is overwritten."""
-    if different := difference(read_config(path), asked, free):
-        raise ConfigError(
-            f"{path} holds a run of another experiment ({different}): choose another folder, or resume that run by "
-            f"giving only its folder or config ({path / 'config.toml'})."
-        )
 
 
 def served(k: Any, n: Any, where: str) -> tuple[int, int]:

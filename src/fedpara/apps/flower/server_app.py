@@ -15,30 +15,23 @@ from flwr.serverapp import Grid, ServerApp
 from fedpara.apps.flower.certificates import read_keys
 from fedpara.apps.flower.grid import GridTransport
 from fedpara.apps.flower.host import host_on
-from fedpara.apps.flower.run_config import Settings, read, refuse_another
+from fedpara.apps.flower.run_config import Settings, read
 from fedpara.errors import FedParaError, of_several
 from fedpara.experiments import resume
-from fedpara.experiments.config import FREE
 from fedpara.experiments.run import Host, lay_out
+from fedpara.experiments.storage.run_folder import refuse_another
 
 app = ServerApp()
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    logging.getLogger("fedpara").addHandler(_to_stdout())
+    logging.getLogger("fedpara").addHandler(logging.StreamHandler(sys.stdout))  # Flower shows it
     settings = read(context.run_config)
     if settings.policy.threads:
         torch.set_num_threads(settings.policy.threads)
     keys = read_keys(settings.keys) if settings.keys is not None else None
     run_folders(_laid_out(settings), settings.data_dir, host_on(GridTransport(grid), settings.policy, keys))
-
-
-def _to_stdout() -> logging.Handler:
-    """Flower shows what its apps print."""
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setLevel(logging.INFO)
-    return handler
 
 
 def run_folders(runs: Mapping[Path, int | None], data_dir: Path | None, host: Host) -> None:
@@ -63,7 +56,7 @@ def _laid_out(settings: Settings) -> dict[Path, int | None]:
     runs = settings.experiments()
     for path, experiment in runs.items():
         if (path / "config.toml").exists():
-            refuse_another(path, experiment, FREE)
+            refuse_another(path, experiment)
         else:
             lay_out(experiment, path, data_dir=settings.data_dir)
     return {path: experiment.rounds for path, experiment in runs.items()}

@@ -1,18 +1,19 @@
 """`fedpara flower up`: runs a federation on this machine."""
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from fedpara.apps.flower.processes import require
-from fedpara.apps.flower.run_config import policy_of, refuse_another
+from fedpara.apps.flower.run_config import policy_of
 from fedpara.apps.run import finish, one_experiment
 from fedpara.apps.terminal.progress import Show, say
 from fedpara.engines.progress import Schedule
 from fedpara.errors import ConfigError, UsageError
 from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments.build import build
+from fedpara.experiments.config import read_value
 from fedpara.experiments.run import lay_out, rounds_done
+from fedpara.experiments.storage.run_folder import refuse_another
 
 
 def up(
@@ -25,10 +26,10 @@ def up(
     data_dir: Path | None,
     as_json: bool,
 ) -> None:
-    experiment = _experiment(preset, config, fields)
+    experiment = one_experiment(preset, config, {**dict(map(_field, fields)), "engine": "flower"})
     there = (out / "config.toml").exists()
     if there:
-        refuse_another(out, experiment)
+        refuse_another(out, experiment, free=("rounds", "engine"))
     if nodes > experiment.clients:
         raise ConfigError(
             f"{nodes} nodes for {experiment.clients} clients: expected at most one node per client."
@@ -79,17 +80,8 @@ def _is_finished(out: Path, rounds: int, data_dir: Path | None) -> bool:
     return finished
 
 
-def _experiment(preset: str | None, config: Path | None, said: list[str]) -> Experiment:
-    given = {**dict(_field(text) for text in said), "engine": "flower"}
-    return one_experiment(preset, config, given)
-
-
 def _field(text: str) -> tuple[str, Any]:
-    """name=value; a value that is not valid TOML is a string."""
     name, equals, value = text.partition("=")
     if not equals:
         raise UsageError(f"--set {text!r}: expected name=value, such as rounds=3.")
-    try:
-        return name.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return name.strip(), value
+    return name.strip(), read_value(value)

@@ -25,9 +25,6 @@ def say(text: str) -> None:
 class TerminalHandler(logging.Handler):
     """Prints messages for the user to stderr; under torchrun only rank 0 does."""
 
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-
     def emit(self, record: logging.LogRecord) -> None:
         if os.environ.get("RANK", "0") == "0":
             say(record.getMessage())

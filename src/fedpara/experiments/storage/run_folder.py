@@ -23,14 +23,15 @@ import math
 import os
 import shlex
 import time
+from collections.abc import Container
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from fedpara.engines.progress import Progress, Round
 from fedpara.errors import ConfigError, RunError
-from fedpara.experiments.config import Experiment, to_toml
+from fedpara.experiments.config import FREE, Experiment, to_toml
 from fedpara.experiments.storage.checkpoint import (
     CHECKPOINT,
     Checkpoint,
@@ -206,6 +207,24 @@ def refuse_used(path: Path) -> None:
         )
     if any(entry.name not in WRITTEN_FIRST and not entry.match(PART) for entry in entries):
         raise ConfigError(f"{path} is not empty and holds no run: choose an empty or new folder for --out.")
+
+
+def refuse_another(path: Path, asked: Experiment, free: Container[str] = FREE) -> None:
+    """ConfigError if the folder holds a run of another experiment. Fields in `free` may differ."""
+    there = read_config(path)
+    names = [f.name for f in fields(Experiment) if getattr(there, f.name) != getattr(asked, f.name)]
+    if there.identity == asked.identity:
+        names = [name for name in names if name in FREE]  # the others have no effect on the result
+    told = [
+        f"{name} is {getattr(there, name)!r} there and {getattr(asked, name)!r} here"
+        for name in names
+        if name not in free
+    ]
+    if told:
+        raise ConfigError(
+            f"{path} holds a run of another experiment ({', '.join(told)}): choose another folder, or resume that run "
+            f"by giving only its folder or config ({path / 'config.toml'})."
+        )
 
 
 def open_run(path: Path, experiment: Experiment, data: str) -> RunFolder:
