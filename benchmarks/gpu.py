@@ -34,12 +34,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fedpara as fp
 from fedpara import algorithms, data, models
+from fedpara.algorithms import sgd
 from fedpara.engines.batched.engine import Batched
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.memory import InMemory
 from fedpara.engines.program import make_program
 from fedpara.engines.session import Session
-from fedpara.engines.task import Task
+from fedpara.tasks import Task
 
 GAMMA = 0.1
 BATCH = 64
@@ -100,14 +101,17 @@ def ready(name: str, device: str) -> Callable[[], None]:
 def _eager(session: Session, held: fp.FederatedData, precision: str, device: str) -> Callable[[], None]:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "float32"
     torch.backends.cudnn.benchmark = True
-    worker, local = Worker(session.program, device=torch.device(device)), session.algorithm.local
+    worker, local = (
+        Worker(session.program, Task(session.program.model), torch.device(device)),
+        session.algorithm.local,
+    )
     images = data.normalise(held.train.inputs[:BATCH], held.train.mean, held.train.std).to(device)
-    labels = held.train.labels[:BATCH].to(device)
+    labels = held.train.targets[:BATCH].to(device)
 
     def step() -> None:
         with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16", cache_enabled=False):
             gradient, _ = worker.gradient(images, labels, local, 1e-3)
-        worker._step(gradient, {}, local, 1e-3)
+        worker._step(sgd(), gradient, {}, 1e-3)
 
     return step
 

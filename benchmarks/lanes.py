@@ -35,7 +35,7 @@ def ratio(scheme: Scheme | None, batch_size: int, lanes: int, turns: int) -> flo
     model = models.mlp(64, 256, 10)
     if scheme is not None:
         model = fp.factorize(model, scheme)
-    federation = fp.FederatedData(train, data.iid(train.labels[: CLIENTS * 96], CLIENTS, 0))
+    federation = fp.FederatedData(train, data.iid(train.targets[: CLIENTS * 96], CLIENTS, 0))
     method = algorithms.fedavg(lr=0.05, epochs=2, batch_size=batch_size)
     session, task = Session(make_program(model), method, fp.Link(), 0), fp.Task(model)
     engines: tuple[Engine, ...] = (

@@ -9,44 +9,27 @@ Test accuracy after each round, both engines on the same device, from the same s
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from fedpara.algorithms import Local
-from fedpara.data import Examples
 from fedpara.engines.local import engine as sequential
-from fedpara.engines.local.worker import Score, Trained, Worker
+from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import Program
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.paper.recipe import experiment
 from fedpara.experiments.run import run
-from fedpara.state import State
+from fedpara.tasks import Task
 
 
 def worker_on(device: torch.device) -> type[Worker]:
     """The sequential engine's worker, which is made for the CPU, on another device: the same steps, one by one."""
 
     class There(Worker):
-        def __init__(self, program: Program, augment: Any = "none") -> None:
-            super().__init__(program, augment, device)
-
-        def train(self, *args: Any, **options: Any) -> Trained:
-            trained = super().train(*args, **options)
-            return replace(trained, parameters={name: t.cpu() for name, t in trained.parameters.items()})
-
-        def gradient(self, images: Tensor, labels: Tensor, local: Local, eta: float) -> tuple[State, Tensor]:
-            gradient, loss = super().gradient(images.to(device), labels.to(device), local, eta)
-            return gradient, loss.cpu()
-
-        def evaluate(self, state: Mapping[str, Tensor], examples: Examples) -> Score:
-            there = replace(examples, inputs=examples.inputs.to(device), labels=examples.labels.to(device))
-            return super().evaluate(state, there)
+        def __init__(self, program: Program, task: Task) -> None:
+            super().__init__(program, task, device)
 
     return There
 

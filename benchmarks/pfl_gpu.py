@@ -126,7 +126,7 @@ def pfl(work: Workload, device: str) -> float:
     for client in sorted({client for clients in drawn for client in clients}):
         own = held.client(client)
         inputs = data.normalise(own.inputs, own.mean, own.std).to(device)
-        users[client] = PyTorchTensorDataset((inputs, own.labels.to(device)), user_id=str(client))
+        users[client] = PyTorchTensorDataset((inputs, own.targets.to(device)), user_id=str(client))
     order = (client for clients in drawn for client in clients)
     people = FederatedDataset(users.__getitem__, order.__next__)
     model = Learner()

@@ -96,14 +96,14 @@ class Watch:
 @cache
 def federation(clients: int) -> fp.FederatedData:
     train, _ = data.load("digits")
-    return fp.FederatedData(train, data.iid(train.labels, clients, SEED))
+    return fp.FederatedData(train, data.iid(train.targets, clients, SEED))
 
 
 @cache
 def ready(clients: int) -> list[tuple[Tensor, Tensor]]:
     """Each client's normalised inputs and labels, made once: the other rows find their data as they want it."""
     held = [federation(clients).client(i) for i in range(clients)]
-    return [(data.normalise(e.inputs, e.mean, e.std), e.labels) for e in held]
+    return [(data.normalise(e.inputs, e.mean, e.std), e.targets) for e in held]
 
 
 @cache

@@ -34,7 +34,7 @@ class Network(nn.Module):
 # --8<-- [start:train]
 def accuracy(model):
     with torch.no_grad():
-        return (model(x_test).argmax(1) == test.labels).float().mean().item()
+        return (model(x_test).argmax(1) == test.targets).float().mean().item()
 
 
 def trained(model):
@@ -44,7 +44,7 @@ def trained(model):
     for _ in range(5):
         for batch in torch.randperm(len(x)).split(32):
             optimizer.zero_grad()
-            F.cross_entropy(model(x[batch]), train.labels[batch]).backward()
+            F.cross_entropy(model(x[batch]), train.targets[batch]).backward()
             optimizer.step()
         scores.append(accuracy(model))
     return scores

@@ -10,7 +10,7 @@ import fedpara as fp
 from fedpara import algorithms, data, models
 
 train, test = data.load("digits")
-clients = fp.FederatedData(train, data.dirichlet(train.labels, clients=20, alpha=0.5, seed=0))
+clients = fp.FederatedData(train, data.dirichlet(train.targets, clients=20, alpha=0.5, seed=0))
 # --8<-- [end:data]
 
 # --8<-- [start:run]

@@ -10,8 +10,8 @@ import fedpara as fp
 from fedpara import algorithms, data, models
 
 train, test = data.load("digits")
-split = data.dirichlet(train.labels, clients=30, alpha=0.3, seed=0)
-own_tests = data.personal_test(test.labels, split, train.labels)
+split = data.dirichlet(train.targets, clients=30, alpha=0.3, seed=0)
+own_tests = data.personal_test(test.targets, split, train.targets)
 clients = fp.FederatedData(train, split, personal=(test, own_tests))
 # --8<-- [end:data]
 
@@ -51,6 +51,6 @@ for name, run in runs.items():
 merged = fp.merge(model, runs["pFedPara"].client_state(3))
 mine = clients.client_test(3)
 inputs = data.normalise(mine.inputs, mine.mean, mine.std)
-correct = (merged(inputs).argmax(1) == mine.labels).float().mean()
+correct = (merged(inputs).argmax(1) == mine.targets).float().mean()
 print(f"client 3's merged model: {correct:.1%} of its {len(mine)} test digits")
 # --8<-- [end:client]

@@ -50,7 +50,7 @@ def test_a_run(run):
 
 
 def test_a_run_with_a_long_engine_note_and_no_accuracy(run):
-    rounds = tuple(replace(one, accuracy=None) for one in run.rounds)
+    rounds = tuple(replace(one, scores={}) for one in run.rounds)
     text = short(replace(run, rounds=rounds, engine="sequential: " + "because " * 200))
     assert "accuracy: not measured" in text
     assert "sequential: because" in text
@@ -78,7 +78,17 @@ def test_a_round_and_its_progress(run):
 def test_any_round(number, clients, loss, accuracy, refused):
     progress = Progress(number, {"w": torch.zeros(3)}, {}, {}, 10**15, 10**15)
     said = tuple((client, "its update is not finite " * 9) for client in range(refused))
-    text = short(Round(progress, tuple(range(clients)), loss, 10**15, 0, said, accuracy))
+    text = short(
+        Round(
+            progress,
+            tuple(range(clients)),
+            loss,
+            10**15,
+            0,
+            said,
+            {} if accuracy is None else {"accuracy": accuracy},
+        )
+    )
     assert text.startswith(f"Round({number}, {clients} client")
     assert (f"{refused} refused" in text) == (refused > 0)
     assert ("not measured" in text) == (accuracy is None)
@@ -94,7 +104,7 @@ def test_a_program_and_a_session(run):
 
 def test_a_plan(run):
     data = fp.FederatedData(examples(), [range(20), range(20, 40)])
-    plan = plan_round(run.session, data, "none", 1, [0, 1], 2)
+    plan = plan_round(run.session, [data.indices(0), data.indices(1)], "none", 1, [0, 1], 2)
     assert short(plan) == "RoundPlan(2 clients in 2 lanes, 1 steps, batches of 4)"
 
 

@@ -4,36 +4,51 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedpara.data import FederatedData
+    from fedpara.algorithms.schedules import constant, cosine, linear, step_decay
+    from fedpara.data import Examples, FederatedData
     from fedpara.engines.simulate import simulate
-    from fedpara.engines.task import Task
     from fedpara.errors import FedParaError
     from fedpara.experiments import Experiment
     from fedpara.parameterization import FedPara, LowRank, PFedPara, factorize, merge
+    from fedpara.tasks import Metric, Task, metric
     from fedpara.wire import Link
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Examples",
     "Experiment",
     "FedPara",
     "FedParaError",
     "FederatedData",
     "Link",
     "LowRank",
+    "Metric",
     "PFedPara",
     "Task",
+    "constant",
+    "cosine",
     "factorize",
+    "linear",
     "merge",
+    "metric",
     "simulate",
+    "step_decay",
 ]
 
 # A name is imported at its first use (PEP 562): importing torch takes seconds, and `fedpara --help` does not need it.
 _MODULES = (
     *("algorithms", "data", "engines", "errors", "experiments", "files", "layout", "models"),
-    *("parameterization", "state", "wire"),
+    *("parameterization", "state", "tasks", "trees", "wire"),
 )
 _HOMES = {
+    "Examples": "data",
+    "Metric": "tasks",
+    "constant": "algorithms.schedules",
+    "cosine": "algorithms.schedules",
+    "linear": "algorithms.schedules",
+    "metric": "tasks",
+    "step_decay": "algorithms.schedules",
     "Experiment": "experiments",
     "FedPara": "parameterization",
     "FedParaError": "errors",
@@ -41,7 +56,7 @@ _HOMES = {
     "Link": "wire",
     "LowRank": "parameterization",
     "PFedPara": "parameterization",
-    "Task": "engines",
+    "Task": "tasks",
     "factorize": "parameterization",
     "merge": "parameterization",
     "simulate": "engines",

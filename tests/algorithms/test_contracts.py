@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedpara import algorithms
-from fedpara.algorithms import Algorithm, Local, Update, Variables, clip_by_norm, sgd_step
+from fedpara.algorithms import Algorithm, Local, Update, Variables, Visit, clip_by_norm, sgd
 from fedpara.errors import StateError
 from fedpara.state import State
 
@@ -61,7 +61,7 @@ class Scene:
             "broadcast": lambda: (algorithm.broadcast(self.server),),
             "client_init": lambda: (algorithm.client_init(x),),
             "correct": lambda: (algorithm.correct(self.gradient, y, x, down, client),),
-            "send": lambda: (algorithm.send(x, y, 7),),
+            "send": lambda: (algorithm.send(x, y, Visit(3, 2, 7, 0.1, 11)),),
             "finish": lambda: algorithm.finish(x, y, down, client, 7, 0.05),
             "aggregate": lambda: algorithm.aggregate(x, self.server, self.updates, N),
         }
@@ -145,7 +145,7 @@ def test_empty_states(name: str) -> None:
         for extra in ({}, up):
             x, variables = algorithm.aggregate({}, server, [Update({}, extra, 3), Update({}, extra, 1)], N)
             assert (x, variables) == ({}, server)
-    assert sgd_step({}, {}, {}, 0.1, Local(momentum=0.9, weight_decay=0.1)) == ({}, {})
+    assert sgd(weight_decay=0.1).step({}, {}, {}, 0.1) == ({}, {})
     assert clip_by_norm({}, 1.0) == {}
 
 
@@ -169,13 +169,13 @@ def test_correct_over_stacked_clients_equals_a_loop(name: str) -> None:
 def test_a_step_traces_without_a_break(name: str) -> None:
     """fullgraph fails on `.item()` and on branches over values."""
     algorithm = build(name)
-    local = Local(momentum=0.9, weight_decay=0.01, clip=0.5)
+    optimizer = sgd(momentum=0.9, weight_decay=0.01)
     scene = Scene(algorithm)
 
     def step(y: State, gradient: State, velocity: State, lr: Tensor) -> tuple[State, State]:
         clipped = clip_by_norm(gradient, 0.5)
         corrected = algorithm.correct(clipped, y, scene.x, scene.down, scene.client)
-        return sgd_step(y, corrected, velocity, lr, local)
+        return optimizer.step(y, corrected, {"velocity": velocity}, lr)
 
     arguments = (scene.ys[0], scene.gradient, drawn(9), torch.tensor(0.1))
     traced = torch.compile(step, backend="eager", fullgraph=True)(*arguments)

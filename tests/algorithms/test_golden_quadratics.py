@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from fedpara import algorithms
-from fedpara.algorithms import Algorithm, Local, Update, Variables, clip_by_norm, sgd_step
+from fedpara.algorithms import Algorithm, Local, Update, Variables, Visit, clip_by_norm, sgd
+from fedpara.algorithms.optimizers import build_optimizer
 from fedpara.errors import ConfigError
 from fedpara.state import State, clone
 
@@ -65,15 +66,16 @@ def federate(algorithm: Algorithm) -> Federation:
         for i in COHORTS[round - 1]:
             client = run.clients.get(i) or algorithm.client_init(run.x)
             y, steps = clone(run.x), local.steps_for(EXAMPLES[i])
-            velocity: State = {}
+            optimizer = build_optimizer(local)
+            slots = optimizer.init(y)
             for _ in range(steps):
                 g = to_state(gradient(i, to_vector(y)))
                 if local.clip is not None:
                     g = clip_by_norm(g, local.clip)
                 g = algorithm.correct(g, y, run.x, down, client)
-                y, velocity = sgd_step(y, g, velocity, eta, local)
+                y, slots = optimizer.step(y, g, slots, eta)
             up, run.clients[i] = algorithm.finish(run.x, y, down, client, steps, eta)
-            updates.append(Update(algorithm.send(run.x, y, steps), up, EXAMPLES[i]))
+            updates.append(Update(algorithm.send(run.x, y, Visit(i, round, steps, eta, 0)), up, EXAMPLES[i]))
         run.x, run.server = algorithm.aggregate(run.x, run.server, updates, N)
     return run
 
@@ -221,7 +223,7 @@ def test_scaffold_with_zero_control_steps_as_fedavg() -> None:
     y = x
     for _ in range(K):
         g = algorithm.correct(to_state(gradient(i, to_vector(y))), y, x, algorithm.server_init(x), control)
-        y, _ = sgd_step(y, g, None, ETA, algorithm.local)
+        y, _ = build_optimizer(algorithm.local).step(y, g, {}, ETA)
     np.testing.assert_allclose(to_vector(y), descend(i, X0), rtol=0, atol=1e-14)
 
 
@@ -288,9 +290,7 @@ def test_scaffold_and_feddyn_reach_the_optimum_that_fedavg_misses() -> None:
                 y = x
                 for _ in range(10):
                     g = to_state(gradient(i, to_vector(y)))
-                    y, _ = sgd_step(
-                        y, algorithm.correct(g, y, x, down, clients[i]), None, 0.1, algorithm.local
-                    )
+                    y, _ = sgd().step(y, algorithm.correct(g, y, x, down, clients[i]), {}, 0.1)
                 up, clients[i] = algorithm.finish(x, y, down, clients[i], 10, 0.1)
                 updates.append(Update(y, up, 1))
             x, server = algorithm.aggregate(x, server, updates, N)

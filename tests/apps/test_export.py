@@ -51,7 +51,7 @@ def test_an_exported_run_is_a_plain_model(cli, tmp_path, scheme):
     with torch.no_grad():
         logits = plain(images)
         torch.testing.assert_close(logits, trained(images), rtol=1e-5, atol=1e-5)
-    accuracy = float((logits.argmax(1) == test.labels).double().mean())
+    accuracy = float((logits.argmax(1) == test.targets).double().mean())
     assert accuracy == pytest.approx(read_run(tmp_path / "run").accuracy, abs=1e-12)
 
     code, _, err = cli("export", "run")
@@ -101,12 +101,12 @@ def test_an_exported_run_takes_raw_inputs(cli, tmp_path, trained, format):
     file = tmp_path / f"m.{format}"
     code, out, _ = cli("export", trained, "--format", format, "--out", file)
     assert (code, "inputs: uint8 [batch, 1, 8, 8], raw. The model normalises them" in out) == (0, True), out
-    assert accuracy(file, test.inputs, test.labels) == pytest.approx(expected, abs=1e-12)
+    assert accuracy(file, test.inputs, test.targets) == pytest.approx(expected, abs=1e-12)
 
     code, out, _ = cli("export", trained, "--format", format, "--out", file, "--no-normalise", "--overwrite")
     assert (code, "inputs: float32 [batch, 1, 8, 8], normalised: (x / 255 - mean)" in out) == (0, True), out
-    assert accuracy(file, images, test.labels) == pytest.approx(expected, abs=1e-12)
-    assert accuracy(file, test.inputs / 255, test.labels) < expected - 0.02
+    assert accuracy(file, images, test.targets) == pytest.approx(expected, abs=1e-12)
+    assert accuracy(file, test.inputs / 255, test.targets) < expected - 0.02
 
 
 def test_safetensors_record_the_preprocessing(cli, tmp_path, trained):
@@ -118,7 +118,7 @@ def test_safetensors_record_the_preprocessing(cli, tmp_path, trained):
     assert entry == {**numbers, "dtype": "uint8", "shape": [1, 8, 8], "classes": 10}
     code, out, _ = cli("export", "m.safetensors", "--format", "onnx", "--json")
     assert (code, json.loads(out)["normalises"]) == (0, True)
-    found = accuracy(tmp_path / "m.onnx", test.inputs, test.labels)
+    found = accuracy(tmp_path / "m.onnx", test.inputs, test.targets)
     assert found == pytest.approx(read_run(trained).accuracy, abs=1e-12)
 
     assert cli("export", trained, "--out", "bare.safetensors", "--no-normalise")[0] == 0

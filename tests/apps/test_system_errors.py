@@ -162,7 +162,7 @@ STREAMS = {
 @pytest.mark.parametrize("stream", STREAMS)
 def test_a_failing_stderr_does_not_end_the_run(monkeypatch, stream):
     monkeypatch.setattr(sys, "stderr", STREAMS[stream]())
-    result = Round(Progress(2, {}, {}, {}, 10, 10), (0, 1), 0.5, 10, 10, (), 0.5, 0.5, None, None, ())
+    result = Round(Progress(2, {}, {}, {}, 10, 10), (0, 1), 0.5, 10, 10, (), {"accuracy": 0.5})
     with progress.Show("a", 2) as show:
         show(result, {"seconds": 1.0, "clients_per_second": 2.0})
         progress.say("a note")

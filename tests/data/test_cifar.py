@@ -95,9 +95,9 @@ def test_reads_what_was_written(tmp_path, version, classes, place):
     train, test, _ = read(cifar.source("small", classes, [version], {}), tmp_path)
     names = [name for name, _ in version.train]
     assert train.inputs.numpy().tolist() == np.concatenate([truth[name][0] for name in names]).tolist()
-    assert train.labels.tolist() == np.concatenate([truth[name][1] for name in names]).tolist()
+    assert train.targets.tolist() == np.concatenate([truth[name][1] for name in names]).tolist()
     assert test.inputs.numpy().tolist() == truth[version.test[0]][0].tolist()
-    assert test.labels.tolist() == truth[version.test[0]][1].tolist()
+    assert test.targets.tolist() == truth[version.test[0]][1].tolist()
     assert train.classes == classes
     assert train.mean is not None
     np.testing.assert_allclose(train.mean, (train.inputs.double() / 255).mean((0, 2, 3)).numpy(), rtol=1e-12)
@@ -118,7 +118,7 @@ def test_reads_newer_pickle_protocols(tmp_path, protocol):
     files, truth = contents(PYTHON10, 10, lambda batch: pickle.dumps(batch, protocol))
     unpack(tmp_path, PYTHON10, files)
     train, _, _ = read(cifar.source("small", 10, [PYTHON10], {}), tmp_path)
-    assert train.labels[:RECORDS].tolist() == truth["data_batch_1"][1].tolist()
+    assert train.targets[:RECORDS].tolist() == truth["data_batch_1"][1].tolist()
 
 
 class Payload:
@@ -212,7 +212,7 @@ def test_a_label_out_of_range_is_rejected(tmp_path):
     files["test_batch.bin"] = b"\x0a" + files["test_batch.bin"][1:]
     unpack(tmp_path, BINARY10, files)
     with pytest.raises(
-        DataError, match=r"cifar-10-batches-bin is damaged: labels run from \d to 10: expected 0 to 9"
+        DataError, match=r"cifar-10-batches-bin is damaged: targets run from \d to 10: expected 0 to 9"
     ):
         read(cifar.source("small", 10, [BINARY10], {}), tmp_path)
     assert not (tmp_path / "fedpara-cache").exists()
@@ -246,4 +246,4 @@ def test_a_folder_with_a_missing_file_is_skipped_if_another_version_is_complete(
     python_files, truth = contents(PYTHON10, 10)
     unpack(tmp_path, PYTHON10, python_files)
     train, _, _ = read(source, tmp_path)
-    assert train.labels[:RECORDS].tolist() == truth["data_batch_1"][1].tolist()
+    assert train.targets[:RECORDS].tolist() == truth["data_batch_1"][1].tolist()

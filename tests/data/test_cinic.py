@@ -30,7 +30,7 @@ def folder(tmp_path):
 def test_reads_the_pixels_in_class_order(folder):
     train, test = load("cinic10", folder.parent)
     assert (len(train), len(test), train.shape) == (20, 10, (3, 32, 32))
-    assert train.labels.tolist() == [label for label in range(10) for _ in range(2)]
+    assert train.targets.tolist() == [label for label in range(10) for _ in range(2)]
     with Image.open(folder / "train/bird/n1.png") as image:
         assert train.inputs[5].numpy().tolist() == np.asarray(image).transpose(2, 0, 1).tolist()
     grey = test.inputs[8]

@@ -22,17 +22,17 @@ def test_holds_its_parts():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"labels": LABELS[:3]}, r"labels are int64 \[3\]: expected int64 \[4\]"),
-        ({"labels": LABELS.int()}, r"labels are int32 \[4\]: expected int64"),
-        ({"labels": torch.tensor([0, 1, 2, 3])}, "0 to 3: expected 0 to 2"),
-        ({"labels": torch.tensor([0, 1, 2, -1])}, "-1 to 2: expected 0 to 2"),
+        ({"targets": LABELS[:3]}, r"targets are int64 \[3\]: expected 4 rows"),
+        ({"targets": LABELS.int()}, r"targets are int32 \[4\] with 3 classes: expected int64"),
+        ({"targets": torch.tensor([0, 1, 2, 3])}, "0 to 3: expected 0 to 2"),
+        ({"targets": torch.tensor([0, 1, 2, -1])}, "-1 to 2: expected 0 to 2"),
         ({"mean": (0.5,), "std": (0.5,)}, "does not fit inputs"),
         ({"inputs": torch.zeros(4, 7), "mean": (0.5,), "std": (0.5,)}, "does not fit inputs"),
     ],
 )
 def test_parts_that_do_not_fit_are_rejected(change, words):
     with pytest.raises(DataError, match=words):
-        Examples(**({"inputs": IMAGES, "labels": LABELS, "classes": 3} | change))
+        Examples(**({"inputs": IMAGES, "targets": LABELS, "classes": 3} | change))
 
 
 @settings(deadline=None)
@@ -47,7 +47,7 @@ def test_a_subset_holds_the_rows_at_the_indices(rows, form):
     assert (subset.classes, subset.mean, subset.std) == (examples.classes, examples.mean, examples.std)
     for position, row in enumerate(rows):
         assert torch.equal(subset.inputs[position], IMAGES[row])
-        assert subset.labels[position] == LABELS[row]
+        assert subset.targets[position] == LABELS[row]
         assert subset.owners is not None
         assert subset.owners[position] == 5 + row
 

@@ -31,7 +31,7 @@ def test_a_client_holds_its_examples():
     assert len(data) == 3
     assert [data.size(i) for i in range(3)] == [2, 1, 0]
     assert data.client(0).inputs.flatten().tolist() == [0, 2]
-    assert data.client(0).labels.tolist() == [0, 0]
+    assert data.client(0).targets.tolist() == [0, 0]
     assert len(data.client(2)) == 0
 
 

@@ -21,7 +21,7 @@ def test_it_has_the_shape_of_the_real_set(name):
         assert set(test.owners.tolist()) == set(train.owners.tolist()) == set(range(kind.owners))
     again, _ = data.load(f"generated:{name}")
     assert torch.equal(train.inputs, again.inputs)
-    assert torch.equal(train.labels, again.labels)
+    assert torch.equal(train.targets, again.targets)
 
 
 def test_an_unknown_name_lists_the_known_names():

@@ -25,9 +25,9 @@ def test_reads_what_was_written(tmp_path, write_idx, name, folder, packed):
     truth = write_idx(tmp_path / folder, packed=packed)
     train, test = load(name, tmp_path)
     assert train.inputs[:, 0].numpy().tolist() == truth["train-images-idx3-ubyte"].tolist()
-    assert train.labels.tolist() == truth["train-labels-idx1-ubyte"].tolist()
+    assert train.targets.tolist() == truth["train-labels-idx1-ubyte"].tolist()
     assert test.inputs[:, 0].numpy().tolist() == truth["t10k-images-idx3-ubyte"].tolist()
-    assert test.labels.tolist() == truth["t10k-labels-idx1-ubyte"].tolist()
+    assert test.targets.tolist() == truth["t10k-labels-idx1-ubyte"].tolist()
     assert (train.classes, train.shape, len(train), len(test)) == (10, (1, 5, 4), 6, 4)
 
 
@@ -87,7 +87,7 @@ def test_images_without_labels_are_rejected(tmp_path, write_idx):
     write_idx(tmp_path / "MNIST/raw")
     labels = tmp_path / "MNIST/raw/t10k-labels-idx1-ubyte"
     labels.write_bytes(bytes((0, 0, 8, 1, 0, 0, 0, 3, 1, 2, 3)))
-    with pytest.raises(DataError, match=r"is damaged: labels are int64 \[3\]: expected int64 \[4\]"):
+    with pytest.raises(DataError, match=r"is damaged: targets are int64 \[3\]: expected 4 rows"):
         load("mnist", tmp_path)
 
 

@@ -40,9 +40,9 @@ def test_two_files_are_read(tmp_path):
     (tmp_path / "femnist/test.json").write_text(leaf(TEST))
     train, test = load("femnist", tmp_path)
     assert (train.classes, train.shape) == (62, (1, 28, 28))
-    assert train.labels.tolist() == [0, 61, 10]
+    assert train.targets.tolist() == [0, 61, 10]
     assert train.owners.tolist() == [0, 0, 1]
-    assert (test.labels.tolist(), test.owners.tolist()) == ([11], [1])
+    assert (test.targets.tolist(), test.owners.tolist()) == ([11], [1])
     assert train.inputs[0].unique().tolist() == [255]
     assert train.inputs[1].flatten().tolist() == [0] * 392 + [128] * 392
 
@@ -62,7 +62,7 @@ def test_many_files_number_their_writers_across_files(tmp_path):
     train, test = load("femnist", tmp_path)
     assert train.owners.tolist() == [0, 0, 1, 2]
     assert test.owners.tolist() == [1, 2, 3]
-    np.testing.assert_array_equal(train.labels, [0, 61, 10, 3])
+    np.testing.assert_array_equal(train.targets, [0, 61, 10, 3])
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_many_files_number_their_writers_across_files(tmp_path):
         (leaf({"a": ([[2.0] * 784], [1])}), "pixels run from 2.0 to 2.0"),
         (leaf({"a": ([[10**400, *WHITE[1:]]], [1])}), "could not be read .OverflowError"),
         (leaf({"a": ([[float("nan")] * 784], [1])}), "pixels run from nan"),
-        (leaf({"a": ([WHITE], [62])}), "labels run from 62 to 62: expected 0 to 61"),
+        (leaf({"a": ([WHITE], [62])}), "targets run from 62 to 62: expected 0 to 61"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, content, words):

@@ -23,12 +23,12 @@ def need(name):
 def test_cifar10_has_the_published_statistics():
     need("cifar10")
     train, test = load("cifar10")
-    assert torch.bincount(train.labels).tolist() == [5000] * 10
-    assert torch.bincount(test.labels).tolist() == [1000] * 10
+    assert torch.bincount(train.targets).tolist() == [5000] * 10
+    assert torch.bincount(test.targets).tolist() == [1000] * 10
     assert train.shape == (3, 32, 32)
     np.testing.assert_allclose(train.mean, (0.49139968, 0.48215841, 0.44653091), atol=5e-9)
     np.testing.assert_allclose(train.std, (0.24703223, 0.24348513, 0.26158784), atol=5e-9)
-    assert train.labels[:10].tolist() == [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]
+    assert train.targets[:10].tolist() == [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]
 
 
 def test_the_python_version_of_cifar10_equals_the_binary_version(tmp_path):
@@ -44,13 +44,13 @@ def test_the_python_version_of_cifar10_equals_the_binary_version(tmp_path):
         (tmp_path / cifar.CIFAR10_PYTHON.folder / new).write_bytes(content)
     for ours, theirs in zip(load("cifar10", tmp_path), load("cifar10"), strict=True):
         assert torch.equal(ours.inputs, theirs.inputs)
-        assert torch.equal(ours.labels, theirs.labels)
+        assert torch.equal(ours.targets, theirs.targets)
 
 
 def test_mnist_has_the_published_counts():
     need("mnist")
     train, test = load("mnist")
-    assert torch.bincount(train.labels).tolist() == [
+    assert torch.bincount(train.targets).tolist() == [
         5923,
         6742,
         5958,
@@ -66,8 +66,8 @@ def test_mnist_has_the_published_counts():
     assert train.mean is not None
     assert train.std is not None
     assert (round(train.mean[0], 4), round(train.std[0], 4)) == (0.1307, 0.3081)
-    clients = shards(train.labels, 100, seed=0)
-    assert max(len(train.labels[torch.from_numpy(c.copy())].unique()) for c in clients) == 2
+    clients = shards(train.targets, 100, seed=0)
+    assert max(len(train.targets[torch.from_numpy(c.copy())].unique()) for c in clients) == 2
 
 
 def test_mnist_is_not_taken_for_fashion_mnist(tmp_path):

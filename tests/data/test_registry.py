@@ -17,7 +17,7 @@ CACHE = "fedpara-cache/mnist.safetensors"
 
 
 def same(a, b):
-    return all(x.inputs.equal(y.inputs) and x.labels.equal(y.labels) for x, y in zip(a, b, strict=True))
+    return all(x.inputs.equal(y.inputs) and x.targets.equal(y.targets) for x, y in zip(a, b, strict=True))
 
 
 def test_the_names():
@@ -82,12 +82,12 @@ def test_digits_are_scikit_learns_split_by_class():
     train, test = load("digits")
     assert (len(train), len(test), train.shape, train.classes) == (1438, 359, (1, 8, 8), 10)
     together = torch.cat([train.inputs, test.inputs]).double().numpy()[:, 0] * 16 / 255
-    labels = torch.cat([train.labels, test.labels]).numpy()
+    labels = torch.cat([train.targets, test.targets]).numpy()
     flat = np.column_stack([labels, np.rint(together).reshape(len(labels), -1)])
     expected = np.column_stack([truth.target, truth.images.reshape(len(truth.target), -1)])
     assert sorted(map(tuple, flat.tolist())) == sorted(map(tuple, expected.tolist()))
     assert np.abs(together - np.rint(together)).max() < 0.05
-    held_out = torch.bincount(test.labels, minlength=10) / torch.bincount(
+    held_out = torch.bincount(test.targets, minlength=10) / torch.bincount(
         torch.from_numpy(labels), minlength=10
     )
     assert ((held_out - 0.2).abs() < 0.005).all()
@@ -164,7 +164,7 @@ def test_a_damaged_cache_is_made_again(tmp_path, write_idx, damage):
         }[damage]
     )
     _, test = load("mnist", tmp_path)
-    assert test.labels.tolist() == truth["t10k-labels-idx1-ubyte"].tolist()
+    assert test.targets.tolist() == truth["t10k-labels-idx1-ubyte"].tolist()
     assert path.stat().st_size == len(content)
     assert verify("mnist", tmp_path).examples == (6, 4)
     assert not any("differs from its source" in problem for problem in verify("mnist", tmp_path).problems)
@@ -175,7 +175,7 @@ def test_a_set_loads_even_if_its_cache_cannot_be_written(tmp_path, write_idx):
     (tmp_path / "fedpara-cache").write_text("a file where the cache folder would be")
     for _ in range(2):
         train, _ = load("mnist", tmp_path)
-        assert train.labels.tolist() == truth["train-labels-idx1-ubyte"].tolist()
+        assert train.targets.tolist() == truth["train-labels-idx1-ubyte"].tolist()
     prepared = prepare("mnist", tmp_path)
     assert prepared.cache is None
     assert prepared.examples == (6, 4)
@@ -193,7 +193,7 @@ def test_a_set_in_a_read_only_folder_loads(tmp_path, write_idx):
         assert "could not be written" in prepare("mnist", tmp_path).note
     finally:
         tmp_path.chmod(0o755)
-    assert train.labels.tolist() == truth["train-labels-idx1-ubyte"].tolist()
+    assert train.targets.tolist() == truth["train-labels-idx1-ubyte"].tolist()
 
 
 def test_a_data_folder_that_is_a_file_has_no_sets(tmp_path):
@@ -246,7 +246,7 @@ def test_hub_sets_become_examples(tmp_path, monkeypatch):
     rows = {"img": pictures, "coarse": [0, 1, 0], "fine": [6, 0, 2]}
     part = datasets.Dataset.from_dict(rows, features=kinds)
     train, test = hub.examples(part, part.select([1]))
-    assert (train.labels.tolist(), test.labels.tolist(), train.classes) == ([6, 0, 2], [0], 7)
+    assert (train.targets.tolist(), test.targets.tolist(), train.classes) == ([6, 0, 2], [0], 7)
     assert train.inputs.numpy().tolist() == [picture.transpose(2, 0, 1).tolist() for picture in pictures]
     with pytest.raises(DataError, match="expected an Image and a ClassLabel column"):
         hub.examples(part.remove_columns("img"), part)

@@ -60,7 +60,7 @@ def test_windows_labels_owners_and_the_split_by_time(tmp_path, place):
         assert examples.classes == 80
         assert examples.shape == (80,)
         decoded = ["".join(ALL_LETTERS[i] for i in row) for row in examples.inputs.tolist()]
-        labels = [ALL_LETTERS[i] for i in examples.labels.tolist()]
+        labels = [ALL_LETTERS[i] for i in examples.targets.tolist()]
         assert list(zip(decoded, labels, examples.owners.tolist(), strict=True)) == expected[part]
 
 
@@ -78,7 +78,7 @@ def test_the_cache_is_the_text_and_gives_the_same_windows(tmp_path):
     again = load("shakespeare", tmp_path)
     for a, b in zip(first, again, strict=True):
         assert a.inputs.equal(b.inputs)
-        assert a.labels.equal(b.labels)
+        assert a.targets.equal(b.targets)
         assert a.owners.equal(b.owners)
     assert (tmp_path / "fedpara-cache/shakespeare.safetensors").stat().st_size < 5_000
 

@@ -15,13 +15,13 @@ from fedpara.algorithms import Algorithm
 from fedpara.data import Examples
 from fedpara.engines import Run, Task
 from fedpara.engines.client import Reply
-from fedpara.engines.local.worker import Score
 from fedpara.engines.program import make_program
 from fedpara.engines.server import Engine
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
 from fedpara.engines.simulate import build_engine
 from fedpara.state import State
+from fedpara.tasks import Score
 from fedpara.wire import Message
 
 ENGINES = ("sequential", "batched")

@@ -64,7 +64,7 @@ def test_following_the_advice_works():
         (Examples(torch.randn(6, 5), torch.zeros(6, dtype=torch.int64), 3), r"of shape \(5,\)"),
         (
             Examples(torch.randn(6, 4).double(), torch.zeros(6, dtype=torch.int64), 3),
-            "torch.float64 of shape",
+            "torch.float64 examples of shape",
         ),
     ],
     ids=["a label too many", "another shape", "double examples"],

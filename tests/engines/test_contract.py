@@ -116,7 +116,7 @@ def by_hand(world, model, rounds, chosen, seed=0, lr=0.05, **sgd):
             for start in range(0, len(order), 4):
                 batch = torch.from_numpy(order[start : start + 4])
                 optimizer.zero_grad()
-                cross_entropy(model(images[batch]), examples.labels[batch]).backward()
+                cross_entropy(model(images[batch]), examples.targets[batch]).backward()
                 if clip is not None:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
                 optimizer.step()

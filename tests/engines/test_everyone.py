@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import fedpara as fp
 from fedpara.engines import server as loop
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import make_program
@@ -16,9 +17,12 @@ def test_everyone_is_scored_with_the_final_model(world, engine, scheme, share):
     assert first.everyone is None
     everyone = last.everyone
     assert (everyone.clients, everyone.of) == (6, 6)
-    judge = Worker(make_program(world.model(scheme)))
-    scores = [judge.evaluate(run.client_state(i), world.personal.client_test(i)).accuracy for i in range(6)]
-    assert everyone.accuracy == pytest.approx(sum(scores) / 6)
+    judge = Worker(make_program(world.model(scheme)), fp.Task(world.model(scheme)))
+    scores = [
+        judge.evaluate(run.client_state(i), world.personal.client_test(i)).values["accuracy"]
+        for i in range(6)
+    ]
+    assert everyone.score == pytest.approx(sum(scores) / 6)
     assert everyone.bytes_down >= 6 * sum(t.numel() * 4 for t in last.progress.x.values())
     assert len(last.cohort) == 3, "the round's scores cover only its cohort"
 

@@ -20,7 +20,7 @@ def accuracy(model, state, examples):
     model.eval()
     with torch.no_grad():
         logits = model(normalise(examples.inputs, examples.mean, examples.std))
-    return float((logits.argmax(1) == examples.labels).double().mean())
+    return float((logits.argmax(1) == examples.targets).double().mean())
 
 
 def everybody(world, scheme, share, rounds, memory=None, **fields):
@@ -116,8 +116,8 @@ def test_private_models_have_no_accuracy_without_personal_test_data(world):
 def test_a_private_last_layer_helps_clients_with_two_classes():
     """Clients with different classes: a private last layer beats the global model, even before local training."""
     train, test = data.load("digits")
-    clients = data.shards(train.labels, 10, 0)
-    theirs = data.personal_test(test.labels, clients, train.labels, seed=0)
+    clients = data.shards(train.targets, 10, 0)
+    theirs = data.personal_test(test.targets, clients, train.targets, seed=0)
     federation = fp.FederatedData(train, clients, personal=(test, theirs))
 
     def score(share):

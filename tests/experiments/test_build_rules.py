@@ -48,7 +48,7 @@ def test_early_needs_a_gamma():
 
 def test_the_largest_owners_come_first_with_their_own_test_data():
     train, test = data.load("generated:femnist")
-    keep = (train.owners % 3 == 0) | (train.labels % 2 == 0)
+    keep = (train.owners % 3 == 0) | (train.targets % 2 == 0)
     train = train.subset(keep.nonzero().flatten())
     experiment = Experiment(
         dataset="generated:femnist", split="largest", clients=4, cohort=4, personal=True, model="mlp"

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedpara.algorithms import Local
 from fedpara.data import FederatedData
 from fedpara.errors import ConfigError, SchemeError
 from fedpara.experiments import Experiment
@@ -216,7 +217,7 @@ def test_fields_become_the_algorithm_and_its_local_part():
     words = {"lr": 0.3, "lr_decay": 0.9, "batch_size": 7, "momentum": 0.5, "weight_decay": 0.1}
     words |= {"clip": 2.0, "jacobian": 1.0, "jacobian_norm": "squared", "epochs": 3}
     local = build_algorithm(Experiment(algorithm="fedprox", options={"mu": 0.7}, **words)).local
-    assert asdict(local) == {**words, "steps": None}
+    assert asdict(local) == {**asdict(Local()), **words, "steps": None}
 
 
 @pytest.mark.parametrize(

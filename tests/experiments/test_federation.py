@@ -30,7 +30,7 @@ def indices(federation):
 
 
 def same(a, b):
-    return torch.equal(a.inputs, b.inputs) and torch.equal(a.labels, b.labels)
+    return torch.equal(a.inputs, b.inputs) and torch.equal(a.targets, b.targets)
 
 
 @pytest.mark.parametrize("split", ["iid", "dirichlet", "dirichlet-capped", "shards"])
@@ -43,7 +43,7 @@ def test_validation_holds_out_a_tenth_of_every_client(split):
         assert set(after) < set(before)
         assert len(before) - len(after) == round(0.1 * len(before))
         held += sorted(set(before) - set(after))
-    assert sorted(scored.labels.tolist()) == sorted(train.labels[held].tolist())
+    assert sorted(scored.targets.tolist()) == sorted(train.targets[held].tolist())
     assert len(scored) == len(held)
     assert not kept.has_personal
 
@@ -54,8 +54,8 @@ def test_validation_is_stratified_and_seeded():
     found = [parts(replace(experiment, seed=seed))[0] for seed in (0, 0, 1)]
     assert indices(found[0]) == indices(found[1]) != indices(found[2])
     scored = parts(experiment)[1]
-    expected = train.labels.bincount() * len(scored) / len(train)
-    assert (scored.labels.bincount() - expected).abs().max() < 4
+    expected = train.targets.bincount() * len(scored) / len(train)
+    assert (scored.targets.bincount() - expected).abs().max() < 4
 
 
 def test_a_client_keeps_its_only_example():
@@ -95,7 +95,7 @@ def test_a_validation_run_never_sees_the_test_set(tmp_path, monkeypatch):
     experiment = replace(DIGITS, rounds=2, steps=2, epochs=None, personal=True)
 
     def scores(shift, validation):
-        other = replace(test, labels=(test.labels + shift) % 10)
+        other = replace(test, targets=(test.targets + shift) % 10)
         monkeypatch.setattr(data, "load", lambda name, folder=None: (train, other))
         folder = tmp_path / f"{shift}-{validation}"
         return run(replace(experiment, validation=validation), folder).metrics
@@ -121,14 +121,14 @@ def test_held_out_text_is_in_no_training_window():
         assert len(scored) == 60
         assert len(trained) == 540
         assert place[trained].max() == 179
-        assert sorted(scored.labels.tolist()) == sorted(windows.labels[place >= 180].tolist())
+        assert sorted(scored.targets.tolist()) == sorted(windows.targets[place >= 180].tolist())
 
 
 def test_the_public_functions_give_the_same_run(tmp_path):
     """As in the docstring of `data.split`."""
     train, _ = data.load("digits")
-    clients = data.dirichlet(train.labels, clients=10, alpha=0.5, seed=0)
-    kept, held = data.split(clients, train.labels, 0.1, seed=0, exact=True)
+    clients = data.dirichlet(train.targets, clients=10, alpha=0.5, seed=0)
+    kept, held = data.split(clients, train.targets, 0.1, seed=0, exact=True)
     torch.manual_seed(0)
     model = models.mlp(inputs=64, classes=10)
     by_hand = fp.simulate(

@@ -91,7 +91,7 @@ def round_of(**values):
 
 
 def test_nan_and_infinity_become_null():
-    line = metrics_of(round_of(train_loss=float("nan"), loss=float("inf"), accuracy=0.5))
+    line = metrics_of(round_of(train_loss=float("nan"), scores={"loss": float("inf"), "accuracy": 0.5}))
     assert (line["train_loss"], line["loss"], line["accuracy"]) == (None, None, 0.5)
     json.dumps(line, allow_nan=False)
 

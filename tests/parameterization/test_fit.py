@@ -192,7 +192,7 @@ def test_factorize_reports_the_error_of_each_layer():
 def test_a_converted_digits_network_keeps_its_accuracy():
     """After conversion at gamma 0.5 and one epoch of fine-tuning, accuracy is within a point of the original."""
     train, test = data.load("digits")
-    x, y = data.normalise(train.inputs, train.mean, train.std), train.labels
+    x, y = data.normalise(train.inputs, train.mean, train.std), train.targets
     x_test = data.normalise(test.inputs, test.mean, test.std)
 
     order = seeded(0)
@@ -207,7 +207,7 @@ def test_a_converted_digits_network_keeps_its_accuracy():
 
     def accuracy(model):
         with torch.no_grad():
-            return 100 * float((model(x_test).argmax(1) == test.labels).float().mean())
+            return 100 * float((model(x_test).argmax(1) == test.targets).float().mean())
 
     torch.manual_seed(0)
     model = models.mlp(inputs=64, hidden=64, classes=10)

@@ -7,17 +7,18 @@ from fedpara.algorithms.adaptive import fedadagrad, fedadam, fedyogi
 from fedpara.algorithms.core import (
     Algorithm,
     FromMean,
-    Local,
     Mean,
     Update,
     Variables,
+    Visit,
     clip_by_norm,
     on_any_device,
-    sgd_step,
 )
 from fedpara.algorithms.fedavg import fedavg, fedprox
 from fedpara.algorithms.feddyn import feddyn
 from fedpara.algorithms.fednova import fednova
+from fedpara.algorithms.local import Local
+from fedpara.algorithms.optimizers import Optimizer, adam, adamw, sgd
 from fedpara.algorithms.registry import build, names
 from fedpara.algorithms.scaffold import scaffold
 
@@ -26,8 +27,12 @@ __all__ = [
     "FromMean",
     "Local",
     "Mean",
+    "Optimizer",
     "Update",
     "Variables",
+    "Visit",
+    "adam",
+    "adamw",
     "build",
     "clip_by_norm",
     "fedadagrad",
@@ -40,5 +45,5 @@ __all__ = [
     "names",
     "on_any_device",
     "scaffold",
-    "sgd_step",
+    "sgd",
 ]

@@ -19,19 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedpara.algorithms.core import (
-    BELOW_ONE,
-    POSITIVE,
-    Algorithm,
-    FromMean,
-    Local,
-    Mean,
-    Variables,
-    check,
-    on_any_device,
-    variable,
-)
+from fedpara.algorithms.core import Algorithm, FromMean, Mean, Variables, on_any_device, variable
 from fedpara.algorithms.fedavg import fedavg
+from fedpara.algorithms.local import BELOW_ONE, POSITIVE, Local, check
 from fedpara.state import State, add, scale, subtract, zeros_like
 
 Rule = Callable[[Tensor, Tensor], Tensor]

@@ -4,8 +4,8 @@
         down = broadcast(server)
         each i in S:  y = x
             K times:  g = clip_by_norm(gradient of the loss at y)
-                      y = sgd_step(y, correct(g, y, x, down, client_i))
-            up_i, client_i = finish(x, y, down, client_i, K, eta);   y_i = send(x, y, K)
+                      y = optimizer step with correct(g, y, x, down, client_i)
+            up_i, client_i = finish(x, y, down, client_i, K, eta);   y_i = send(x, y, visit)
         x, server = aggregate(x, server, [Update(y_i, up_i, n_i) for i in S], N)
 
 Every algorithm here needs only the mean of the updates, so its `aggregate` is `FromMean(step)`:
@@ -21,74 +21,18 @@ The states hold the shared, trainable parameters only, without private parameter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from fedpara.algorithms.local import Local
 from fedpara.errors import ConfigError
-from fedpara.state import State, WeightedSum, add, same_names, zeros_like
+from fedpara.state import State, WeightedSum, same_names
 
 Variables = dict[str, State]
 """What an algorithm keeps or sends beside the model, such as SCAFFOLD's {"control": c}. Each variable is a state."""
 Marked = TypeVar("Marked", bound=Callable[..., Any])
-
-Rule = tuple[str, Callable[[Any], bool]]
-POSITIVE: Rule = ("a number above 0", lambda value: value > 0)
-NOT_NEGATIVE: Rule = ("a number of 0 or more", lambda value: value >= 0)
-BELOW_ONE: Rule = ("a number of 0 or more and below 1", lambda value: 0 <= value < 1)
-AT_MOST_ONE: Rule = ("a number above 0 and at most 1", lambda value: 0 < value <= 1)
-COUNT: Rule = ("a whole number of 1 or more", lambda value: value >= 1 and isinstance(value, Integral))
-SEED: Rule = ("a whole number, 0 to 2^63 - 1", lambda value: 0 <= value < 1 << 63)
-
-
-def check(rule: Rule, **values: Any) -> None:
-    """Raise ConfigError for the first value outside the rule. None means that a value is not set."""
-    expected, holds = rule
-    for name, value in values.items():
-        if value is not None and not (isinstance(value, Real) and holds(value)):
-            raise ConfigError(f"{name} is {value!r}: expected {expected}.")
-
-
-@dataclass(frozen=True)
-class Local:
-    """What one client does in one round. Set either `epochs` or `steps`."""
-
-    lr: float = 0.1
-    lr_decay: float = 1.0  # per round
-    epochs: int | None = 1
-    steps: int | None = None
-    batch_size: int = 32
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    clip: float | None = None  # global norm of the gradient
-    jacobian: float = 0.0  # lambda of the Jacobian correction (appendix B)
-    jacobian_norm: Literal["plain", "squared"] = "plain"
-
-    def __post_init__(self) -> None:
-        if self.steps is not None and self.epochs == Local.epochs:
-            object.__setattr__(self, "epochs", None)
-        if (self.epochs is None) == (self.steps is None):
-            raise ConfigError(f"epochs is {self.epochs} and steps is {self.steps}: expected one of the two.")
-        check(POSITIVE, lr=self.lr, clip=self.clip)
-        check(AT_MOST_ONE, lr_decay=self.lr_decay)
-        check(COUNT, batch_size=self.batch_size, epochs=self.epochs, steps=self.steps)
-        check(BELOW_ONE, momentum=self.momentum)
-        check(NOT_NEGATIVE, weight_decay=self.weight_decay, jacobian=self.jacobian)
-        if self.jacobian_norm not in ("plain", "squared"):
-            raise ConfigError(f"jacobian_norm is {self.jacobian_norm!r}: expected 'plain' or 'squared'.")
-
-    def lr_at(self, round: int) -> float:
-        """eta_t = lr * lr_decay^(t - 1); rounds count from 1."""
-        return float(self.lr * self.lr_decay ** (round - 1))
-
-    def steps_for(self, examples: int) -> int:
-        """K = ceil(n / B) * epochs, or `steps`; 0 for a client without examples."""
-        if examples < 1:
-            return 0
-        return self.steps or -(-examples // self.batch_size) * (self.epochs or 1)
-
 
 Weighting = Literal["examples", "uniform"]
 
@@ -170,8 +114,23 @@ def on_any_device(function: Marked) -> Marked:
     return function
 
 
+@dataclass(frozen=True)
+class Visit:
+    """One client's part of one round, for `send`."""
+
+    client: int
+    round: int
+    steps: int  # K
+    eta: float  # the mean learning rate of the steps
+    seed: int  # of this client and round
+
+    def generator(self) -> torch.Generator:
+        """A generator on the host, the same for this client and round in every engine."""
+        return torch.Generator().manual_seed(self.seed)
+
+
 @on_any_device
-def as_trained(x: State, y: State, steps: int) -> State:
+def as_trained(x: State, y: State, visit: Visit) -> State:
     """The default `send`: y itself."""
     return y
 
@@ -198,8 +157,8 @@ class Algorithm:
     """(x, y, down, client, K, eta) -> the variables to upload, the client's new variables"""
     aggregate: Callable[[State, Variables, Sequence[Update], int], tuple[State, Variables]]
     """(x, server's variables, updates, N) -> the new x, the server's new variables; `FromMean` saves memory"""
-    send: Callable[[State, State, int], State] = as_trained
-    """(x, y, K) -> what the client sends in place of y, such as a noisy or a normalised model"""
+    send: Callable[[State, State, Visit], State] = as_trained
+    """(x, y, visit) -> what the client sends in place of y, such as a noisy or a normalised model"""
 
     @property
     def on_any_device(self) -> bool:
@@ -246,27 +205,6 @@ def _described(tensor: object) -> str:
     if isinstance(tensor, Tensor):
         return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
     return "nothing" if tensor is None else type(tensor).__name__
-
-
-def sgd_step(
-    y: State, gradient: State, velocity: State | None, lr: float | Tensor, local: Local
-) -> tuple[State, State]:
-    """g += wd y;  v = m v + g;  y -= lr v, as torch.optim.SGD. Returns y and v.
-
-    A velocity of None or {} means v = 0. Without momentum the returned velocity is empty.
-    """
-    v = gradient
-    if local.weight_decay:
-        v = add(v, y, local.weight_decay)
-    if local.momentum:
-        previous = velocity or zeros_like(v)
-        v = {name: local.momentum * previous[name] + g for name, g in v.items()}
-    new_velocity = v if local.momentum else {}
-    if isinstance(lr, Tensor):
-        return {
-            name: torch.addcmul(tensor, v[name], lr, value=-1) for name, tensor in y.items()
-        }, new_velocity
-    return add(y, v, -lr), new_velocity
 
 
 def clip_by_norm(gradient: State, max_norm: float) -> State:

@@ -10,16 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fedpara.algorithms.core import (
-    NOT_NEGATIVE,
-    Algorithm,
-    FromMean,
-    Local,
-    Mean,
-    Variables,
-    check,
-    on_any_device,
-)
+from fedpara.algorithms.core import Algorithm, FromMean, Mean, Variables, on_any_device
+from fedpara.algorithms.local import NOT_NEGATIVE, Local, check
 from fedpara.state import State, add, subtract
 
 

@@ -12,9 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fedpara.algorithms.core import POSITIVE, Algorithm, FromMean, Local, Mean, Variables, check, variable
+from fedpara.algorithms.core import Algorithm, FromMean, Mean, Variables, variable
 from fedpara.algorithms.elementwise import elementwise
 from fedpara.algorithms.fedavg import fedavg
+from fedpara.algorithms.local import POSITIVE, Local, check
 from fedpara.state import State, add, subtract, zeros_like
 
 H = "h"

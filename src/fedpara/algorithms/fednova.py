@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from fedpara.algorithms.core import Algorithm, FromMean, Local, Mean, Variables, variable
+from fedpara.algorithms.core import Algorithm, FromMean, Mean, Variables, Visit, variable
 from fedpara.algorithms.fedavg import fedavg
+from fedpara.algorithms.local import Local, expect_sgd
 from fedpara.state import State, add, subtract
 
 PATH, LENGTH = "path", "length"
@@ -26,6 +27,7 @@ PATH, LENGTH = "path", "length"
 def fednova(*, local: Local | None = None, **fields: Any) -> Algorithm:
     """FedNova. The other keywords are fields of Local."""
     base = fedavg(local=local, **fields)
+    expect_sgd("fednova", base.local)
     rho = base.local.momentum
     return replace(
         base,
@@ -41,8 +43,8 @@ def path_length(steps: int, rho: float) -> float:
     return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
 
 
-def _normalised(x: State, y: State, steps: int, *, rho: float) -> State:
-    return add(x, subtract(y, x), 1 / path_length(steps, rho))
+def _normalised(x: State, y: State, visit: Visit, *, rho: float) -> State:
+    return add(x, subtract(y, x), 1 / path_length(visit.steps, rho))
 
 
 def _finish(

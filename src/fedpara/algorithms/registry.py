@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 from fedpara.algorithms.adaptive import fedadagrad, fedadam, fedyogi
-from fedpara.algorithms.core import Algorithm, Local
+from fedpara.algorithms.core import Algorithm
 from fedpara.algorithms.fedavg import fedavg, fedprox
 from fedpara.algorithms.feddyn import feddyn
 from fedpara.algorithms.fednova import fednova
+from fedpara.algorithms.local import Local
 from fedpara.algorithms.scaffold import scaffold
 from fedpara.errors import ConfigError, among
 

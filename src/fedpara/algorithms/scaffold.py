@@ -14,17 +14,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fedpara.algorithms.core import (
-    POSITIVE,
-    Algorithm,
-    FromMean,
-    Local,
-    Mean,
-    Variables,
-    check,
-    variable,
-)
+from fedpara.algorithms.core import Algorithm, FromMean, Mean, Variables, variable
 from fedpara.algorithms.elementwise import elementwise
+from fedpara.algorithms.local import POSITIVE, Local, check, expect_sgd
 from fedpara.errors import ConfigError
 from fedpara.state import State, add, subtract, zeros_like
 
@@ -35,6 +27,7 @@ def scaffold(server_lr: float = 1.0, *, local: Local | None = None, **fields: An
     """SCAFFOLD with eta_g = server_lr. The other keywords are fields of Local."""
     check(POSITIVE, server_lr=server_lr)
     local = replace(local or Local(), **fields)
+    expect_sgd("scaffold", local)
     if local.momentum:
         # (x - y) / (K eta) is the mean gradient of plain SGD steps only.
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Data sets, and their partition over clients.
 
 train, test = data.load("cifar10")
-clients = data.dirichlet(train.labels, clients=100, alpha=0.5, seed=0)
+clients = data.dirichlet(train.targets, clients=100, alpha=0.5, seed=0)
 """
 
 from fedpara.data.examples import Examples, normalise, unit_scale

@@ -1,4 +1,4 @@
-"""Examples: inputs and labels as tensors. Images stay uint8, a quarter of the memory, until a batch is used.
+"""Examples: inputs and targets as tensors. Images stay uint8, a quarter of the memory, until a batch is used.
 
 normalise: (x / 255 - mean) / std, per channel; character ids pass through.
 """
@@ -14,56 +14,97 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedpara.errors import DataError
+from fedpara.trees import Tree, describe, leaves, map_tree, rows, take, to_device
 
 Indices = Tensor | NDArray[np.int64] | Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Inputs uint8 [N, C, H, W] (images), integer [N, 80] (character ids) or float of any shape; labels int64 [N].
+    """N examples. Inputs and targets are tensors, or tuples or dicts of tensors, with N rows each.
 
-    `owners` int64 [N] is the writer or role of each example. `mean` and `std` are the training set's, per channel, on
-    the 0..1 scale; None if the inputs are not images. Float inputs without a mean pass through unchanged.
+    inputs    uint8 [N, C, H, W] (images), integer ids, or floats of any shape
+    targets   int64 [N] classes if `classes` is given; otherwise anything that the loss takes
+    owners    int64 [N], the writer or role of each example
+    mean, std of the training set, per channel, on the 0..1 scale; None if the inputs are not images. Float inputs
+              without a mean pass through unchanged.
     """
 
-    inputs: Tensor
-    labels: Tensor
-    classes: int
+    inputs: Tree
+    targets: Tree
+    classes: int | None = None
     owners: Tensor | None = None
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        count = len(self.inputs)
-        if self.labels.shape != (count,) or self.labels.dtype != torch.int64:
-            raise DataError(f"labels are {_kind(self.labels)}: expected int64 [{count}], one per example.")
-        if count and (self.labels.min() < 0 or self.labels.max() >= self.classes):
-            low, high = self.labels.min(), self.labels.max()
-            raise DataError(f"labels run from {low} to {high}: expected 0 to {self.classes - 1}.")
-        if self.mean is not None and (self.inputs.dim() != 4 or len(self.mean) != self.inputs.shape[1]):
+        count = len(self)
+        for what, tree in (("inputs", self.inputs), ("targets", self.targets)):
+            if any(tensor.shape[:1] != (count,) for tensor in leaves(tree)):
+                raise DataError(
+                    f"{what} are {describe(tree)}: expected {count} rows, one per example, as in the inputs."
+                )
+        if self.classes is not None:
+            self._check_classes(self.classes)
+        if self.mean is not None and (
+            not isinstance(self.inputs, Tensor)
+            or self.inputs.dim() != 4
+            or len(self.mean) != self.inputs.shape[1]
+        ):
             raise DataError(
-                f"mean {self.mean} does not fit inputs {_kind(self.inputs)}: expected one number per channel."
+                f"mean {self.mean} does not fit inputs {describe(self.inputs)}: expected one number per channel."
             )
 
+    def _check_classes(self, classes: int) -> None:
+        targets = self.targets
+        if not isinstance(targets, Tensor) or targets.dim() != 1 or targets.dtype != torch.int64:
+            raise DataError(
+                f"targets are {describe(targets)} with {classes} classes: expected int64 [{len(self)}], one class per "
+                "example. Leave `classes` out for other targets."
+            )
+        if len(targets) and (targets.min() < 0 or targets.max() >= classes):
+            low, high = targets.min(), targets.max()
+            raise DataError(f"targets run from {low} to {high}: expected 0 to {classes - 1}.")
+
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(leaves(self.inputs)[0])
 
     def __repr__(self) -> str:
-        inputs = f"{str(self.inputs.dtype).removeprefix('torch.')} of shape {list(self.shape)}"
+        one = describe(self.inputs)
+        if isinstance(self.inputs, Tensor):
+            one = f"{self.dtype} of shape {list(self.shape)}"
+        learned = f"targets {describe(self.targets)}" if self.classes is None else f"{self.classes} classes"
         owners = ", with owners" * (self.owners is not None)
-        return f"Examples({len(self):,} examples, {inputs}, {self.classes} classes{owners}, {self.labels.device})"
+        return f"Examples({len(self):,} examples, {one}, {learned}{owners}, {self.device})"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one example."""
-        return tuple(self.inputs.shape[1:])
+        """The shape of one example; () if the inputs are not a single tensor."""
+        return tuple(self.inputs.shape[1:]) if isinstance(self.inputs, Tensor) else ()
+
+    @property
+    def dtype(self) -> str:
+        """The type of the inputs, such as "uint8"."""
+        return str(leaves(self.inputs)[0].dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> torch.device:
+        return leaves(self.inputs)[0].device
+
+    def on(self, device: torch.device) -> "Examples":
+        """The examples on a device."""
+        return self._with(to_device(self.inputs, device), to_device(self.targets, device), self.owners)
+
+    def normalised(self) -> Tree:
+        """The inputs as a model takes them."""
+        return normalise(self.inputs, self.mean, self.std)
 
     def checked(self, indices: Indices) -> Tensor:
         """The indices as an int64 tensor. DataError if they are not integers, or out of range."""
         # A copy: torch warns about sharing the read-only arrays of a Partition.
         index = indices if isinstance(indices, Tensor) else torch.from_numpy(np.array(indices))
         if index.dim() != 1 or (len(index) and (index.is_floating_point() or index.dtype == torch.bool)):
-            raise DataError(f"indices are {_kind(index)}: expected a row of integers.")
+            raise DataError(f"indices are {describe(index)}: expected a row of integers.")
         if len(index) and (index.min() < 0 or index.max() >= len(self)):
             low, high = index.min(), index.max()
             raise DataError(f"indices run from {low} to {high}: expected 0 to {len(self) - 1}.")
@@ -71,19 +112,26 @@ class Examples:
 
     def subset(self, indices: Indices) -> "Examples":
         """The examples at `indices`, in that order; an index may repeat."""
-        index = self.checked(indices).to(self.labels.device)
+        index = self.checked(indices).to(self.device)
+        owners = None if self.owners is None else self.owners.index_select(0, index)
+        return self._with(take(self.inputs, index), take(self.targets, index), owners)
+
+    def part(self, rows_: slice) -> "Examples":
+        """A range of the examples, without a copy."""
+        owners = None if self.owners is None else self.owners[rows_]
+        return self._with(rows(self.inputs, rows_), rows(self.targets, rows_), owners)
+
+    def _with(self, inputs: Tree, targets: Tree, owners: Tensor | None) -> "Examples":
         part = copy(self)  # not `replace`, which would check the examples again
-        object.__setattr__(part, "inputs", self.inputs.index_select(0, index))
-        object.__setattr__(part, "labels", self.labels.index_select(0, index))
-        if self.owners is not None:
-            object.__setattr__(part, "owners", self.owners.index_select(0, index))
+        for name, value in (("inputs", inputs), ("targets", targets), ("owners", owners)):
+            object.__setattr__(part, name, value)
         return part
 
 
-def normalise(inputs: Tensor, mean: Sequence[float] | None, std: Sequence[float] | None) -> Tensor:
-    """(x - mean) / std in float32, with bytes as x / 255. Without a mean, ids become int64 and floats stay."""
+def normalise(inputs: Tree, mean: Sequence[float] | None, std: Sequence[float] | None) -> Tree:
+    """(x - mean) / std in float32, with bytes as x / 255. Without a mean, ids become int64; floats and bools stay."""
     if mean is None or std is None:
-        return inputs if inputs.is_floating_point() else inputs.long()
+        return map_tree(lambda t: t if t.is_floating_point() or t.dtype == torch.bool else t.long(), inputs)
     return (unit_scale(inputs) - _per_channel(tuple(mean), inputs.device)) / _per_channel(
         tuple(std), inputs.device
     )
@@ -97,7 +145,3 @@ def unit_scale(inputs: Tensor) -> Tensor:
 @lru_cache(maxsize=16)
 def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1)
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

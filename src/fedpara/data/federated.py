@@ -1,15 +1,19 @@
 """FederatedData: which client holds which examples."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpara.data.convert import Collate
 from fedpara.data.examples import Examples, Indices
 from fedpara.data.partition import Partition
 from fedpara.errors import ConfigError
+
+Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,13 +22,14 @@ class FederatedData:
 
     `clients` may be lazy: only `len()` and `[i]` are used. For personal evaluation set `test_clients`, the indices into
     `train` that each client holds out (`data.split`), or `personal = (test, indices)`, each client's indices into
-    another set (`data.personal_test`).
+    another set (`data.personal_test`). `test` scores the global model if the Task has no test set.
     """
 
     train: Examples
     clients: Sequence[Indices]
     test_clients: Sequence[Indices] | None = None
     personal: tuple[Examples, Sequence[Indices]] | None = None
+    test: Examples | None = None
 
     def __post_init__(self) -> None:
         if self.test_clients is not None and self.personal is not None:
@@ -32,6 +37,35 @@ class FederatedData:
         tests = self.test_clients if self.personal is None else self.personal[1]
         if tests is not None and len(tests) != len(self.clients):
             raise ConfigError(f"test data for {len(tests)} clients: expected {len(self.clients)}.")
+
+    @staticmethod
+    def of(
+        sources: Sequence[Any] | Callable[[int], Any],
+        *,
+        clients: int | None = None,
+        test: Any = None,
+        tests: Sequence[Any] | Callable[[int], Any] | None = None,
+        collate: Collate | None = None,
+        sizes: Sequence[int] | None = None,
+        classes: int | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> "FederatedData":
+        """The federation whose client i holds `sources[i]`, or `sources(i)` for a function and a number of `clients`.
+
+        sources   of each client: (inputs, targets) as tensors, NumPy arrays or memory maps; a torch Dataset; a Hugging
+                  Face data set; an Arrow table; Examples. What is not in memory is read whenever the client is in a
+                  cohort, and then dropped: only one cohort is in memory at a time.
+        test      one such source that scores the global model
+        tests     one for each client, which scores the client's own model
+        collate   list of items -> (inputs, targets), for items that must be padded; always to the same length
+        sizes     how many examples each client holds, if `sources` is a function: otherwise a client is read to count
+        """
+
+        from fedpara.data.loaded import federation_of
+
+        options = {"collate": collate, "classes": classes, "mean": mean, "std": std}
+        return federation_of(sources, clients, test, tests, sizes, options)
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -43,6 +77,11 @@ class FederatedData:
     def size(self, i: int) -> int:
         return len(self.clients[i])
 
+    @property
+    def sizes_known(self) -> bool:
+        """Whether `sizes` is known without reading any client's data."""
+        return True
+
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
         """Every client's number of examples."""
@@ -50,12 +89,31 @@ class FederatedData:
             return self.clients.sizes
         return np.fromiter((self.size(i) for i in range(len(self))), np.int64, len(self))
 
-    def indices(self, i: int) -> NDArray[np.int64]:
+    def indices(self, i: int) -> Rows:
         """Client i's indices into `train`. DataError if one is out of range."""
         return self.train.checked(self.clients[i]).numpy()
 
     def client(self, i: int) -> Examples:
+        """Client i's examples. DataError if they cannot be read."""
         return self.train.subset(self.clients[i])
+
+    def some(self, most: int) -> Examples:
+        """A few examples of some client, to try a model on."""
+        someone = next((i for i in range(len(self)) if self.size(i)), None)
+        if someone is None:
+            return self.train.subset([])
+        first = self.indices(someone)[:1]
+        others = np.setdiff1d(np.arange(min(most, len(self.train))), first)[: most - 1]
+        return self.train.subset(np.concatenate([first, others]))
+
+    def pool(self, clients: Sequence[int]) -> tuple[Examples, dict[int, Rows], dict[int, str]]:
+        """(examples, each client's rows of them, why the others' data could not be read) for a cohort."""
+        return self.train, {client: self.indices(client) for client in clients}, {}
+
+    @property
+    def pooled(self) -> bool:
+        """Whether `pool` always returns the same examples."""
+        return True
 
     @property
     def has_personal(self) -> bool:

@@ -177,7 +177,7 @@ def split(
 
     To choose hyper-parameters without the test set, score the held-out examples instead, as `--validation 0.1` does:
 
-        kept, held = data.split(clients, train.labels, 0.1, seed=0, exact=True)
+        kept, held = data.split(clients, train.targets, 0.1, seed=0, exact=True)
         fp.simulate(fp.Task(model, test=train.subset(held.indices)), fp.FederatedData(train, kept), ...)
 
     `fp.FederatedData(train, kept, test_clients=held)` scores each client's model on that client's part.

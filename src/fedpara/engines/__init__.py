@@ -2,6 +2,6 @@
 
 from fedpara.engines.progress import Progress, Round
 from fedpara.engines.simulate import Run, simulate
-from fedpara.engines.task import Task
+from fedpara.tasks import Task
 
 __all__ = ["Progress", "Round", "Run", "Task", "simulate"]

@@ -4,24 +4,29 @@ The algorithm's functions are called once, one gradient is computed on one examp
 one example of each test set is scored.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from fedpara.algorithms import Algorithm, Local
+from fedpara.algorithms import Algorithm, Local, Visit
 from fedpara.algorithms.core import expect_like, expect_variables
-from fedpara.data import Examples, FederatedData, normalise
+from fedpara.data import Examples, FederatedData
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import Program
 from fedpara.engines.session import PRIVATE, Session
 from fedpara.engines.settings import Settings
-from fedpara.engines.task import Task
 from fedpara.errors import ConfigError, in_a_line
 from fedpara.parameterization import covered
 from fedpara.state import State, zeros_like
+from fedpara.tasks import Task
+from fedpara.tasks.losses import mean_loss, problem_of
+from fedpara.tasks.metrics import FRACTIONS
+from fedpara.trees import describe
 
 Problem = tuple[str, Exception | None]
 """A sentence for the user, and the error that it explains."""
@@ -44,14 +49,21 @@ def _problems(
     if local.jacobian and (reason := _why_no_jacobian(program)):
         yield f"the Jacobian correction {reason}. Leave the correction out.", None
     yield from _algorithm_problems(session.algorithm, program.start(program.shared))
-    if len(data.train) and (error := _failure(program, data, local, 1)) is not None:
-        yield from _training_problems(program, data, local, error)
+    if len(data.train):
+        if (error := _failure(program, task, data, local, 1)) is not None:
+            yield from _training_problems(program, task, data, local, error)
+        yield from _loss_problems(program, task, data)
     if personal and not data.has_personal:
         yield "personal=True scores each client's own model, and no client has test data.", None
     if task.test is not None and not program.private:
-        yield from _test_set_problems(program, "the test data", task.test)
+        yield from _test_set_problems(program, task, "the test data", task.test)
     if personal and data.personal is not None:
-        yield from _test_set_problems(program, "the clients' test data", data.personal[0])
+        yield from _test_set_problems(program, task, "the clients' test data", data.personal[0])
+    if settings.target is not None and task.primary in FRACTIONS and not 0 < settings.target <= 1:
+        yield (
+            f"target is {settings.target}: expected a number above 0 and at most 1 for {task.primary}.",
+            None,
+        )
     if settings.target is not None and not personal and (program.private or task.test is None):
         yield (
             f"a target of {settings.target} needs test data to be measured on: give the Task a test set, or the "
@@ -77,7 +89,7 @@ def _algorithm_problems(a: Algorithm, x: State) -> Iterator[Problem]:
     broadcast = expect_variables(a.name, "broadcast", a.broadcast(server))
     first = expect_variables(a.name, "client_init", a.client_init(x))
     expect_like(a.name, "correct", a.correct(zeros_like(x), x, x, broadcast, first), x)
-    expect_like(a.name, "send", a.send(x, x, 1), x)
+    expect_like(a.name, "send", a.send(x, x, Visit(0, 1, 1, 1.0, 0)), x)
     made: Any = a.finish(x, x, broadcast, first, 1, 1.0)
     if not (isinstance(made, tuple) and len(made) == 2):
         what = "expected a pair of dicts, what the client sends and its new variables."
@@ -91,18 +103,16 @@ def _algorithm_problems(a: Algorithm, x: State) -> Iterator[Problem]:
 
 
 def _training_problems(
-    program: Program, data: FederatedData, local: Local, error: Exception
+    program: Program, task: Task, data: FederatedData, local: Local, error: Exception
 ) -> Iterator[Problem]:
     """Problems of a model that cannot train on one example: it may still train on two."""
     message = in_a_line(error).rstrip(".")
-    if _failure(program, data, local, 2) is not None:
+    if _failure(program, task, data, local, 2) is not None:
         advice = _type_advice(program, data) if "type" in message else ""
-        yield (
-            f"the model cannot train on {_one_batch(data, 1).inputs.dtype} examples of shape {data.train.shape} with "
-            f"labels up to {int(data.train.labels.max())}: {message}.{advice}",
-            error,
-        )
-    elif smallest_batch(data, local) == 1:  # slow for many clients, so only computed if needed
+        yield f"the model cannot train on {_kind(_one_batch(data, 1))}: {message}.{advice}", error
+    elif (
+        data.sizes_known and smallest_batch(data, local) == 1
+    ):  # slow for many clients, so only computed if needed
         yield (
             f"the model cannot train on a batch of one example, and some client has such a batch ({message}). Choose "
             "another batch size, or a model without BatchNorm.",
@@ -110,19 +120,51 @@ def _training_problems(
         )
 
 
-def _test_set_problems(program: Program, what: str, test: Examples) -> Iterator[Problem]:
+def _loss_problems(program: Program, task: Task, data: FederatedData) -> Iterator[Problem]:
+    """Calls the loss and the metrics once, on two examples."""
+    worker, some = Worker(program, task), _one_batch(data, 2)
+    worker.model.eval()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        output = worker.output(some.inputs)
+        for name, metric in task.scored.items():
+            what = "the loss" if name == "loss" else f"metric {name!r}"
+            try:
+                made = metric.of(output, some.targets)
+            except Exception as error:
+                yield f"{what} failed: {in_a_line(error).rstrip('.')}.", error
+                continue
+            if problem := problem_of(made, 2, what):
+                yield problem, None
+            elif name == "loss" and not math.isfinite(float(mean_loss(made))):
+                yield f"the loss of the first example is {float(mean_loss(made))}, before any training.", None
+
+
+def _test_set_problems(program: Program, task: Task, what: str, test: Examples) -> Iterator[Problem]:
     if not len(test):
         yield f"{what} hold no example: give some, or None.", None
-    some = test.subset([int(test.labels.argmax())])
     try:
-        Worker(program).evaluate(program.initial, some)
+        Worker(program, task).evaluate(program.initial, test.subset([_telling(test)]))
     except Exception as error:
-        kind = f"{test.inputs.dtype} of shape {test.shape} with labels up to {int(test.labels.max())}"
-        yield f"the model cannot be scored on {what}, {kind}: {in_a_line(error).rstrip('.')}.", error
+        yield f"the model cannot be scored on {what}, {_kind(test)}: {in_a_line(error).rstrip('.')}.", error
+
+
+def _telling(examples: Examples) -> int:
+    """The example with the largest class: a model with too few outputs fails on it."""
+    return 0 if examples.classes is None else int(examples.targets.argmax())
+
+
+def _kind(examples: Examples) -> str:
+    one = examples.part(slice(1))
+    if examples.classes is None or not examples.shape:
+        return f"{describe(one.inputs)} with targets {describe(one.targets)}"
+    largest = int(examples.targets.max())
+    return f"{one.inputs.dtype} examples of shape {examples.shape} with labels up to {largest}"
 
 
 def _type_advice(program: Program, data: FederatedData) -> str:
     """Advice on the two type mistakes that torch's own message does not explain."""
+    if not isinstance(data.train.inputs, Tensor):
+        return ""
     read = _one_batch(data, 1).inputs.dtype
     held = {t.dtype for t in program.start(program.parameters).values() if t.is_floating_point()}
     if data.train.inputs.dtype == torch.uint8 and data.train.mean is None:
@@ -145,17 +187,17 @@ def _smallest_of(examples: int, local: Local) -> int:
     return short if comes_up else min(examples, local.batch_size)
 
 
-def _failure(program: Program, data: FederatedData, local: Local, size: int) -> Exception | None:
-    worker, some = Worker(program), _one_batch(data, size)
+def _failure(program: Program, task: Task, data: FederatedData, local: Local, size: int) -> Exception | None:
+    worker, some = Worker(program, task), _one_batch(data, size)
     try:
         with torch.random.fork_rng(devices=[]):
-            worker.gradient(some.inputs, some.labels, local, local.lr)
+            worker.gradient(some.inputs, some.targets, local, local.lr)
     except Exception as error:
         return error
     return None
 
 
 def _one_batch(data: FederatedData, size: int) -> Examples:
-    """A batch as a step reads it, with the largest label: a model with too few outputs fails on that label."""
-    some = data.train.subset([int(data.train.labels.argmax())] * size)
-    return replace(some, inputs=normalise(some.inputs, some.mean, some.std))
+    """A batch as a step reads it."""
+    some = data.train.subset([_telling(data.train)] * size)
+    return replace(some, inputs=some.normalised(), mean=None, std=None)

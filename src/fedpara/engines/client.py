@@ -6,13 +6,15 @@ x, down <- message;  y = local steps from (x, its private part);  message <- y's
 import math
 from dataclasses import dataclass, replace
 
-from fedpara.algorithms import Variables
+from fedpara.algorithms import Variables, Visit
+from fedpara.algorithms.optimizers import Slots
 from fedpara.data import Examples
-from fedpara.engines.local.worker import Score, Trained, Worker
-from fedpara.engines.rng import torch_rng
-from fedpara.engines.session import PRIVATE, Session
+from fedpara.engines.local.worker import Trained, Worker
+from fedpara.engines.rng import torch_rng, torch_seed
+from fedpara.engines.session import PRIVATE, SLOT, Session, named_slots
 from fedpara.errors import UpdateRejected
 from fedpara.state import State, finite
+from fedpara.tasks import Score
 from fedpara.wire import (
     AnyMessage,
     Link,
@@ -68,6 +70,7 @@ def client_round(
         seed=session.seed,
         round=round,
         who=client,
+        slots=own_slots(memory),
     )
     after = worker.evaluate(trained.state, test) if test is not None else None
     reply = reply_of(
@@ -96,9 +99,12 @@ def reply_of(
         return Reply(client, reason=f"it diverged: {problem}", diverged=True), memory
     x = {name: model[name] for name in program.shared}
     y = {name: trained.parameters[name] for name in program.shared}
-    eta = algorithm.local.lr_at(round)
+    eta = algorithm.local.of(client).mean_lr(round, trained.steps)
     extra, own = algorithm.finish(x, y, down, own_variables(memory), trained.steps, eta)
-    y = algorithm.send(x, y, trained.steps)
+    if algorithm.local.keep_optimizer:
+        own = {**own, **named_slots(trained.slots)}
+    seed = torch_seed(session.seed, "send", round, client)
+    y = algorithm.send(x, y, Visit(client, round, trained.steps, eta, seed))
     sent = {**y, **{name: trained.buffers[name] for name in program.shared_buffers}}
     private = {name: trained.state[name] for name in program.retained}
     try:
@@ -115,7 +121,12 @@ def own_model(session: Session, model: State, memory: Variables | None) -> State
 
 def own_variables(memory: Variables) -> Variables:
     """The algorithm's variables in a client's memory."""
-    return {name: state for name, state in memory.items() if name != PRIVATE}
+    return {name: state for name, state in memory.items() if name != PRIVATE and not name.startswith(SLOT)}
+
+
+def own_slots(memory: Variables) -> Slots:
+    """The optimizer's slots in a client's memory; empty if they are not kept."""
+    return {name.removeprefix(SLOT): state for name, state in memory.items() if name.startswith(SLOT)}
 
 
 def sends_changes(link: Link) -> bool:

@@ -1,11 +1,12 @@
 """The result of a round, the server's state between rounds, and the schedule of a run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fedpara.algorithms import Variables
 from fedpara.algorithms.core import Weighting
 from fedpara.state import State, in_words
+from fedpara.tasks.metrics import shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +29,7 @@ class Progress:
 class Everyone:
     """Scores of the clients' own models after the last aggregation, each on its own test data."""
 
-    accuracy: float  # the mean over the clients
+    score: float  # the mean over the clients of the primary metric
     clients: int  # how many were scored
     of: int  # how many are in the federation
     bytes_down: int  # for sending them the model; not part of any round's bytes
@@ -36,7 +37,7 @@ class Everyone:
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """The result of one round. `accuracy` is None if it was not measured."""
+    """The result of one round. `scores` by metric is empty if nothing was measured."""
 
     progress: Progress
     cohort: tuple[int, ...]
@@ -44,26 +45,39 @@ class Round:
     bytes_up: int
     bytes_down: int
     refused: tuple[tuple[int, str], ...] = ()
-    accuracy: float | None = None
-    loss: float | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)
     before: float | None = None
     after: float | None = None
     notes: tuple[str, ...] = field(default=())
     memories: tuple[int, ...] = ()  # the clients whose memories this round replaced
     everyone: Everyone | None = None  # at the end of a run whose clients have test data
+    primary: str = "accuracy"  # the metric of `before`, `after` and `everyone`
+
+    @property
+    def score(self) -> float | None:
+        """The primary metric; None if it was not measured."""
+        return self.scores.get(self.primary)
+
+    @property
+    def accuracy(self) -> float | None:
+        return self.scores.get("accuracy")
+
+    @property
+    def loss(self) -> float | None:
+        """The loss on the test data."""
+        return self.scores.get("loss")
 
     @property
     def number(self) -> int:
         return self.progress.round
 
     def __repr__(self) -> str:
-        accuracy = "accuracy not measured" if self.accuracy is None else f"accuracy {self.accuracy:.2%}"
+        score = "not measured" if self.score is None else shown(self.primary, self.score)
         refused = f" ({len(self.refused)} refused)" * bool(self.refused)
         sent = f"{self.bytes_up:,} bytes up, {self.bytes_down:,} down"
         clients = f"{len(self.cohort)} client{'s' * (len(self.cohort) != 1)}"
-        return (
-            f"Round({self.number}, {clients}{refused}, train loss {self.train_loss:.4g}, {accuracy}, {sent})"
-        )
+        loss = f"train loss {self.train_loss:.4g}"
+        return f"Round({self.number}, {clients}{refused}, {loss}, {self.primary} {score}, {sent})"
 
 
 @dataclass(frozen=True)
@@ -78,11 +92,17 @@ class Schedule:
     minimum: int = 1  # usable updates; with fewer the model stays unchanged
     weights: Weighting = "examples"  # how a mean over clients is weighted
     max_share: float | None = None  # the largest share of a round's weight for one client
+    primary: str = "accuracy"  # the metric of `target`
+    higher_is_better: bool = True
 
     def evaluates(self, round: int) -> bool:
         return round % self.evaluate_every == 0 or round == self.rounds
 
     def ends(self, result: "Round") -> bool:
-        """Whether the run is over: all rounds are done, or the target accuracy is met."""
-        met = self.target is not None and result.accuracy is not None and result.accuracy >= self.target
-        return met or result.number >= self.rounds
+        """Whether the run is over: all rounds are done, or the target is met."""
+        return self._meets_target(result.score) or result.number >= self.rounds
+
+    def _meets_target(self, score: float | None) -> bool:
+        if self.target is None or score is None:
+            return False
+        return score >= self.target if self.higher_is_better else score <= self.target

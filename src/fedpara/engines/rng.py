@@ -11,8 +11,17 @@ from typing import Literal
 import numpy as np
 import torch
 
-Purpose = Literal["cohort", "batches", "augment", "layers", "link-up", "link-down", "final"]
-_PURPOSES: tuple[Purpose, ...] = ("cohort", "batches", "augment", "layers", "link-up", "link-down", "final")
+Purpose = Literal["cohort", "batches", "augment", "layers", "link-up", "link-down", "final", "send"]
+_PURPOSES: tuple[Purpose, ...] = (
+    "cohort",
+    "batches",
+    "augment",
+    "layers",
+    "link-up",
+    "link-down",
+    "final",
+    "send",
+)
 
 
 def numpy_rng(seed: int, purpose: Purpose, round: int, client: int = 0) -> np.random.Generator:

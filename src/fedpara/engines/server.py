@@ -7,7 +7,7 @@ Each update is added to the round's mean as soon as it passes, in the cohort's o
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
@@ -17,7 +17,6 @@ import torch
 from fedpara.algorithms import Update
 from fedpara.engines.aggregation import Aggregator, round_weights
 from fedpara.engines.client import Reply, from_change, sends_changes
-from fedpara.engines.local.worker import Score
 from fedpara.engines.progress import Everyone, Progress, Round, Schedule
 from fedpara.engines.rng import cohort, final_sample, torch_rng
 from fedpara.engines.session import Session
@@ -25,6 +24,7 @@ from fedpara.engines.threads import THREADS
 from fedpara.engines.transfer import HOST, device_of, move
 from fedpara.errors import RunError, UpdateRejected, WireError
 from fedpara.state import State, finite
+from fedpara.tasks import Score
 from fedpara.wire import Message, Meter, admit, guard, make_message, pack, unpack
 
 Verdict = TypeVar("Verdict")
@@ -66,7 +66,7 @@ def initial_progress(session: Session) -> Progress:
 def run_rounds(
     session: Session, engine: Engine, schedule: Schedule, personal: bool, start: Progress | None = None
 ) -> Iterator[Round]:
-    """One result per round, from `start` on; stops early at the target accuracy."""
+    """One result per round, from `start` on; stops early at the target."""
     progress = start or initial_progress(session)
     while progress.round < schedule.rounds:
         try:
@@ -114,6 +114,7 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
         tuple(collected.refused),
         notes=tuple(collected.notes),
         memories=tuple(reply.client for reply in collected.replies) if session.stateful else (),
+        primary=schedule.primary,
     )
     result = _evaluated(session, engine, schedule, collected.replies if scored else [], result)
     return _with_everyone(session, engine, schedule, result) if personal and schedule.ends(result) else result
@@ -291,19 +292,26 @@ def _without_rounding(update: Update, x: State, sent: State) -> Update:
 def _evaluated(
     session: Session, engine: Engine, schedule: Schedule, replies: list[Reply], result: Round
 ) -> Round:
-    """The result with its scores. Personal accuracy is the mean over the cohort's clients."""
+    """The result with its scores. Personal scores are means over the cohort's clients."""
     if not schedule.evaluates(result.number):
         return result
-    before = [reply.before.accuracy for reply in replies if reply.before and reply.before.examples]
-    after = [reply.after.accuracy for reply in replies if reply.after and reply.after.examples]
+    primary = schedule.primary
+    before = [reply.before.values for reply in replies if reply.before and reply.before.examples]
+    after = [reply.after.values for reply in replies if reply.after and reply.after.examples]
     if before and after:
-        accuracy = sum(after) / len(after)
-        result = replace(result, before=sum(before) / len(before), after=accuracy, accuracy=accuracy)
+        means = {
+            name: _mean(after, name) for name in after[0] if name in (primary, *after[0].keys() - {"loss"})
+        }
+        result = replace(result, before=_mean(before, primary), after=means[primary], scores=means)
     if not session.program.private:
         score = engine.evaluate({**result.progress.x, **result.progress.buffers})
         if score is not None:
-            result = replace(result, accuracy=score.accuracy, loss=score.loss)
+            result = replace(result, scores=score.values)
     return result
+
+
+def _mean(scores: Sequence[Mapping[str, float]], name: str) -> float:
+    return sum(values[name] for values in scores) / len(scores)
 
 
 def _with_everyone(session: Session, engine: Engine, schedule: Schedule, result: Round) -> Round:
@@ -312,7 +320,9 @@ def _with_everyone(session: Session, engine: Engine, schedule: Schedule, result:
     chosen = list(range(n)) if n <= MAX_SCORED else final_sample(session.seed, n, MAX_SCORED)
     message, _ = _broadcast(session, result.progress, result.number + 1)
     replies = list(engine.score_clients(result.number + 1, chosen, message))
-    scored = [reply.before.accuracy for reply in replies if reply.before and reply.before.examples]
+    scored = [
+        reply.before.values[schedule.primary] for reply in replies if reply.before and reply.before.examples
+    ]
     missing = [reply for reply in replies if reply.before is None]
     notes = [
         f"{len(missing)} of {len(chosen)} clients were not scored at the end; client {reply.client}: {reply.reason}"

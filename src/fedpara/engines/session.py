@@ -4,12 +4,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fedpara.algorithms import Algorithm, Variables
+from fedpara.algorithms.optimizers import Slots, build_optimizer
 from fedpara.engines.program import Program
 from fedpara.state import State
 from fedpara.wire import AnyMessage, Header, Link, Spec, admit, pack, spec_of, unpack
 
 PRIVATE = "private"
 """The name under which a client's memory holds its private parameters, beside the algorithm's variables."""
+SLOT = "optimizer."
+"""The prefix of the names under which it holds the optimizer's slots, if they are kept."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,13 @@ class Session:
     def first_memory(self, model: State) -> Variables:
         """A client's memory before its first round."""
         x = {name: model[name] for name in self.program.shared}
-        return {PRIVATE: self.program.start(self.program.retained), **self.algorithm.client_init(x)}
+        private = self.program.start(self.program.retained)
+        slots = {}
+        if self.algorithm.local.keep_optimizer:
+            slots = build_optimizer(self.algorithm.local).init(
+                {**self.program.start(self.program.parameters), **x}
+            )
+        return {PRIVATE: private, **self.algorithm.client_init(x), **named_slots(slots)}
 
     @property
     def extras(self) -> bool:
@@ -85,3 +94,8 @@ class Session:
 
     def header(self, round: int, sender: str = "server", examples: int = 0) -> Header:
         return Header(round, self.algorithm.name, self.program.scheme, sender, examples)
+
+
+def named_slots(slots: Slots) -> Variables:
+    """The optimizer's slots by their names in a client's memory."""
+    return {SLOT + name: state for name, state in slots.items()}

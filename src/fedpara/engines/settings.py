@@ -5,7 +5,8 @@ from typing import Literal, get_args
 
 import torch
 
-from fedpara.algorithms.core import AT_MOST_ONE, COUNT, POSITIVE, SEED, Weighting, check
+from fedpara.algorithms.core import Weighting
+from fedpara.algorithms.local import AT_MOST_ONE, COUNT, POSITIVE, SEED, check
 from fedpara.choices import ENGINES
 from fedpara.errors import ConfigError
 from fedpara.wire import Link
@@ -35,7 +36,7 @@ class Settings:
     def __post_init__(self) -> None:
         check(COUNT, rounds=self.rounds, cohort=self.cohort, evaluate_every=self.evaluate_every)
         check(SEED, seed=self.seed)
-        for rule, name in ((POSITIVE, "max_norm"), (AT_MOST_ONE, "max_share"), (AT_MOST_ONE, "target")):
+        for rule, name in ((POSITIVE, "max_norm"), (AT_MOST_ONE, "max_share")):
             if getattr(self, name) is not None:
                 check(rule, **{name: getattr(self, name)})
         for name, known in (

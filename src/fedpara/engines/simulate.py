@@ -22,9 +22,10 @@ from fedpara.engines.progress import Progress, Round, Schedule
 from fedpara.engines.server import Engine, run_rounds
 from fedpara.engines.session import PRIVATE, Session
 from fedpara.engines.settings import Precision, Settings, Share
-from fedpara.engines.task import Task
 from fedpara.errors import ConfigError, RunError
 from fedpara.state import State
+from fedpara.tasks import Task
+from fedpara.tasks.metrics import shown
 from fedpara.wire import Link
 
 MAX_CLAIMED_SHARE = 0.5
@@ -66,12 +67,26 @@ class Run:
         return state | {twin: state[name] for twin, name in shared_names(program.model).items()}
 
     @property
+    def primary(self) -> str:
+        """The name of the primary metric."""
+        return self.rounds[-1].primary
+
+    @property
+    def score(self) -> float:
+        """The last measured value of the primary metric."""
+        return self._last(self.primary)
+
+    @property
     def accuracy(self) -> float:
         """The last measured accuracy, a fraction."""
-        measured = [r.accuracy for r in self.rounds if r.accuracy is not None]
+        return self._last("accuracy")
+
+    def _last(self, metric: str) -> float:
+        measured = [r.scores[metric] for r in self.rounds if metric in r.scores]
         if not measured:
             whose = "the clients" if self.session.program.private else "the Task or the clients"
-            raise RunError(f"no accuracy was measured: give {whose} test data.")
+            among_ = f" as a metric of the Task, and {whose}" if metric != self.primary else f" {whose}"
+            raise RunError(f"no {metric} was measured: give{among_} test data.")
         return measured[-1]
 
     @property
@@ -79,12 +94,16 @@ class Run:
         return self.progress.bytes_up + self.progress.bytes_down
 
     def __repr__(self) -> str:
-        last = next((r for r in reversed(self.rounds) if r.accuracy is not None), None)
-        measured = f"{last.accuracy:.2%} after round {last.number}" if last else "not measured"
+        last = next((r for r in reversed(self.rounds) if r.score is not None), None)
+        measured = (
+            f"{shown(last.primary, last.score)} after round {last.number}"
+            if last and last.score is not None
+            else "not measured"
+        )
         engine = shorten(self.engine, 160, placeholder=" ...")
         return (
             f"Run({self.progress.round} rounds of {self.session.algorithm.name}, {self.bytes / 1e6:.2f} MB sent\n"
-            f"    accuracy: {measured}\n    engine: {engine})"
+            f"    {self.primary}: {measured}\n    engine: {engine})"
         )
 
 
@@ -111,8 +130,8 @@ def simulate(
 ) -> Run:
     """Run `algorithm` on the federation for `rounds` rounds with `cohort` clients each.
 
-    The accuracy is that of the global model on `task.test`. If parts of the model are private, or there is no test
-    set, it is the mean over the cohort of each client's own model on its own test data, after training and before
+    The scores are those of the global model on `task.test`. If parts of the model are private, or there is no test
+    set, they are means over the cohort of each client's own model on its own test data, after training and before
     aggregation.
 
     task            the model, its test set and the augmentation
@@ -133,7 +152,7 @@ def simulate(
     weights         "examples" weights each update by the client's number of examples, "uniform" weights all alike;
                     SCAFFOLD and FedDyn are uniform by definition
     max_share       the largest share of a round's weight that one client may have, such as 0.5
-    target          stop at this accuracy, a fraction such as 0.8
+    target          stop when the primary metric reaches this value, such as an accuracy of 0.8
     memory          where client memories are stored: an object with `get(client)` and
                     `put(client, round, variables)`
     on_round        called with the result of each round
@@ -154,6 +173,8 @@ def simulate(
         target=target,
     )
     refuse_flower_engine(engine)
+    if task.test is None and data.test is not None:
+        task = replace(task, test=data.test)
     session, schedule, scored = prepare(task, data, algorithm, settings)
     memory = InMemory() if memory is None else memory
     results: list[Round] = []
@@ -179,6 +200,8 @@ def prepare(
     task: Task, data: FederatedData, algorithm: Algorithm, settings: Settings
 ) -> tuple[Session, Schedule, bool]:
     """(session, schedule, whether clients are scored), after all checks and before anything runs."""
+    if algorithm.local.schedule is not None:
+        algorithm = replace(algorithm, local=replace(algorithm.local, rounds=settings.rounds))
     session = Session(make_program(task.model, settings.share), algorithm, settings.link, settings.seed)
     personal = data.has_personal if settings.personal is None else settings.personal
     check_run(session, task, data, settings, personal)
@@ -195,6 +218,8 @@ def prepare(
         settings.target,
         weights=settings.weights,
         max_share=max_share,
+        primary=task.primary,
+        higher_is_better=task.higher_is_better,
     )
     return session, schedule, personal
 
@@ -227,7 +252,7 @@ def _build_on_this_rank(
 ) -> Engine:
     if settings.engine == "sequential":
         return Sequential(session, task, data, memory)
-    reason = unsupported(session, data)
+    reason = unsupported(session, task, data)
     size = -(-settings.cohort // group.size)
     shape = None if reason else typical_shape(session, data, size)
     if shape is not None and settings.engine == "auto" and not torch.cuda.is_available():

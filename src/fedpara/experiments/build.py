@@ -12,13 +12,13 @@ from torch import nn
 from fedpara import algorithms, data, models, parameterization
 from fedpara.algorithms import Algorithm, Local
 from fedpara.data import Examples, FederatedData
-from fedpara.engines.task import Task
 from fedpara.errors import ConfigError
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.federation import build_federation
 from fedpara.experiments.node_data import is_own, server_side
 from fedpara.parameterization import Scheme
 from fedpara.parameterization.selection import Where
+from fedpara.tasks import Task
 from fedpara.wire import Link
 
 DEFAULT_GAMMA = 0.1
@@ -39,7 +39,7 @@ class Parts:
         digest = blake2b(digest_size=16)
         for examples in (self.data.train, self.task.test):
             if examples is not None:
-                for part in (*examples.inputs.split(CHUNK), examples.labels):
+                for part in (*examples.inputs.split(CHUNK), examples.targets):
                     digest.update(part.contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
@@ -63,7 +63,7 @@ def build(experiment: Experiment, data_dir: str | PathLike[str] | None = None) -
         federation, scored = server_side(experiment)
     else:
         federation, scored = build_federation(experiment, *data.load(experiment.dataset, data_dir))
-    model = build_model(experiment, federation.train.classes, federation.train.shape, scheme)
+    model = build_model(experiment, federation.train.classes or 0, federation.train.shape, scheme)
     return Parts(Task(model, scored, experiment.augment), federation, algorithm, link)  # type: ignore[arg-type]
 
 

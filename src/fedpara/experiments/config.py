@@ -15,8 +15,8 @@ from fedpara import algorithms, models, parameterization
 from fedpara.algorithms.core import Weighting
 from fedpara.choices import ENGINES, SPLITS
 from fedpara.engines.settings import Precision, Share
-from fedpara.engines.task import Augment
 from fedpara.errors import ConfigError, among
+from fedpara.tasks import Augment
 
 OWNED = ("owner", "largest")
 """Splits whose clients are the owners of the examples."""

@@ -29,7 +29,7 @@ def build_federation(
         return _with_owner_tests(experiment, train, test, clients)
     if not experiment.personal:
         return FederatedData(train, clients), test
-    theirs = data.personal_test(test.labels, clients, train.labels, seed=experiment.seed)
+    theirs = data.personal_test(test.targets, clients, train.targets, seed=experiment.seed)
     return FederatedData(train, clients, personal=(test, theirs)), test
 
 
@@ -54,7 +54,7 @@ def _with_owner_tests(
 
 
 def _clients(experiment: Experiment, train: Examples) -> Partition:
-    n, seed, labels = experiment.clients, experiment.seed, train.labels
+    n, seed, labels = experiment.clients, experiment.seed, train.targets
     if experiment.split == "iid":
         return data.iid(labels, n, seed)
     if experiment.split == "dirichlet":
@@ -97,7 +97,7 @@ def _split_validation(
     if train.inputs.dim() == 2 and not train.inputs.is_floating_point():  # character ids
         training, held_out = _ends_of_texts(train, clients, fraction)
     else:
-        training, held_out = data.split(clients, train.labels, fraction, experiment.seed, exact=True)
+        training, held_out = data.split(clients, train.targets, fraction, experiment.seed, exact=True)
     if not len(held_out.indices):
         raise ConfigError(
             f"validation is {fraction}, but no client has an example to spare: use fewer clients or a larger fraction."

@@ -268,7 +268,11 @@ def _refuse_on_nodes(path: Path) -> None:
 
 def _model_of(experiment: Experiment, parts: Parts) -> dict[str, object]:
     train, normalise = parts.data.train, parts.normalisation
-    model = {"name": experiment.model, "classes": train.classes, "shape": list(train.shape)}
+    model: dict[str, object] = {
+        "name": experiment.model,
+        "classes": train.classes,
+        "shape": list(train.shape),
+    }
     # Nodes that read their own data may normalise it although the server's examples have no mean.
     unknown = normalise is None and is_own(experiment.dataset)
     return model if unknown else {**model, "normalise": normalise}

@@ -18,8 +18,7 @@ TRACKERS = ("none", "tensorboard", "mlflow", "wandb")
 def scalars(result: Round, timing: dict[str, float]) -> dict[str, float]:
     """The measured numbers of a round, by name."""
     values: dict[str, float | None] = {
-        "accuracy": result.accuracy,
-        "loss": result.loss,
+        **result.scores,
         "before": result.before,
         "after": result.after,
         "train_loss": result.train_loss,

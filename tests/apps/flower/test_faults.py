@@ -6,7 +6,6 @@ import pytest
 import torch
 from flower_nodes import BASE, CASES, Nodes, host, log, run_on_nodes
 
-import fedpara
 from fedpara.engines.flower.policy import Policy
 from fedpara.engines.flower.rpc import Packet, Request, Response, from_packet, to_packet
 from fedpara.engines.progress import Schedule
@@ -14,6 +13,7 @@ from fedpara.errors import ConfigError, WireError
 from fedpara.experiments import read_run
 from fedpara.experiments.run import lay_out, resume
 from fedpara.experiments.storage.checkpoint import final_checkpoint
+from fedpara.tasks import Score
 from fedpara.wire import decode, encode
 
 
@@ -57,8 +57,8 @@ FAULTS = {
         "client is 'one'",
     ),
     "scores": (
-        spoilt(lambda a: replace(a, before=fedpara.engines.local.worker.Score(9, 3, 0.0))),
-        "9 correct of 3",
+        spoilt(lambda a: replace(a, before=Score(3, {"accuracy": 3.0, "loss": 0.0}))),
+        "an accuracy of 3.0",
     ),
     "error": (lambda request, packet: "node gone" if request.client == 1 else packet, "node gone"),
     "silence": (lambda request, packet: None if request.client == 1 else packet, "no reply within 100 s"),

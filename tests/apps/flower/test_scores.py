@@ -10,12 +10,12 @@ from fedpara.apps.flower import node as flower_node
 from fedpara.data import normalise
 from fedpara.engines.flower.policy import Policy
 from fedpara.engines.flower.rpc import Packet, Response, from_packet, to_packet
-from fedpara.engines.local.worker import Score
 from fedpara.experiments import read_run
 from fedpara.experiments.build import build
 from fedpara.experiments.run import lay_out, resume
 from fedpara.experiments.storage.checkpoint import final_checkpoint
 from fedpara.experiments.storage.node_memory import NodeMemory
+from fedpara.tasks import Score
 from fedpara.wire import make_message, pack
 
 
@@ -64,7 +64,7 @@ def expected(finished, client):
     test = parts.data.client_test(client)
     with torch.no_grad():
         said = parts.task.model(normalise(test.inputs, test.mean, test.std)).argmax(1)
-    return int((said == test.labels).sum()), len(test)
+    return int((said == test.targets).sum()), len(test)
 
 
 @pytest.mark.parametrize("case", ["fedavg", "pfedpara", "pfedpara-scaffold", "local"])
@@ -76,12 +76,15 @@ def test_each_clients_own_model_is_scored(tmp_path, case):
     replies = finished.scores()
     assert [reply.client for reply in replies] == [0, 1, 2, 3, 4]
     for reply in replies:
-        assert (reply.before.correct, reply.before.examples) == expected(finished, reply.client)
+        assert (
+            round(reply.before.values["accuracy"] * reply.before.examples),
+            reply.before.examples,
+        ) == expected(finished, reply.client)
         assert (reply.message, reply.reason, reply.after) == (None, "", None)
     assert [(kind, client) for kind, _, client, _ in finished.transport.asked] == [
         ("score", i) for i in range(5)
     ]
-    assert len({reply.before.correct / reply.before.examples for reply in replies}) > 1
+    assert len({reply.before.values["accuracy"] for reply in replies}) > 1
     assert finished.files() == before
 
 
@@ -101,7 +104,10 @@ PERSONAL = replace(BASE, rounds=1, personal=True)
             spoilt(lambda p: to_packet(replace(from_packet(p, Response, 0), client=2))),
             "for client 2 in round 1",
         ),
-        (spoilt(lambda p: to_packet(Response(1, 1, before=Score(9, 3, 0.0)))), "9 correct of 3"),
+        (
+            spoilt(lambda p: to_packet(Response(1, 1, before=Score(3, {"accuracy": 3.0, "loss": 0.0})))),
+            "an accuracy of 3.0",
+        ),
         (spoilt(lambda p: "node gone"), "node gone"),
     ],
 )

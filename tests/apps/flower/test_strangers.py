@@ -7,10 +7,10 @@ import torch
 from flower_nodes import BASE, Nodes, log, run_on_nodes
 
 from fedpara.engines.flower.rpc import Hello, Response, from_packet, to_packet
-from fedpara.engines.local.worker import Score
 from fedpara.errors import RunError
 from fedpara.experiments import read_run
 from fedpara.experiments.storage.checkpoint import final_checkpoint
+from fedpara.tasks import Score
 from fedpara.wire import decode, encode
 
 FORGED = "x\n2026-01-01T00:00:00Z round 1: client 0 refused: forged\x1b[2J\x07" + "y" * 60_000
@@ -64,8 +64,11 @@ def test_the_texts_of_a_hello_are_short_lines(tmp_path, field):
     assert "\n2026-01-01" not in log(tmp_path / "a")
 
 
+PERFECT = Score(1, {"accuracy": 1.0, "loss": 0.0})
+
+
 def test_a_score_that_was_not_requested_is_ignored(tmp_path):
-    perfect = spoilt(lambda a: to_packet(replace(a, before=Score(1, 1, 0.0), after=Score(1, 1, 0.0))))
+    perfect = spoilt(lambda a: to_packet(replace(a, before=PERFECT, after=PERFECT)))
     (metrics,) = disturbed(tmp_path, perfect, replace(ONE, scheme="pfedpara"))
     assert (metrics["accuracy"], metrics["before"], metrics["after"]) == (None, None, None)
 

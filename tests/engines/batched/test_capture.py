@@ -43,7 +43,7 @@ class Compiled(Batched):
 
 def last_round(kind, method, model, digits, rounds=2):
     train, test = digits
-    federation = fp.FederatedData(train, data.dirichlet(train.labels, 8, alpha=0.5, seed=0))
+    federation = fp.FederatedData(train, data.dirichlet(train.targets, 8, alpha=0.5, seed=0))
     session = Session(make_program(model), method, fp.Link(), 0)
     engine = kind(session, fp.Task(model, test=test), federation, InMemory(), size=4)
     return list(run_rounds(session, engine, Schedule(rounds, 8, 4, federation.size), personal=False))[

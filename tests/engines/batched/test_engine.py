@@ -31,7 +31,7 @@ SCHEMES = {
 def both(model, scheme, train, test, algorithm, **options):
     """Three rounds in each engine from the same start. Checks which engine ran and returns both runs."""
     runs = []
-    clients = data.dirichlet(train.labels, clients=8, alpha=0.5, seed=0)
+    clients = data.dirichlet(train.targets, clients=8, alpha=0.5, seed=0)
     for engine in ("sequential", "batched"):
         torch.manual_seed(0)
         network = model()
@@ -133,7 +133,7 @@ def test_the_narrow_precisions_need_a_gpu(digits):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     train, _ = digits
-    task, federation = fp.Task(models.mlp(64, 24, 10)), fp.FederatedData(train, data.iid(train.labels, 4, 0))
+    task, federation = fp.Task(models.mlp(64, 24, 10)), fp.FederatedData(train, data.iid(train.targets, 4, 0))
     for words, text in (
         ({"precision": "tf32"}, "precision 'tf32' needs the batched engine on a GPU"),
         (
@@ -263,7 +263,7 @@ def test_padding_is_no_wider_than_the_largest_batch(digits):
     method = algorithms.fedavg(lr=0.05, batch_size=64)
     a, b = both(lambda: models.mlp(64, 24, 10), None, train, test, method)
     assert_equal(a, b)
-    federation = fp.FederatedData(train, data.iid(train.labels, 8, 0))
+    federation = fp.FederatedData(train, data.iid(train.targets, 8, 0))
     session = Session(make_program(models.mlp(64, 24, 10)), method, fp.Link(), 0)
     assert typical_shape(session, federation, 4).width == 20
 
@@ -271,8 +271,8 @@ def test_padding_is_no_wider_than_the_largest_batch(digits):
 def test_personal_scores_equal_those_of_the_sequential_engine(digits):
     """Test sets of different sizes, one of them empty; more clients than lanes."""
     train, test = digits
-    clients = data.shards(train.labels, 6, 0, 2)
-    theirs = data.personal_test(test.labels, clients, train.labels, seed=0)
+    clients = data.shards(train.targets, 6, 0, 2)
+    theirs = data.personal_test(test.targets, clients, train.targets, seed=0)
     sizes = [*range(3, 8), 0]
     personal = (test, data.Partition.of([theirs[i][:n] for i, n in enumerate(sizes)]))
     seen = []
@@ -294,7 +294,7 @@ def test_personal_scores_equal_those_of_the_sequential_engine(digits):
 def test_every_engine_crops_images_alike(digits):
     """The draws depend on the client and the round, not on the lane."""
     train, test = digits
-    clients = data.dirichlet(train.labels, clients=8, alpha=0.5, seed=0)
+    clients = data.dirichlet(train.targets, clients=8, alpha=0.5, seed=0)
     states = []
     for engine in ("sequential", "batched"):
         torch.manual_seed(0)

@@ -38,7 +38,7 @@ SCHEMES = {
 def both(name, model, method, rounds=3, even=False, **options):
     """The last round of each: sequential on the CPU, batched on the GPU."""
     train, test = data.load(f"generated:{name}")
-    split = data.iid(train.labels, 8, 0) if even else data.dirichlet(train.labels, 8, alpha=0.5, seed=0)
+    split = data.iid(train.targets, 8, 0) if even else data.dirichlet(train.targets, 8, alpha=0.5, seed=0)
     federation = fp.FederatedData(train, split)
     task = fp.Task(model, test=test, augment="none" if name == "shakespeare" else "crop-flip")
     session = Session(make_program(model), method, fp.Link(), 0)
@@ -165,7 +165,7 @@ import fedpara as fp
 from fedpara import algorithms, data, models
 
 train, test = data.load("generated:cifar10")
-federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
+federation = fp.FederatedData(train, data.iid(train.targets, 4, 0))
 model = fp.factorize(models.build("cnn", classes=10, shape=(3, 32, 32)), fp.FedPara(gamma=0.3))
 method = algorithms.fedavg(lr=0.02, batch_size=8, steps=2)
 run = fp.simulate(fp.Task(model, test=test), federation, method, rounds=1, cohort=4, engine="batched")

@@ -37,7 +37,7 @@ def rounds_of(engine, session, clients, cohort):
 
 def test_a_cohort_larger_than_memory_trains_in_fewer_lanes_to_the_same_model(digits, caplog):
     train, test = digits
-    federation = fp.FederatedData(train, data.iid(train.labels, 8, 0))
+    federation = fp.FederatedData(train, data.iid(train.targets, 8, 0))
     task = fp.Task(models.mlp(64, 24, 10), test=test)
     session = Session(make_program(task.model), algorithms.fedavg(lr=0.1, batch_size=8), fp.Link(), 0)
     caplog.set_level(logging.INFO, "fedpara")
@@ -61,7 +61,7 @@ def test_moving_states_to_the_host_when_clients_end_gives_the_same_bits(
     model = models.mlp(64, 24, 10)
     if scheme is not None:
         fp.factorize(model, scheme)
-    federation = fp.FederatedData(train, data.dirichlet(train.labels, 8, 0.5, 0))
+    federation = fp.FederatedData(train, data.dirichlet(train.targets, 8, 0.5, 0))
     task = fp.Task(model, test=test)
     method = algorithms.build(algorithm, Local(lr=0.05, batch_size=8))
     session = Session(make_program(model), method, fp.Link(), 0)
@@ -83,7 +83,7 @@ def test_moving_states_to_the_host_when_clients_end_gives_the_same_bits(
 def test_frozen_tensors_take_no_memory_per_client(digits, monkeypatch):
     train, _ = digits
     model = models.mlp(64, 512, 10)
-    federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
+    federation = fp.FederatedData(train, data.iid(train.targets, 4, 0))
 
     def engine():
         session = Session(make_program(model), algorithms.fedavg(lr=0.1), fp.Link(), 0)
@@ -99,13 +99,13 @@ def test_frozen_tensors_take_no_memory_per_client(digits, monkeypatch):
 
 def test_out_of_memory_with_one_lane_is_retried_without_waiting_states(digits):
     class Full(Batched):
-        def _collect(self, *event):
+        def _trained(self, *event):
             if self.waits:
                 raise torch.OutOfMemoryError("no room for the cohort")
-            return super()._collect(*event)
+            return super()._trained(*event)
 
     train, _ = digits
-    federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
+    federation = fp.FederatedData(train, data.iid(train.targets, 4, 0))
     task = fp.Task(models.mlp(64, 24, 10))
     session = Session(make_program(task.model), algorithms.fedavg(lr=0.1), fp.Link(), 0)
     shape = typical_shape(session, federation, 2, 1)
@@ -123,7 +123,7 @@ def test_out_of_memory_with_one_lane_is_retried_without_waiting_states(digits):
 
 def test_one_client_too_large_for_memory_ends_the_run_with_advice(digits):
     train, _ = digits
-    federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
+    federation = fp.FederatedData(train, data.iid(train.targets, 4, 0))
     task = fp.Task(models.mlp(64, 24, 10))
     session = Session(make_program(task.model), algorithms.fedavg(lr=0.1), fp.Link(), 0)
     engine = Small(session, task, federation, InMemory(), size=2)
@@ -166,6 +166,6 @@ def test_updates_stay_on_the_device_unless_clients_have_memory_or_the_link_is_lo
     if scheme is not None:
         fp.factorize(model, scheme)
     session = Session(make_program(model), algorithms.build(algorithm, Local()), link, 0)
-    federation = fp.FederatedData(train, data.iid(train.labels, 8, 0))
+    federation = fp.FederatedData(train, data.iid(train.targets, 8, 0))
     task = fp.Task(model, test=test)
     assert Batched(session, task, federation, InMemory(), size=4, device="cpu", wait=True).stays is stay

@@ -31,7 +31,7 @@ def test_a_model_that_vmap_does_not_support_runs_sequentially_with_a_reason(digi
 
     train, test = digits
     task = fp.Task(Reads(), test=test)
-    federation = fp.FederatedData(train, data.iid(train.labels, 4, 0))
+    federation = fp.FederatedData(train, data.iid(train.targets, 4, 0))
     session = Session(make_program(task.model), algorithms.fedavg(lr=0.1), fp.Link(), 0)
     engine = build_engine(BATCHED, session, task, federation, InMemory())
     assert engine.name == "sequential"
@@ -43,7 +43,7 @@ def test_auto_on_a_cpu_batches_matrix_products_but_not_convolutions(digits):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     train, _ = digits
-    federation = fp.FederatedData(train, data.iid(train.labels, 6, 0))
+    federation = fp.FederatedData(train, data.iid(train.targets, 6, 0))
 
     def engine(model, cohort=5):
         run = fp.simulate(

@@ -73,7 +73,7 @@ def test_dropout_is_active_only_in_training_and_absent_from_the_state():
 def test_engines_drop_the_same_values(jacobian):
     train, test = data.load("digits")
     train, test = train.subset(np.arange(160)), test.subset(np.arange(60))
-    clients = data.dirichlet(train.labels, clients=8, alpha=0.5, seed=0)
+    clients = data.dirichlet(train.targets, clients=8, alpha=0.5, seed=0)
     states = []
     for engine in ("sequential", "batched"):
         torch.manual_seed(0)

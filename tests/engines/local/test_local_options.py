@@ -45,7 +45,7 @@ def test_the_jacobian_correction_changes_only_the_factors(world, engine):
     images = normalise(examples.inputs, examples.mean, examples.std)
 
     def loss(state):
-        return cross_entropy(torch.func.functional_call(merged, state, (images,)), examples.labels)
+        return cross_entropy(torch.func.functional_call(merged, state, (images,)), examples.targets)
 
     gradient, _ = corrected_grad(loss, x, forms(model), eta=0.05, lambda_=1.0)
     for name in x:

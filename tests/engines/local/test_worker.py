@@ -35,7 +35,8 @@ class Waits(nn.Sequential):
 
 def worker(model):
     torch.manual_seed(0)
-    return Worker(make_program(fp.factorize(model, fp.FedPara(gamma=0.5), force=True)))
+    factorized = fp.factorize(model, fp.FedPara(gamma=0.5), force=True)
+    return Worker(make_program(factorized), fp.Task(factorized))
 
 
 def plain():

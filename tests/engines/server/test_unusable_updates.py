@@ -114,10 +114,17 @@ def test_a_max_norm_that_no_update_meets_is_reported_in_every_round(world):
         world.simulate(world.model(), max_norm=-1.0)
 
 
-def test_a_model_with_nan_is_not_sent(world):
+def test_a_model_with_nan_does_not_start(world):
     model = world.model()
     with torch.no_grad():
         model.fc1.bias[3] = float("nan")
+    with pytest.raises(ConfigError, match="the loss of the first example is nan, before any training"):
+        world.simulate(model)
+
+
+def test_a_model_with_nan_is_not_sent(world):
+    model = world.model()
+    model.register_parameter("unused", nn.Parameter(torch.full((3,), torch.nan)))
     with pytest.raises(RunError, match="the model cannot be sent in round 1: it holds NaN or infinity"):
         world.simulate(model)
 

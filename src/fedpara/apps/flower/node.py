@@ -181,7 +181,7 @@ def _site(experiment_toml: str, node_config: tuple[tuple[str, Any], ...]) -> Sit
     program = make_program(parts.task.model, experiment.share)  # type: ignore[arg-type]
     own = read_own(experiment.dataset, config) if is_own(experiment.dataset) else None
     session = Session(program, parts.algorithm, parts.link, experiment.seed)
-    return Site(session, Worker(program, parts.task.augment), parts, own)
+    return Site(session, Worker(program, parts.task), parts, own)
 
 
 def _in_time(request: Request, work: Callable[[], T], failed: Callable[[str], T]) -> T:

@@ -190,6 +190,7 @@ def _show_new(path: Path, shown: int, on_round: OnRound) -> int:
 def _round(line: dict[str, Any]) -> Round:
     """The round from its line of metrics, without tensors."""
     refused = tuple((entry["client"], entry["reason"]) for entry in line["refused"])
+    scores = line.get("scores") or {name: line[name] for name in ("accuracy", "loss")}
     return Round(
         Progress(line["round"], {}, {}, {}, line["total_up"], line["total_down"]),
         tuple(range(line["clients"])),
@@ -197,11 +198,11 @@ def _round(line: dict[str, Any]) -> Round:
         line["up"],
         line["down"],
         refused,
-        line["accuracy"],
-        line["loss"],
+        {name: value for name, value in scores.items() if value is not None},
         line["before"],
         line["after"],
         tuple(line["notes"]),
+        primary=next(iter(scores)) if "score" in line else "accuracy",
     )
 
 

@@ -56,7 +56,7 @@ class Show:
         self.name, self.rounds = name, rounds
         self._bar: object | None = None
         self._last = 0.0
-        self._accuracy = "-"
+        self._score = "-"
 
     def __enter__(self) -> "Show":
         from fedpara.engines.distributed.process_group import join
@@ -85,11 +85,13 @@ class Show:
             self._bar.stop()  # type: ignore[attr-defined]
 
     def __call__(self, result: "Round", timing: dict[str, float]) -> None:
-        if result.accuracy is not None:
-            self._accuracy = f"{result.accuracy:.2%}"
+        from fedpara.tasks.metrics import shown
+
+        if result.score is not None:
+            self._score = shown(result.primary, result.score)
         sent = (result.progress.bytes_up + result.progress.bytes_down) / 1e6
         speed = timing["clients_per_second"]
-        facts = f"accuracy {self._accuracy}  {sent:.2f} MB  {speed:.0f} clients/s"
+        facts = f"{result.primary} {self._score}  {sent:.2f} MB  {speed:.0f} clients/s"
         if self._bar is not None:
             self._bar.update(self._task, completed=result.number, facts=facts)  # type: ignore[attr-defined]
         elif result.number == self.rounds or time.monotonic() - self._last > 5:

@@ -5,6 +5,7 @@ import sys
 
 import torch
 
+from fedpara.algorithms.optimizers import build_optimizer
 from fedpara.engines.session import Session
 from fedpara.state import nbytes
 
@@ -46,8 +47,8 @@ def _lane_bytes(session: Session) -> int:
     """A lane's state, gradient, stepped state, correction and leaving state, and its client's memory."""
     program = session.program
     parameters = {name: program.initial[name] for name in program.parameters}
-    momentum = 2 if session.algorithm.local.momentum else 0
-    return (5 + momentum) * nbytes(parameters) + 3 * _memory_bytes(session)
+    slots = build_optimizer(session.algorithm.local).init(parameters)
+    return 5 * nbytes(parameters) + 2 * sum(map(nbytes, slots.values())) + 3 * _memory_bytes(session)
 
 
 def _memory_bytes(session: Session) -> int:

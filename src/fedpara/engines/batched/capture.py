@@ -120,7 +120,7 @@ def _warm_up(tick: Callable[[], None], lanes: LaneState, times: int) -> None:
 
 
 def _changing(lanes: LaneState) -> list[Tensor]:
-    states = (lanes.parameters, lanes.velocity, lanes.buffers)
+    states = (lanes.parameters, *lanes.slots.values(), lanes.buffers)
     return [t for state in states for t in state.values()] + [lanes.counter, lanes.losses]
 
 

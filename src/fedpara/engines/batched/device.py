@@ -1,10 +1,7 @@
-"""The precision of a device, and data sets on it."""
-
-from dataclasses import replace
+"""The precision of a device."""
 
 import torch
 
-from fedpara.data import Examples
 from fedpara.engines.settings import Precision
 from fedpara.errors import ConfigError
 
@@ -20,9 +17,3 @@ def precision_on(device: torch.device, asked: Precision | None) -> Precision:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = chosen != "float32"
     torch.backends.cudnn.benchmark = True
     return chosen
-
-
-def on_device(examples: Examples, device: torch.device) -> Examples:
-    if device.type == "cpu":
-        return examples
-    return replace(examples, inputs=examples.inputs.to(device), labels=examples.labels.to(device))

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from fedpara.algorithms import Variables
-from fedpara.engines.batched.lane_state import LaneState
+from fedpara.engines.batched.lane_state import LaneState, slots_of
 from fedpara.engines.batched.packing import Segment
 from fedpara.engines.batched.round_plan import RoundPlan
-from fedpara.engines.transfer import HOST, move
+from fedpara.engines.local.worker import Trained
+from fedpara.engines.program import Program
+from fedpara.engines.transfer import HOST, fetch, move
 from fedpara.state import State
 
 Owned = tuple[State, Variables]
@@ -27,6 +29,7 @@ def drive(
     start: State,
     load_owned: Callable[[Sequence[int]], Owned],
     waits: bool,
+    with_slots: bool,
 ) -> Iterator[Event]:
     """Yields (segments that ended, their stacked states, their summed losses), event by event.
 
@@ -57,7 +60,7 @@ def drive(
             tick()
         ended = None
         if leaving:
-            state = lane_state.leave(left)
+            state = lane_state.leave(left, with_slots)
             ended = leaving, state if waits else move(state, HOST), lane_state.losses.index_select(0, left)
         if coming:
             owned = everyone or load_owned([segment.client for segment in coming])
@@ -79,3 +82,26 @@ def finite_lanes(stacked: State) -> list[bool]:
     """Whether each lane's state is finite. On the device, all at once, this is faster than one by one on the host."""
     each = [tensor.flatten(1).isfinite().all(1) for tensor in stacked.values() if tensor.is_floating_point()]
     return torch.stack(each).all(0).tolist() if each else []
+
+
+def trained_clients(event: Event, program: Program, check: bool, stay: bool) -> dict[int, Trained]:
+    """The trained clients by their position in the cohort, on the host unless they `stay` on the device.
+
+    `check` finds out here, for all at once, which states are finite.
+    """
+    segments, stacked, losses = event
+    sound = finite_lanes({name: stacked[name] for name in program.parameters}) if check else None
+    clients = fetch(stacked, stay)
+    return {
+        segment.client: Trained(
+            {name: client[name] for name in program.parameters},
+            {name: client[name] for name in program.buffers},
+            total / max(1, segment.steps),
+            segment.steps,
+            sound[position] if sound is not None else None,
+            slots_of(client),
+        )
+        for position, (segment, client, total) in enumerate(
+            zip(segments, clients, losses.tolist(), strict=True)
+        )
+    }

@@ -15,23 +15,24 @@ from fedpara.algorithms import Variables
 from fedpara.data import FederatedData
 from fedpara.engines.batched.budget import cannot_wait, lanes_that_fit
 from fedpara.engines.batched.capture import capture
-from fedpara.engines.batched.device import on_device, precision_on
-from fedpara.engines.batched.drive import Event, Owned, drive, finite_lanes, joined
+from fedpara.engines.batched.device import precision_on
+from fedpara.engines.batched.drive import Event, Owned, drive, joined, trained_clients
+from fedpara.engines.batched.examples import CohortExamples
 from fedpara.engines.batched.kernels.install import install_kernels
 from fedpara.engines.batched.lane_state import LaneState, allocate_lanes
-from fedpara.engines.batched.round_plan import LaneShape, RoundPlan, plan_round, typical_shape
+from fedpara.engines.batched.round_plan import LaneShape, RoundPlan, typical_shape
 from fedpara.engines.batched.scoring import scores
 from fedpara.engines.batched.step import make_tick, one_step
 from fedpara.engines.client import Reply, own_model, own_variables, reply_of
-from fedpara.engines.local.worker import Score, Trained, Worker
+from fedpara.engines.local.worker import Trained, Worker
 from fedpara.engines.memory import ClientMemory, CohortMemories, PendingMemory
-from fedpara.engines.rng import LayerRng, cohort
+from fedpara.engines.rng import LayerRng
 from fedpara.engines.session import PRIVATE, Session
 from fedpara.engines.settings import Precision
-from fedpara.engines.task import Task
-from fedpara.engines.transfer import fetch, move, move_variables, stack_on
+from fedpara.engines.transfer import move, move_variables, stack_on
 from fedpara.errors import RunError, in_a_line
 from fedpara.state import State
+from fedpara.tasks import Score, Task
 from fedpara.wire import Link, Message
 
 logger = logging.getLogger(__name__)
@@ -71,11 +72,11 @@ class Batched:
         # On a CPU GroupNorm under vmap rejects channels-last.
         self.forms = {name: replace(form, channels_last=self.on_gpu) for name, form in program.forms.items()}
         self.plain = program.plain().to(self.device).train()
-        self.scorer = Worker(program, device=self.device)
+        self.scorer = Worker(program, task, self.device)
         if self.on_gpu:
             install_kernels(self.plain, self.scorer.model, self.device, self.compile)
-        self.train_set = on_device(data.train, self.device)
-        self.test_set = on_device(task.test, self.device) if task.test is not None else None
+        self.examples = CohortExamples(session, data, task.augment, self.device)
+        self.test_set = task.test.on(self.device) if task.test is not None else None
         self.shape = shape or typical_shape(session, data, size)
         if self.lanes > (most := lanes_that_fit(session, self.device)):
             self.shape = typical_shape(session, data, size, most)
@@ -87,7 +88,6 @@ class Batched:
         self._steps_done = self._steps_run = 0
         self._lane_state: LaneState | None = None
         self._ticks: dict[bool, Callable[[], None]] = {}
-        self._next_plan: tuple[int, Sequence[int], RoundPlan] | None = None
 
     @property
     def lanes(self) -> int:
@@ -113,11 +113,17 @@ class Batched:
 
     def train(self, round: int, clients: Sequence[int], message: Message, personal: bool) -> Iterable[Reply]:
         model, down = self.session.read_down(message, round)
-        busy = [client for client in clients if self.data.size(client)]
+        problems = self.examples.read(clients)
+        busy = [client for client in clients if self.examples.size(client)]
         own = CohortMemories(self.memory, busy, lambda: self.session.first_memory(model))
         made = self._replies(round, busy, model, down, own, personal)
         for client in clients:
-            yield next(made) if self.data.size(client) else Reply(client, reason="it holds no examples")
+            if client in problems:
+                yield Reply(client, reason=f"its data could not be read: {problems[client]}")
+            elif self.examples.size(client):
+                yield next(made)
+            else:
+                yield Reply(client, reason="it holds no examples")
 
     def _replies(
         self,
@@ -144,7 +150,7 @@ class Batched:
                     own[client],
                     round=round,
                     client=client,
-                    examples=self.data.size(client),
+                    examples=self.examples.size(client),
                 )
                 self.memory.hold(client, round, memory)
                 yield replace(made, before=before[position], after=after[position]) if personal else made
@@ -167,14 +173,14 @@ class Batched:
     def _scores(self, clients: Sequence[int], states: list[State]) -> list[Score]:
         """Scores each client's own model on its own test data, one per lane at a time."""
         tests = [self.data.client_test(client) for client in clients]
-        found = [Score(0, 0, 0.0)] * len(clients)
+        found = [Score(0)] * len(clients)
         able = [position for position, test in enumerate(tests) if len(test)]
         for start in range(0, len(able), self.lanes):
             chosen = able[start : start + self.lanes]
             stacked = stack_on([states[position] for position in chosen], self.device)
-            there = [on_device(tests[position], self.device) for position in chosen]
+            there = [tests[position].on(self.device) for position in chosen]
             try:
-                scored = scores(self.plain, self.forms, stacked, there)
+                scored = scores(self.plain, self.forms, stacked, there, self.task)
             except RuntimeError as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
@@ -210,17 +216,17 @@ class Batched:
             )
             self.waits = False
             self.shape = typical_shape(self.session, self.data, len(clients), fewer)
-            self._lane_state, self._ticks, self._next_plan = None, {}, None
+            self._lane_state, self._ticks = None, {}
+            self.examples.forget_plan()
             if self.on_gpu:
                 torch.cuda.empty_cache()
 
     def _in_lanes(
         self, round: int, clients: Sequence[int], model: State, down: Variables, own: CohortMemories
     ) -> Iterator[Trained]:
-        plan = self._plan(round, clients)
+        plan = self.examples.plan(round, clients, self.lanes)
         start, first = move(model, self.device), own[clients[0]]
         lane_state = self._prepare(plan, start, first[PRIVATE], down, own_variables(first))
-        lane_state.lr.fill_(self.session.algorithm.local.lr_at(round))
         tick = self._tick(plan, lane_state)
 
         def load_owned(of: Sequence[int]) -> Owned:
@@ -230,14 +236,15 @@ class Batched:
 
         # Created after the warm-up, which also draws numbers, and in a resumed run happens in another round.
         layers = LayerRng(self.session.seed, round, self.stream, self.device)
-        events = drive(tick, lane_state, plan, start, load_owned, self.waits)
+        kept = self.session.algorithm.local.keep_optimizer
+        events = drive(tick, lane_state, plan, start, load_owned, self.waits, kept)
         self._steps_done += sum(segment.steps for segment in plan.segments)
         self._steps_run += self.lanes * plan.steps
         if self.waits:
             with layers:
                 ended = list(events)
-            self._plan_next_round(round, clients)
-            trained = self._collect(joined(ended))
+            self.examples.plan_ahead(round, clients, self.lanes)
+            trained = self._trained(joined(ended))
             yield from (trained[position] for position in range(len(clients)))
             return
         trained, position = {}, 0
@@ -246,22 +253,22 @@ class Batched:
                 event = next(events, None)
             if event is None:
                 break
-            trained |= self._collect(event)
+            trained |= self._trained(event)
             del event
             while position in trained:
                 yield trained.pop(position)
                 position += 1
-        self._plan_next_round(round, clients)
+        self.examples.plan_ahead(round, clients, self.lanes)
 
     def one_tick(self) -> Callable[[], None]:
         """A function that makes one step of all lanes outside any round, for benchmarks."""
         program, algorithm = self.session.program, self.session.algorithm
         model = program.initial
-        plan = plan_round(self.session, self.data, self.task.augment, 1, range(self.lanes), self.lanes)
+        self.examples.read(range(self.lanes))
+        plan = self.examples.plan(1, range(self.lanes), self.lanes)
         first = self.session.first_memory(model)
         down = algorithm.broadcast(algorithm.server_init(program.start(program.shared)))
         lane_state = self._prepare(plan, move(model, self.device), first[PRIVATE], down, own_variables(first))
-        lane_state.lr.fill_(algorithm.local.lr)
         tick = self._tick(plan, lane_state)
 
         def step() -> None:
@@ -269,22 +276,6 @@ class Batched:
             tick()
 
         return step
-
-    def _plan(self, round: int, clients: Sequence[int]) -> RoundPlan:
-        if self._next_plan is not None and self._next_plan[:2] == (round, clients):
-            return self._next_plan[2]
-        return plan_round(self.session, self.data, self.task.augment, round, clients, self.lanes)
-
-    def _plan_next_round(self, round: int, clients: Sequence[int]) -> None:
-        """Plans the next round while the device still works on this one.
-
-        Skipped if these clients are only a part of the drawn cohort (ranks, clients without examples).
-        """
-        drawn = [cohort(self.session.seed, t, len(self.data), len(clients)) for t in (round, round + 1)]
-        if not self.on_gpu or drawn[0] != list(clients) or not all(map(self.data.size, drawn[1])):
-            return
-        plan = plan_round(self.session, self.data, self.task.augment, round + 1, drawn[1], self.lanes)
-        self._next_plan = (round + 1, drawn[1], plan)
 
     def _prepare(
         self, plan: RoundPlan, start: State, private: State, down: Variables, own: Variables
@@ -295,16 +286,25 @@ class Batched:
             lane_state is None
             or plan.steps > lane_state.plan.shape[1]
             or plan.width > lane_state.plan.shape[2]
+            or len(self.examples.current) > lane_state.room
         ):
             shape = (self.lanes, max(plan.steps, self.shape.steps), max(plan.width, self.shape.width))
             whole = {**start, **move(private, self.device)}
             there = move_variables(own, self.device)
             self._ticks = {}
             self._lane_state = lane_state = allocate_lanes(
-                self.session, whole, down, there, shape, self.task.augment == "crop-flip", self.train_set
+                self.session,
+                whole,
+                down,
+                there,
+                shape,
+                self.task.augment == "crop-flip",
+                self.examples.allocate(),
             )
         x = {name: start[name] for name in self.session.program.shared}
         lane_state.fill(plan, x, move_variables(down, self.device))
+        if not self.data.pooled:
+            lane_state.hold(self.examples.current)
         return lane_state
 
     def _tick(self, plan: RoundPlan, lane_state: LaneState) -> Callable[[], None]:
@@ -312,7 +312,13 @@ class Batched:
         if masked not in self._ticks:
             program = self.session.program
             step = one_step(
-                self.plain, self.forms, self.session.algorithm, self.precision, program.shared, masked
+                self.plain,
+                self.forms,
+                self.task.objective,
+                self.session.algorithm,
+                self.precision,
+                program.shared,
+                masked,
             )
             self._ticks[masked] = self._ready(make_tick(step), lane_state)
         return self._ticks[masked]
@@ -325,25 +331,9 @@ class Batched:
             logger.info("engine: compiling the step of %d lanes; this takes minutes, once", self.lanes)
         return capture(tick, lane_state, self.compile, self.notes)
 
-    def _collect(self, event: Event) -> dict[int, Trained]:
-        """The trained clients by their position in the cohort, on the host unless updates stay on the device."""
-        program = self.session.program
-        segments, stacked, losses = event
-        parameters = {name: stacked[name] for name in program.parameters}
-        sound = finite_lanes(parameters) if self.waits and self.on_gpu else None
-        clients = fetch(stacked, self.stays)
-        return {
-            segment.client: Trained(
-                {name: client[name] for name in program.parameters},
-                {name: client[name] for name in program.buffers},
-                total / max(1, segment.steps),
-                segment.steps,
-                sound[position] if sound is not None else None,
-            )
-            for position, (segment, client, total) in enumerate(
-                zip(segments, clients, losses.tolist(), strict=True)
-            )
-        }
+    def _trained(self, event: Event) -> dict[int, Trained]:
+        check = self.waits and self.on_gpu
+        return trained_clients(event, self.session.program, check, self.stays)
 
     def _note(self, text: str) -> None:
         self.notes.append(text)

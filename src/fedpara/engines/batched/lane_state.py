@@ -8,18 +8,20 @@ import torch
 from torch import Tensor
 
 from fedpara.algorithms import Variables
+from fedpara.algorithms.optimizers import Slots, build_optimizer
 from fedpara.data import Examples
 from fedpara.engines.batched.round_plan import RoundPlan
-from fedpara.engines.session import Session
+from fedpara.engines.session import SLOT, Session
 from fedpara.state import State
+from fedpara.trees import Tree, leaves, map_tree
 
 
 @dataclass
 class LaneState:
-    """`own` and `velocity` are stacked like the parameters; all lanes share `x`, `down` and the examples."""
+    """`own` and `slots` are stacked like the parameters; all lanes share `x`, `down` and the examples."""
 
     parameters: State
-    velocity: State
+    slots: Slots  # the optimizer's
     buffers: State
     own: Variables
     x: State
@@ -27,12 +29,13 @@ class LaneState:
     plan: Tensor  # int64 [lane, step, batch]
     sizes: Tensor  # int64 [lane, step]: examples in that step's batch, 0 once the lane is done
     seeds: Tensor  # int64 [lane, step]
+    rates: Tensor  # [lane, step]: learning rates
     counter: Tensor  # int64 [1]
-    lr: Tensor
     losses: Tensor  # [lane], summed since the client entered
     crops: Tensor | None  # uint8 [lane, step, 3, batch], with crop-flip augmentation
-    inputs: Tensor
-    labels: Tensor
+    inputs: Tree
+    targets: Tree
+    first_slots: Slots  # of a client that enters a lane without kept ones
     scale: Tensor | None  # [2, channel, 1, 1]: mean and deviation, if the inputs are bytes
 
     def tensors(self) -> list[Tensor]:
@@ -52,6 +55,7 @@ class LaneState:
         self.sizes.zero_()
         self.sizes[:, :steps].copy_(torch.from_numpy(plan.sizes))
         self.seeds[:, :steps].copy_(torch.from_numpy(plan.seeds))
+        self.rates[:, :steps].copy_(torch.from_numpy(plan.rates))
         if self.crops is not None and plan.crops is not None:
             self.crops[:, :steps, :, :width].copy_(torch.from_numpy(plan.crops))
         for name, tensor in x.items():
@@ -60,6 +64,16 @@ class LaneState:
             for name, tensor in state.items():
                 self.down[variable][name].copy_(tensor)
 
+    @property
+    def room(self) -> int:
+        """How many examples there is room for."""
+        return len(leaves(self.inputs)[0])
+
+    def hold(self, examples: Examples) -> None:
+        """Copies in a cohort's examples."""
+        for room, held in ((self.inputs, examples.inputs), (self.targets, examples.targets)):
+            map_tree(lambda there, here: there[: len(here)].copy_(here), room, held)
+
     def enter(
         self, lanes: Tensor, start: State, clients: Tensor, private: State, variables: Variables
     ) -> None:
@@ -67,17 +81,36 @@ class LaneState:
         for tensors in (self.parameters, self.buffers):
             for name, tensor in tensors.items():
                 tensor[lanes] = private[name].index_select(0, clients) if name in private else start[name]
-        for tensor in self.velocity.values():
-            tensor[lanes] = 0.0
+        kept = {name for name in variables if name.startswith(SLOT)}
+        for slot, state in self.slots.items():
+            if SLOT + slot not in kept:
+                for name, tensor in state.items():
+                    tensor[lanes] = self.first_slots[slot][name]
         for variable, state in variables.items():
+            room = self.slots[variable.removeprefix(SLOT)] if variable in kept else self.own[variable]
             for name, tensor in state.items():
-                self.own[variable][name][lanes] = tensor.index_select(0, clients)
+                room[name][lanes] = tensor.index_select(0, clients)
         self.losses[lanes] = 0.0
 
-    def leave(self, lanes: Tensor) -> State:
-        """The trained states of the clients in these lanes, stacked."""
-        whole = {**self.parameters, **self.buffers}
+    def leave(self, lanes: Tensor, with_slots: bool) -> State:
+        """The trained states of the clients in these lanes, stacked. Slots have names such as "optimizer.m/weight"."""
+        slots = {
+            f"{SLOT}{slot}/{name}": tensor
+            for slot, state in self.slots.items()
+            for name, tensor in state.items()
+        }
+        whole = {**self.parameters, **self.buffers, **(slots if with_slots else {})}
         return {name: tensor.index_select(0, lanes) for name, tensor in whole.items()}
+
+
+def slots_of(state: State) -> Slots:
+    """The optimizer's slots in a state that left a lane."""
+    found: Slots = {}
+    for name, tensor in state.items():
+        slot, slash, of = name.partition("/")
+        if slash and slot.startswith(SLOT):
+            found.setdefault(slot.removeprefix(SLOT), {})[of] = tensor
+    return found
 
 
 def allocate_lanes(
@@ -90,29 +123,31 @@ def allocate_lanes(
     examples: Examples,
 ) -> LaneState:
     """A LaneState of `shape` = (lanes, steps, batch) for clients like the one given, on the examples' device."""
-    program, lanes, device = session.program, shape[0], examples.inputs.device
+    program, lanes, device = session.program, shape[0], examples.device
 
     def room(state: State) -> State:
         return {name: tensor.expand(lanes, *tensor.shape).clone() for name, tensor in state.items()}
 
-    parameters = room({name: whole[name] for name in program.parameters})
-    momentum = session.algorithm.local.momentum
+    trained = {name: whole[name] for name in program.parameters}
+    first_slots = build_optimizer(session.algorithm.local).init(trained)
+    exact = any(tensor.dtype == torch.float64 for tensor in trained.values())
     return LaneState(
-        parameters=parameters,
-        velocity={n: torch.zeros_like(t) for n, t in parameters.items()} if momentum else {},
+        parameters=room(trained),
+        slots={slot: room(state) for slot, state in first_slots.items()},
+        first_slots=first_slots,
         buffers=room({name: whole[name] for name in program.buffers}),
-        own={variable: room(state) for variable, state in own.items()},
+        own={variable: room(state) for variable, state in own.items() if not variable.startswith(SLOT)},
         x={name: whole[name].clone() for name in program.shared},
         down={v: {n: t.to(device, copy=True) for n, t in s.items()} for v, s in down.items()},
         plan=torch.zeros(shape, dtype=torch.int64, device=device),
         sizes=torch.zeros(shape[:2], dtype=torch.int64, device=device),
         seeds=torch.zeros(shape[:2], dtype=torch.int64, device=device),
         counter=torch.zeros(1, dtype=torch.int64, device=device),
-        lr=torch.zeros((), device=device),
+        rates=torch.zeros(shape[:2], dtype=torch.float64 if exact else torch.float32, device=device),
         losses=torch.zeros(lanes, device=device),
         crops=torch.zeros((*shape[:2], 3, shape[2]), dtype=torch.uint8, device=device) if crops else None,
         inputs=examples.inputs,
-        labels=examples.labels,
+        targets=examples.targets,
         scale=_per_channel(examples),
     )
 
@@ -121,12 +156,10 @@ def _per_channel(examples: Examples) -> Tensor | None:
     """Mean and deviation as a tensor on the device, because a captured graph cannot read them from the host."""
     if examples.mean is None or examples.std is None:
         return None
-    both = torch.tensor([examples.mean, examples.std], device=examples.inputs.device)
+    both = torch.tensor([examples.mean, examples.std], device=examples.device)
     return both[:, :, None, None]
 
 
 def _each(f: Callable[[Tensor], Any], nested: Any) -> Any:
-    """Applies `f` to every tensor in nested dicts, in order."""
-    if isinstance(nested, dict):
-        return {name: _each(f, inner) for name, inner in nested.items()}
-    return None if nested is None else f(nested)
+    """Applies `f` to every tensor in nested dicts and tuples, in order."""
+    return map_tree(lambda tensor: None if tensor is None else f(tensor), nested)

@@ -3,6 +3,7 @@
 index[lane, step, b]      an example of the training set; padding repeats one of the same client, or is 0
 sizes[lane, step]         the number of examples in the batch; 0 once the lane is done
 seeds[lane, step]         the seed of the step's dropout
+rates[lane, step]         the learning rate
 crops[lane, step, :, b]   how the image is cropped and mirrored, with augmentation
 """
 
@@ -20,7 +21,7 @@ from fedpara.engines.local.batches import batches
 from fedpara.engines.local.dropout import step_seed
 from fedpara.engines.rng import cohort, numpy_rng, torch_seed
 from fedpara.engines.session import Session
-from fedpara.engines.task import Augment
+from fedpara.tasks import Augment
 
 TYPICAL_COHORTS = 20
 
@@ -31,6 +32,7 @@ class RoundPlan:
     index: NDArray[np.int64]
     sizes: NDArray[np.int64]
     seeds: NDArray[np.int64]
+    rates: NDArray[np.float64]
     crops: NDArray[np.uint8] | None
 
     def __repr__(self) -> str:
@@ -48,21 +50,23 @@ class RoundPlan:
 
 def plan_round(
     session: Session,
-    data: FederatedData,
+    held: Sequence[NDArray[np.int64]],
     augment: Augment,
     round: int,
     clients: Sequence[int],
     lanes: int,
 ) -> RoundPlan:
-    local = session.algorithm.local
-    held = [data.indices(client) for client in clients]
-    segments = packing.pack([local.steps_for(len(examples)) for examples in held], lanes)
-    width = min(local.batch_size, max(map(len, held)))
+    """`held` are each client's rows of the training set."""
+    locals_ = [session.algorithm.local.of(client) for client in clients]
+    segments = packing.pack([lo.steps_for(len(rows)) for lo, rows in zip(locals_, held, strict=True)], lanes)
+    width = max(min(lo.batch_size, len(rows)) for lo, rows in zip(locals_, held, strict=True))
     index = np.zeros((lanes, packing.length(segments), width), np.int64)
     sizes, seeds = np.zeros(index.shape[:2], np.int64), np.zeros(index.shape[:2], np.int64)
+    rates = np.zeros(index.shape[:2])
     crops = np.zeros((*index.shape[:2], 3, width), np.uint8) if augment == "crop-flip" else None
     for segment in segments:
-        client, examples = clients[segment.client], held[segment.client]
+        client, examples, local = clients[segment.client], held[segment.client], locals_[segment.client]
+        rates[segment.lane, segment.start : segment.end] = local.rates(round, segment.steps)
         order = numpy_rng(session.seed, "batches", round, client)
         stream = torch_seed(session.seed, "layers", round, client)
         windows = numpy_rng(session.seed, "augment", round, client) if crops is not None else None
@@ -73,7 +77,7 @@ def plan_round(
             seeds[segment.lane, i] = step_seed(stream, i - segment.start)
             if crops is not None and windows is not None:
                 crops[segment.lane, i, :, : len(batch)] = draw(len(batch), windows)
-    return RoundPlan(segments, index, sizes, seeds, crops)
+    return RoundPlan(segments, index, sizes, seeds, rates, crops)
 
 
 @dataclass(frozen=True)
@@ -87,10 +91,15 @@ class LaneShape:
 
 def typical_shape(session: Session, data: FederatedData, size: int, lanes: int | None = None) -> LaneShape:
     """The shape for `lanes`, by default the largest number of lanes that wastes little, at most one per client."""
-    local = session.algorithm.local
+    local = session.algorithm.local.of
     drawn = [cohort(session.seed, t, len(data), size) for t in range(1, TYPICAL_COHORTS + 1)]
-    sizes = [[data.size(client) for client in clients] for clients in drawn]
-    steps = [[local.steps_for(n) for n in row] for row in sizes]
+    if not data.sizes_known:
+        drawn = drawn[:1]  # each size means reading that client's data
+    steps = [[local(client).steps_for(data.size(client)) for client in clients] for clients in drawn]
     lanes = lanes or packing.choose(steps, size)
     longest = max(packing.length(packing.pack(row, lanes)) for row in steps)
-    return LaneShape(lanes, longest, min(local.batch_size, int(data.sizes.max())))
+    chosen = {client for clients in drawn for client in clients}
+    widths = [min(local(client).batch_size, data.size(client)) for client in chosen]
+    if data.sizes_known and session.algorithm.local.per_client is None:
+        widths.append(min(session.algorithm.local.batch_size, int(data.sizes.max())))
+    return LaneShape(lanes, longest, max(widths))

@@ -3,40 +3,54 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.nn.functional import cross_entropy
 
 from fedpara.data import Examples, normalise
-from fedpara.engines.local.worker import EVALUATION_BATCH, Score
+from fedpara.engines.batched.step import widened
+from fedpara.engines.local.worker import EVALUATION_BATCH
+from fedpara.engines.transfer import HOST
 from fedpara.parameterization import Form, compose_state
 from fedpara.state import State
+from fedpara.tasks import Score, Task
+from fedpara.tasks.metrics import Totals, summed
+from fedpara.trees import Tree, arguments, stack, to_device
 
 
 @torch.no_grad()
 def scores(
-    plain: nn.Module, forms: Mapping[str, Form], states: State, tests: Sequence[Examples]
+    plain: nn.Module, forms: Mapping[str, Form], states: State, tests: Sequence[Examples], task: Task
 ) -> list[Score]:
     """One score per stacked state. Short test sets are padded with their last example, which does not count."""
     weights = vmap(lambda state: compose_state(state, forms))(states)
-    sizes = torch.tensor([len(test) for test in tests], device=tests[0].labels.device)
-    correct, loss = torch.zeros_like(sizes), torch.zeros(len(tests), device=sizes.device)
+    totals = [{name: Totals(metric) for name, metric in task.scored.items()} for _ in tests]
+    longest = max(map(len, tests))
+
+    def measured(
+        weights: State, inputs: Tree, targets: Tree, counts: Tensor
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        output = widened(functional_call(plain, weights, *arguments(inputs)))
+        return {name: summed(metric.of(output, targets), counts) for name, metric in task.scored.items()}
+
     plain.eval()
     try:
-        for start in range(0, int(sizes.max()), EVALUATION_BATCH):
-            place = torch.arange(start, min(start + EVALUATION_BATCH, int(sizes.max())), device=sizes.device)
-            index = [place.clamp(max=len(test) - 1) for test in tests]
-            taken = [(test.inputs[i], test.labels[i]) for test, i in zip(tests, index, strict=True)]
-            images, labels = (torch.stack(part) for part in zip(*taken, strict=True))
-            images = normalise(images.flatten(0, 1), tests[0].mean, tests[0].std).view(images.shape)
-            logits = vmap(lambda w, x: functional_call(plain, w, (x,)))(weights, images).float()
-            each = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
-            counts = place < sizes[:, None]
-            correct += ((logits.argmax(-1) == labels) & counts).sum(1)
-            loss += torch.where(counts, each, 0.0).sum(1)
+        for start in range(0, longest, EVALUATION_BATCH):
+            place = torch.arange(start, min(start + EVALUATION_BATCH, longest))
+            parts = [test.subset(place.clamp(max=len(test) - 1)) for test in tests]
+            inputs, targets = stack([part.inputs for part in parts]), stack([part.targets for part in parts])
+            if tests[0].mean is not None:
+                flat = normalise(inputs.flatten(0, 1), tests[0].mean, tests[0].std)
+                inputs = flat.view(inputs.shape)
+            else:
+                inputs = normalise(inputs, None, None)
+            counts = place < torch.tensor([[len(test)] for test in tests])
+            made = vmap(measured)(weights, inputs, targets, counts.to(tests[0].device))
+            for name, (sums, weight) in to_device(made, HOST).items():
+                for lane, own in enumerate(totals):
+                    own[name].add(sums[lane], weight[lane])
     finally:
         plain.train()
     return [
-        Score(right, len(test), total / len(test))
-        for test, right, total in zip(tests, correct.tolist(), loss.tolist(), strict=True)
+        Score(len(test), {name: total.score() for name, total in own.items()})
+        for test, own in zip(tests, totals, strict=True)
     ]

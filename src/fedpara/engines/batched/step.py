@@ -1,9 +1,9 @@
 """The local step of many clients as one program on stacked tensors.
 
-    step = vmap over lanes of:  g = grad of the masked mean loss;  clip;  correct;  sgd_step
+    step = vmap over lanes of:  g = grad of the masked mean loss;  clip;  correct;  the optimizer's step
 
 Everything a step reads is on the device at fixed addresses (`lane_state.py`): the data set, the plan [lane, step,
-batch] of example indices and its counter, the learning rate, the lanes' states. So on a GPU the step is compiled,
+batch] of example indices and its counter, the learning rates, the lanes' states. So on a GPU the step is compiled,
 captured once as a CUDA graph and replayed (`capture.py`): the host does nothing per step.
 """
 
@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
-from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_map
 
-from fedpara.algorithms import Algorithm, Variables, clip_by_norm, sgd_step
+from fedpara.algorithms import Algorithm, Variables, clip_by_norm
+from fedpara.algorithms.optimizers import Slots, build_optimizer
 from fedpara.data import normalise, unit_scale
 from fedpara.engines.batched.lane_state import LaneState
 from fedpara.engines.local.augment import crop_flip
@@ -22,41 +23,49 @@ from fedpara.engines.local.dropout import layer_seed, seeded_dropouts
 from fedpara.engines.settings import Precision
 from fedpara.parameterization import Form, compose_state, corrected_grad
 from fedpara.state import State
+from fedpara.tasks import Loss
+from fedpara.tasks.losses import mean_loss
+from fedpara.trees import Tree, arguments, leaves, map_tree, take
 
-# All arguments of a step are stacked except x, down and the learning rate.
-LANES_OF_A_STEP = (0, 0, 0, 0, 0, 0, 0, 0, None, None, None)
+# All arguments of a step are stacked except x and down.
+LANES_OF_A_STEP = (0, 0, 0, 0, 0, 0, 0, 0, 0, None, None)
+NARROW = (torch.bfloat16, torch.float16)
+Step = Callable[..., tuple[State, Slots, State, Tensor]]
 
 
 def one_step(
     plain: nn.Module,
     forms: Mapping[str, Form],
+    objective: Loss,
     algorithm: Algorithm,
     precision: Precision,
     shared: tuple[str, ...],
     masked: bool,
-) -> Callable[..., tuple[State, State, State, Tensor]]:
+) -> Step:
     """A pure function of one lane, for `vmap`. Unless `masked`, every batch is full."""
     local, dropouts = algorithm.local, seeded_dropouts(plain)
+    optimizer = build_optimizer(local)
+    device = next(plain.parameters()).device.type
 
     def loss(
-        weights: State, buffers: State, images: Tensor, labels: Tensor, size: Tensor, seed: Tensor
+        weights: State, buffers: State, inputs: Tree, targets: Tree, size: Tensor, seed: Tensor
     ) -> tuple[Tensor, State]:
         fresh = {name: tensor.clone() for name, tensor in buffers.items()}
         seeds = {f"{name}.seed": layer_seed(seed, i) for i, name in enumerate(dropouts)}
         given = {**weights, **fresh, **seeds}
         for dropout in dropouts.values():
             dropout.calls = 0
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-            logits = functional_call(plain, given, (images,))
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
+            output = functional_call(plain, given, *arguments(inputs))
         fresh = {name: given[name].detach() for name in fresh}  # updated in place, or replaced
-        each = cross_entropy(logits.float(), labels, reduction="none")
+        each = objective(widened(output), targets)
         if not masked:
-            return each.mean(), fresh
-        mask = torch.arange(len(labels), device=labels.device) < size
-        return torch.where(mask, each, 0.0).sum() / size.clamp(min=1), fresh
+            return mean_loss(each), fresh
+        width = len(leaves(inputs)[0])
+        return mean_loss(each, torch.arange(width, device=size.device) < size), fresh
 
     def composed(parameters: State, *rest: object) -> tuple[Tensor, State]:
-        with torch.autocast(rest[1].device.type, torch.bfloat16, enabled=precision == "bfloat16"):  # type: ignore[attr-defined]
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
             weights = compose_state(parameters, forms)
         return loss(weights, *rest)  # type: ignore[arg-type]
 
@@ -76,29 +85,29 @@ def one_step(
 
     def step(
         parameters: State,
-        velocity: State,
+        slots: Slots,
         buffers: State,
         own: Variables,
-        images: Tensor,
-        labels: Tensor,
+        inputs: Tree,
+        targets: Tree,
         size: Tensor,
         seed: Tensor,
+        lr: Tensor,
         x: State,
         down: Variables,
-        lr: Tensor,
-    ) -> tuple[State, State, State, Tensor]:
-        g, value, fresh = gradient(parameters, lr, buffers, images, labels, size, seed)
+    ) -> tuple[State, Slots, State, Tensor]:
+        g, value, fresh = gradient(parameters, lr, buffers, inputs, targets, size, seed)
         if local.clip is not None:
             g = clip_by_norm(g, local.clip)
         y = {name: parameters[name] for name in shared}
         g = {**g, **algorithm.correct({name: g[name] for name in shared}, y, x, down, own)}
         # eta = 0 freezes a lane that is done; torch.where on the parameters would cost one more pass over them.
         eta = torch.where(size > 0, lr, 0.0) if masked else lr
-        stepped, moved = sgd_step(parameters, g, velocity, eta, local)
+        stepped, moved = optimizer.step(parameters, g, slots, eta)
         if masked:
             moved, fresh = (
-                {name: torch.where(size > 0, new[name], old[name]) for name in new}
-                for new, old in ((moved, velocity), (fresh, buffers))
+                map_tree(lambda new, old: torch.where(size > 0, new, old), new, old)
+                for new, old in ((moved, slots), (fresh, {name: buffers[name] for name in fresh}))
             )
             value = torch.where(size > 0, value, 0.0)
         return stepped, moved, fresh, value.detach()
@@ -106,7 +115,7 @@ def one_step(
     return step
 
 
-def make_tick(step: Callable[..., tuple[State, State, State, Tensor]]) -> Callable[[LaneState], None]:
+def make_tick(step: Step) -> Callable[[LaneState], None]:
     """One step of all lanes: read the plan at the counter, step, write back, count."""
     stepped = vmap(step, in_dims=LANES_OF_A_STEP, randomness="different")
 
@@ -115,39 +124,42 @@ def make_tick(step: Callable[..., tuple[State, State, State, Tensor]]) -> Callab
         index = lanes.plan.index_select(1, lanes.counter).reshape(-1)
         size = lanes.sizes.index_select(1, lanes.counter)[:, 0]
         seed = lanes.seeds.index_select(1, lanes.counter)[:, 0]
-        images = gather(lanes, index)
+        lr = lanes.rates.index_select(1, lanes.counter)[:, 0]
+        inputs = gather(lanes, index)
         if lanes.crops is not None:
             draws = lanes.crops.index_select(1, lanes.counter)[:, 0]
-            images = crop_flip(images, draws.transpose(0, 1).reshape(3, -1))
-        images = images.reshape(count, width, *images.shape[1:])
-        labels = lanes.labels.index_select(0, index).reshape(count, width)
-        parameters, velocity, buffers, value = stepped(
+            inputs = crop_flip(inputs, draws.transpose(0, 1).reshape(3, -1))
+        inputs, targets = (
+            map_tree(lambda tensor: tensor.reshape(count, width, *tensor.shape[1:]), tree)
+            for tree in (inputs, take(lanes.targets, index))
+        )
+        parameters, slots, buffers, value = stepped(
             lanes.parameters,
-            lanes.velocity,
+            lanes.slots,
             lanes.buffers,
             lanes.own,
-            images,
-            labels,
+            inputs,
+            targets,
             size,
             seed,
+            lr,
             lanes.x,
             lanes.down,
-            lanes.lr,
         )
-        for old, new in (
-            (lanes.parameters, parameters),
-            (lanes.velocity, velocity),
-            (lanes.buffers, buffers),
-        ):
-            for name, tensor in new.items():
-                old[name].copy_(tensor)
+        for old, new in ((lanes.parameters, parameters), (lanes.slots, slots), (lanes.buffers, buffers)):
+            map_tree(lambda fresh, kept: kept.copy_(fresh), new, {name: old[name] for name in new})
         lanes.losses.add_(value)
         lanes.counter.add_(1)
 
     return tick
 
 
-def gather(lanes: LaneState, index: Tensor) -> Tensor:
+def widened(output: Tree) -> Tree:
+    """The output with its 16-bit numbers in float32."""
+    return tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype in NARROW else t, output)
+
+
+def gather(lanes: LaneState, index: Tensor) -> Tree:
     """The normalised inputs of these examples."""
-    raw, scale = lanes.inputs.index_select(0, index), lanes.scale
+    raw, scale = take(lanes.inputs, index), lanes.scale
     return normalise(raw, None, None) if scale is None else (unit_scale(raw) - scale[0]) / scale[1]

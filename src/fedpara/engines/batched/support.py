@@ -1,24 +1,25 @@
 """Whether a run can be batched, and why not. One step on one example shows whether vmap supports the model."""
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import vmap
 
-from fedpara.data import FederatedData, normalise
-from fedpara.engines.batched.step import LANES_OF_A_STEP, one_step
+from fedpara.algorithms.optimizers import build_optimizer
+from fedpara.data import Examples, FederatedData
+from fedpara.engines.batched.step import LANES_OF_A_STEP, Step, one_step
 from fedpara.engines.local.buffers import BufferSlots
 from fedpara.engines.session import Session
 from fedpara.errors import in_a_line
 from fedpara.parameterization import covered
-from fedpara.state import State, zeros_like
+from fedpara.state import State
+from fedpara.tasks import Task
+from fedpara.trees import Tree, join, leaves, map_tree
 
 LANES_THAT_PAY = 5
 """On a CPU fewer lanes are slower than sequential training: benchmarks/README.md."""
 
 
-def unsupported(session: Session, data: FederatedData) -> str:
+def unsupported(session: Session, task: Task, data: FederatedData) -> str:
     """Why this run cannot be batched, or ""."""
     program, local = session.program, session.algorithm.local
     if local.jacobian and program.buffers:
@@ -27,25 +28,26 @@ def unsupported(session: Session, data: FederatedData) -> str:
         return f"{over} has another parametrization on top of its factors"
     if program.half_frozen:
         return f"some factors of {program.half_frozen} are frozen and others are not"
-    someone = next((i for i in range(len(data)) if data.size(i)), None)
-    if someone is None:
+    some = data.some(64)
+    if not len(some):
         return "no client holds an example"
-    example = data.train.subset(data.indices(someone)[:1])
+    example = some.part(slice(1))
     plain = program.plain().train()
     slots = BufferSlots(plain)
-    step = one_step(plain, program.forms, session.algorithm, "float32", program.shared, True)
-    image = normalise(example.inputs, example.mean, example.std)
-    uneven = bool((data.sizes % local.batch_size).any())
-    batches = _padded(image, data)[: 1 + uneven]
+    step = one_step(plain, program.forms, task.objective, session.algorithm, "float32", program.shared, True)
+    uneven = (
+        local.per_client is not None or not data.sizes_known or bool((data.sizes % local.batch_size).any())
+    )
+    batches = _padded(some)[: 1 + uneven]
     try:
-        stepped = [_step(step, session, images, example.labels) for images in batches]
+        stepped = [_step(step, session, inputs, example.targets) for inputs in batches]
     except Exception as error:
         return in_a_line(error)
     if name := slots.replaced():
         return f"the forward pass replaces buffer {name!r} by another tensor"
     if not uneven or _same(*stepped):
         return ""
-    if not _same(stepped[0], _step(step, session, batches[0], example.labels, seed=1)):
+    if not _same(stepped[0], _step(step, session, batches[0], example.targets, seed=1)):
         return "short batches are padded, and the model has random layers other than nn.Dropout"
     return (
         "short batches are padded, and this model's output for an example depends on the others in its batch, as with "
@@ -53,41 +55,44 @@ def unsupported(session: Session, data: FederatedData) -> str:
     )
 
 
-def _padded(image: Tensor, data: FederatedData) -> list[Tensor]:
-    """Two padded batches of the same image: with itself, and with another example if there is one."""
-    some = data.train.subset(range(min(64, len(data.train))))
-    others = normalise(some.inputs, some.mean, some.std)
-    unlike = next((other[None] for other in others if not torch.equal(other, image[0])), image)
-    return [torch.cat([image, image]), torch.cat([image, unlike, image])]
+def _padded(some: Examples) -> list[Tree]:
+    """Two padded batches of the first example: with itself, and with another one if there is one."""
+    rows = [some.part(slice(i, i + 1)).normalised() for i in range(len(some))]
+    unlike = next((row for row in rows if not _equal(row, rows[0])), rows[0])
+    return [join([rows[0], rows[0]]), join([rows[0], unlike, rows[0]])]
+
+
+def _equal(a: Tree, b: Tree) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(leaves(a), leaves(b), strict=True))
 
 
 def _step(
-    step: Callable[..., tuple[State, State, State, Tensor]],
+    step: Step,
     session: Session,
-    images: Tensor,
-    label: Tensor,
+    inputs: Tree,
+    target: Tree,
     seed: int = 0,
 ) -> State:
     """The state after one step on a batch of one example and padding."""
     program, algorithm = session.program, session.algorithm
     x = program.start(program.shared)
     parameters = program.start(program.parameters)
-    velocity = zeros_like(parameters) if algorithm.local.momentum else {}
-    states = [parameters, velocity, program.start(program.buffers)]
-    lanes = [_lane(state) for state in states]
-    own = {name: _lane(state) for name, state in algorithm.client_init(x).items()}
+    slots = build_optimizer(algorithm.local).init(parameters)
+    lanes = [_lane(tree) for tree in (parameters, slots, program.start(program.buffers))]
+    own = _lane(algorithm.client_init(x))
     down = algorithm.broadcast(algorithm.server_init(x))
-    given = (images[None], label.repeat(len(images))[None], torch.tensor([1]), torch.tensor([0]))
+    targets = join([target] * len(leaves(inputs)[0]))
+    given = (_lane(inputs), _lane(targets), torch.tensor([1]), torch.tensor([0]), torch.tensor([0.1]))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         stepped, _, buffers, _ = vmap(step, in_dims=LANES_OF_A_STEP, randomness="different")(
-            *lanes, own, *given, x, down, torch.tensor(0.1)
+            *lanes, own, *given, x, down
         )
     return {**stepped, **buffers}
 
 
-def _lane(state: State) -> State:
-    return {name: tensor[None] for name, tensor in state.items()}
+def _lane(tree: Tree) -> Tree:
+    return map_tree(lambda tensor: tensor[None], tree)
 
 
 def _same(a: State, b: State) -> bool:

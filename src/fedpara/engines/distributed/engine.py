@@ -14,12 +14,12 @@ from typing import Any
 from fedpara.algorithms import Variables
 from fedpara.engines.client import Reply
 from fedpara.engines.distributed.process_group import Part, ProcessGroup
-from fedpara.engines.local.worker import Score
 from fedpara.engines.memory import ClientMemory
 from fedpara.engines.server import Engine
 from fedpara.engines.session import Session
 from fedpara.errors import RunError
 from fedpara.state import State
+from fedpara.tasks import Score
 from fedpara.wire import Message
 
 
@@ -142,8 +142,8 @@ def _replies(part: Part) -> Iterator[Reply]:
         )
 
 
-def _score_numbers(score: Score | None) -> list[float] | None:
-    return None if score is None else [score.correct, score.examples, score.loss]
+def _score_numbers(score: Score | None) -> list[Any] | None:
+    return None if score is None else [score.examples, dict(score.values)]
 
 
 def _score(numbers: list[Any] | None) -> Score | None:

@@ -29,12 +29,12 @@ from fedpara.engines.flower.rpc import (
     size_limit,
     to_packet,
 )
-from fedpara.engines.local.worker import Score, Worker
+from fedpara.engines.local.worker import Worker
 from fedpara.engines.memory import ClientMemory
 from fedpara.engines.session import Session
-from fedpara.engines.task import Task
 from fedpara.errors import RunError, WireError
 from fedpara.state import State
+from fedpara.tasks import Score, Task
 from fedpara.wire import Message
 from fedpara.wire.tensors import in_one_line
 
@@ -77,7 +77,7 @@ class Flower:
         """`experiment` is the TOML from which each node builds its part; `run` names the run on the nodes' disks."""
         self.session, self.task, self.memory, self.policy = session, task, memory, policy
         self.transport, self.cohort = transport, cohort
-        self.worker = Worker(session.program, task.augment)
+        self.worker = Worker(session.program, task)
         self._template = Request("hello", experiment, version, run, policy.hello, policy.threads)
         self._limit = size_limit(session.up)
         self._counts, self._clock, self._sleep = counts, clock, sleep
@@ -196,6 +196,11 @@ class Flower:
                     f"it responds for client {response.client} in round {response.round}: expected client {client} "
                     f"in round {round}."
                 )
+            for score in (response.before, response.after):
+                if score is not None and score.examples and score.values.keys() != self.task.scored.keys():
+                    raise WireError(
+                        f"it scores {', '.join(score.values) or 'nothing'}: expected {', '.join(self.task.scored)}."
+                    )
             if response.message and not math.isfinite(response.loss):
                 raise WireError(f"its loss is {response.loss}: expected a finite number.")
         except WireError as error:

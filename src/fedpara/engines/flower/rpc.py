@@ -14,8 +14,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar, get_type_hints
 
 from fedpara.engines.client import Reply
-from fedpara.engines.local.worker import Score
 from fedpara.errors import WireError
+from fedpara.tasks import Score
+from fedpara.tasks.metrics import FRACTIONS
 from fedpara.wire import Spec
 from fedpara.wire.codec import DIGEST, MAX_HEADER
 from fedpara.wire.tensors import shown
@@ -101,11 +102,8 @@ def to_packet(content: Request | Hello | Response) -> Packet:
     for field in fields(content):
         value = getattr(content, field.name)
         if isinstance(value, Score):
-            facts |= {
-                f"{field.name}-correct": value.correct,
-                f"{field.name}-examples": value.examples,
-                f"{field.name}-loss": value.loss,
-            }
+            facts[f"{field.name}-examples"] = value.examples
+            facts |= {f"{field.name}:{metric}": float(number) for metric, number in value.values.items()}
         elif value is not None and field.name != "message":
             facts[field.name] = value
     return Packet(facts, content.message)
@@ -136,10 +134,16 @@ def size_limit(spec: Spec) -> int:
 def _score(facts: Mapping[str, Fact], name: str) -> Score | None:
     if f"{name}-examples" not in facts:
         return None
-    correct, examples = (_fact(facts, f"{name}-{part}", int) for part in ("correct", "examples"))
-    if not 0 <= correct <= examples:
-        raise WireError(f"{name}: {correct} correct of {examples} examples: expected at most {examples}.")
-    return Score(correct, examples, _fact(facts, f"{name}-loss", float))
+    examples = _fact(facts, f"{name}-examples", int)
+    values = {
+        fact.partition(":")[2]: _fact(facts, fact, float) for fact in facts if fact.startswith(f"{name}:")
+    }
+    for metric, value in values.items():
+        if metric in FRACTIONS and not 0 <= value <= 1:
+            raise WireError(
+                f"{name}: {'an' if metric[0] in 'ai' else 'a'} {metric} of {value}: expected 0 to 1."
+            )
+    return Score(examples, values)
 
 
 def _fact(facts: Mapping[str, Fact], name: str, kind: type) -> Any:

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Sequence
 
 from fedpara.data import FederatedData
 from fedpara.engines.client import Reply, client_round, own_model
-from fedpara.engines.local.worker import Score, Worker
+from fedpara.engines.local.worker import Worker
 from fedpara.engines.memory import ClientMemory, PendingMemory
 from fedpara.engines.session import Session
-from fedpara.engines.task import Task
+from fedpara.errors import DataError
 from fedpara.state import State
+from fedpara.tasks import Score, Task
 from fedpara.wire import Message
 
 
@@ -28,12 +29,19 @@ class Sequential:
         self.task = task
         self.data = data
         self.memory = PendingMemory(memory)
-        self.worker = Worker(session.program, task.augment)
+        self.worker = Worker(session.program, task)
 
     def train(self, round: int, clients: Sequence[int], message: Message, personal: bool) -> Iterator[Reply]:
         received = self.session.read_down(message, round)
         for client in clients:
-            if self.data.size(client) == 0:
+            try:
+                examples = self.data.client(client)
+            except DataError as error:
+                if self.data.pooled:  # a mistake in the federation, not one client's file
+                    raise
+                yield Reply(client, reason=f"its data could not be read: {error}")
+                continue
+            if not len(examples):
                 yield Reply(client, reason="it holds no examples")
                 continue
             reply, memory = client_round(
@@ -41,7 +49,7 @@ class Sequential:
                 self.worker,
                 received,
                 self.memory.get(client),
-                self.data.client(client),
+                examples,
                 round=round,
                 client=client,
                 test=self.data.client_test(client) if personal else None,

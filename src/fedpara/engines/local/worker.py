@@ -1,31 +1,37 @@
 """Worker: one copy of the model, on which clients train and are scored one after another.
 
-    K times:  g = clip(grad of L at y);  g = correct(g, y, x, down, client);  y = sgd_step(y, g)
+    K times:  g = clip(grad of L at y);  g = correct(g, y, x, down, client);  y, slots = step(y, g, slots, eta)
 
 The model's tensors are updated in place, and states are copied in and out: a plain PyTorch loop, plus the algorithm's
 correction.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import cross_entropy
 
 from fedpara import parameterization
-from fedpara.algorithms import Algorithm, Local, Variables, clip_by_norm, sgd_step
-from fedpara.data import Examples, normalise
+from fedpara.algorithms import Algorithm, Local, Variables, clip_by_norm
+from fedpara.algorithms.optimizers import Optimizer, Slots, build_optimizer
+from fedpara.data import Examples
 from fedpara.engines.local.augment import crop_flip, draw
 from fedpara.engines.local.batches import batches
 from fedpara.engines.local.buffers import BufferSlots
 from fedpara.engines.local.dropout import layer_seed, seeded_dropouts, step_seed
 from fedpara.engines.program import Program, named_tensors
 from fedpara.engines.rng import LayerRng, numpy_rng, torch_seed
-from fedpara.engines.task import Augment
-from fedpara.state import State
+from fedpara.engines.transfer import HOST, device_of, move, move_variables
+from fedpara.state import State, clone
+from fedpara.tasks import Score, Task
+from fedpara.tasks.losses import mean_loss
+from fedpara.tasks.metrics import Totals, summed
+from fedpara.trees import Tree, arguments, take
 
 EVALUATION_BATCH = 500
 GPU_FACTOR = 4
@@ -39,30 +45,19 @@ class Trained:
     loss: float
     steps: int
     finite: bool | None = None  # set if the engine has checked it
+    slots: Slots = field(default_factory=dict)  # the optimizer's, after the last step
 
     @property
     def state(self) -> State:
         return {**self.parameters, **self.buffers}
 
 
-@dataclass(frozen=True)
-class Score:
-    correct: int
-    examples: int
-    loss: float
-
-    @property
-    def accuracy(self) -> float:
-        return self.correct / self.examples if self.examples else float("nan")
-
-
 class Worker:
-    def __init__(
-        self, program: Program, augment: Augment = "none", device: torch.device | None = None
-    ) -> None:
+    def __init__(self, program: Program, task: Task, device: torch.device | None = None) -> None:
         self.program = program
-        self.augment = augment
-        self.model = deepcopy(program.model).to(device or torch.device("cpu")).train()
+        self.task = task
+        self.device = device or HOST
+        self.model = deepcopy(program.model).to(self.device).train()
         named = named_tensors(self.model)
         self.parameters = {name: named[name] for name in program.parameters}
         self.buffers = {name: named[name] for name in program.buffers}
@@ -82,52 +77,72 @@ class Worker:
         seed: int,
         round: int,
         who: int,
+        slots: Slots | None = None,
     ) -> Trained:
-        """K local steps from `state` (parameters and buffers) on the client's examples."""
+        """K local steps from `state` (parameters and buffers) on the client's examples.
+
+        `slots` are the optimizer's from an earlier round, if the client keeps them.
+        """
         self._load(state)
-        local, eta = algorithm.local, algorithm.local.lr_at(round)
-        inputs = normalise(examples.inputs, examples.mean, examples.std)
+        local, optimizer = algorithm.local.of(who), build_optimizer(algorithm.local)
+        rates = local.rates(round, local.steps_for(len(examples)))
+        x, down, client = (
+            move(x, self.device),
+            move_variables(down, self.device),
+            move_variables(client, self.device),
+        )
+        examples = examples.on(self.device)
+        inputs = examples.normalised()
         order, stream = numpy_rng(seed, "batches", round, who), torch_seed(seed, "layers", round, who)
-        crops = numpy_rng(seed, "augment", round, who) if self.augment == "crop-flip" else None
+        crops = numpy_rng(seed, "augment", round, who) if self.task.augment == "crop-flip" else None
         y = {name: self.parameters[name].detach() for name in x}  # updated in place, so it stays current
-        velocity: State = {}
-        total, steps = torch.zeros(()), 0
-        with LayerRng(seed, round, who):
-            for batch in batches(len(examples), local, order):
-                index = torch.from_numpy(batch)
-                images, labels = inputs.index_select(0, index), examples.labels.index_select(0, index)
+        whole = {name: tensor.detach() for name, tensor in self.parameters.items()}
+        slots = move_variables(slots, self.device) if slots else optimizer.init(whole)
+        total, steps = torch.zeros((), device=self.device), 0
+        with LayerRng(seed, round, who, self.device):
+            for index, eta in zip(
+                _on_device(batches(len(examples), local, order), self.device), rates, strict=True
+            ):
+                some, targets = take(inputs, index), take(examples.targets, index)
                 if crops is not None:
-                    images = crop_flip(images, torch.from_numpy(draw(len(batch), crops)))
+                    some = crop_flip(some, torch.from_numpy(draw(len(index), crops)).to(self.device))
                 self._seed(step_seed(stream, steps))
-                gradient, loss = self.gradient(images, labels, local, eta)
+                gradient, loss = self.gradient(some, targets, local, eta)
                 if local.clip is not None:
                     gradient = clip_by_norm(gradient, local.clip)
                 g = gradient if len(x) == len(gradient) else {name: gradient[name] for name in x}
                 gradient = {**gradient, **algorithm.correct(g, y, x, down, client)}
-                velocity = self._step(gradient, velocity, local, eta)
+                slots = self._step(optimizer, gradient, slots, eta)
                 total += loss
                 steps += 1
-        parameters = {name: t.detach().clone() for name, t in self.parameters.items()}
-        buffers = {name: self.slots.now(t).detach().clone() for name, t in self.buffers.items()}
-        return Trained(parameters, buffers, float(total) / max(1, steps), steps)
+        buffers = {name: self.slots.now(tensor).detach() for name, tensor in self.buffers.items()}
+        parameters, buffers = (_on_host(state) for state in (whole, buffers))
+        return Trained(
+            parameters, buffers, float(total) / max(1, steps), steps, slots=move_variables(slots, HOST)
+        )
 
     @torch.no_grad()
     def evaluate(self, state: Mapping[str, Tensor], examples: Examples) -> Score:
         self._load(state)
-        correct, loss = 0, 0.0
-        size = EVALUATION_BATCH * (GPU_FACTOR if examples.labels.is_cuda else 1)
+        examples = examples.on(self.device)
+        totals = {name: Totals(metric) for name, metric in self.task.scored.items()}
+        size = EVALUATION_BATCH * (1 if self.device == HOST else GPU_FACTOR)
         self.model.eval()  # training mode is the default: clients train far more often than they are scored
         try:
             with parameterization.composed_once(self.model):
                 for start in range(0, len(examples), size):
-                    part = slice(start, start + size)
-                    labels = examples.labels[part]
-                    logits = self.model(normalise(examples.inputs[part], examples.mean, examples.std))
-                    correct += int((logits.argmax(1) == labels).sum())
-                    loss += float(cross_entropy(logits, labels, reduction="sum"))
+                    part = examples.part(slice(start, start + size))
+                    output = self.output(part.normalised())
+                    for name, metric in self.task.scored.items():
+                        totals[name].add(*summed(metric.of(output, part.targets)))
         finally:
             self.model.train()
-        return Score(correct, len(examples), loss / max(1, len(examples)))
+        values = {name: total.score() for name, total in totals.items()} if len(examples) else {}
+        return Score(len(examples), values)
+
+    def output(self, inputs: Tree) -> Tree:
+        args, kwargs = arguments(inputs)
+        return self.model(*args, **kwargs)
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
         self.slots.restore()
@@ -140,11 +155,11 @@ class Worker:
             dropout.seed.fill_(layer_seed(step, layer))
             dropout.calls = 0
 
-    def gradient(self, images: Tensor, labels: Tensor, local: Local, eta: float) -> tuple[State, Tensor]:
+    def gradient(self, inputs: Tree, targets: Tree, local: Local, eta: float) -> tuple[State, Tensor]:
         """(the gradient of the loss on one batch, the loss)"""
         if local.jacobian:
-            return self._jacobian_gradient(images, labels, local, eta)
-        loss = cross_entropy(self.model(images), labels)
+            return self._jacobian_gradient(inputs, targets, local, eta)
+        loss = mean_loss(self.task.objective(self.output(inputs), targets))
         gradients = torch.autograd.grad(
             loss, list(self.parameters.values()), allow_unused=True, materialize_grads=True
         )
@@ -152,10 +167,10 @@ class Worker:
         return dict(zip(self.parameters, dense, strict=True)), loss.detach()
 
     def _jacobian_gradient(
-        self, images: Tensor, labels: Tensor, local: Local, eta: float
+        self, inputs: Tree, targets: Tree, local: Local, eta: float
     ) -> tuple[State, Tensor]:
         if self._plain is None:
-            self._plain = self.program.plain().to(images.device)
+            self._plain = self.program.plain().to(next(self.model.parameters()).device)
         plain, forms = self._plain, self.program.forms
         for own, plain_dropout in zip(self.dropouts, seeded_dropouts(plain).values(), strict=True):
             plain_dropout.seed.copy_(own.seed)
@@ -164,7 +179,8 @@ class Worker:
         def loss(state: State) -> Tensor:
             # Copies: a functional transform must not write to outside tensors.
             buffers = {name: self.slots.now(tensor).clone() for name, tensor in self.buffers.items()}
-            return cross_entropy(functional_call(plain, {**state, **buffers}, (images,)), labels)
+            output = functional_call(plain, {**state, **buffers}, *arguments(inputs))
+            return mean_loss(self.task.objective(output, targets))
 
         parameters = {name: tensor.detach() for name, tensor in self.parameters.items()}
         plain.train()
@@ -174,16 +190,29 @@ class Worker:
         if self.buffers:
             # The transform discarded the new statistics: one more forward pass computes them.
             with torch.no_grad():
-                self.model(images)
+                self.output(inputs)
         return gradient, value.detach()
 
     @torch.no_grad()
-    def _step(self, gradient: State, velocity: State, local: Local, eta: float) -> State:
-        if local.momentum or local.weight_decay:
-            y, velocity = sgd_step(self.parameters, gradient, velocity, eta, local)
-            torch._foreach_copy_(list(self.parameters.values()), [y[name] for name in self.parameters])
-            return velocity
-        torch._foreach_add_(
-            list(self.parameters.values()), [gradient[n] for n in self.parameters], alpha=-eta
-        )
-        return velocity
+    def _step(self, optimizer: Optimizer, gradient: State, slots: Slots, eta: float) -> Slots:
+        if optimizer.plain:
+            tensors = list(self.parameters.values())
+            torch._foreach_add_(tensors, [gradient[name] for name in self.parameters], alpha=-eta)
+            return slots
+        y, slots = optimizer.step(self.parameters, gradient, slots, eta)
+        torch._foreach_copy_(list(self.parameters.values()), [y[name] for name in self.parameters])
+        return slots
+
+
+def _on_device(plan: Iterable[NDArray[np.int64]], device: torch.device) -> tuple[Tensor, ...]:
+    """The indices of every batch, moved with one copy."""
+    batches = list(plan)
+    if not batches:
+        return ()
+    order = torch.from_numpy(np.concatenate(batches)).to(device)
+    return torch.split(order, [len(batch) for batch in batches])
+
+
+def _on_host(state: State) -> State:
+    """A copy of the state."""
+    return move(state, HOST) if device_of([state]) != HOST else clone(state)

@@ -288,7 +288,8 @@ def metrics_of(result: Round) -> dict[str, Any]:
         "clients": len(result.cohort) - len(result.refused),
         "refused": [{"client": client, "reason": reason} for client, reason in result.refused],
         "notes": list(result.notes),
-        **({"everyone": asdict(result.everyone)} if result.everyone else {}),
+        **_own_scores(result),
+        **({"everyone": _everyone(result)} if result.everyone else {}),
     }
 
 
@@ -312,6 +313,20 @@ def _lock(path: Path) -> int:
         os.close(handle)
         raise RunError(f"{path} is in use by another process: stop it, or wait for it to end.") from None
     return handle
+
+
+def _own_scores(result: Round) -> dict[str, Any]:
+    """The primary metric if it is not the accuracy, and all metrics if there are others than accuracy and loss."""
+    scores = {name: _finite(value) for name, value in result.scores.items()}
+    primary = {"score": scores.get(result.primary)} if result.primary != "accuracy" else {}
+    return {**primary, "scores": scores} if primary or scores.keys() - {"accuracy", "loss"} else {}
+
+
+def _everyone(result: Round) -> dict[str, Any]:
+    """The scores of all clients. An accuracy keeps the name that it had before there were other metrics."""
+    assert result.everyone is not None
+    values = asdict(result.everyone)
+    return {"accuracy" if result.primary == "accuracy" else "score": values.pop("score"), **values}
 
 
 def _finite(value: float | None) -> float | None:

@@ -1,0 +1,74 @@
+"""CohortExamples: a cohort's examples on the device, and its round plans.
+
+A federation in one set stays on the device. One that is read client by client is copied there in each round.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedpara.data import Examples, FederatedData
+from fedpara.engines.batched.round_plan import RoundPlan, plan_round
+from fedpara.engines.rng import cohort
+from fedpara.engines.session import Session
+from fedpara.tasks import Augment
+
+SPARE_ROOM = 1.25
+"""Room for a cohort's examples, relative to the first cohort's: a larger one needs a new graph."""
+
+
+class CohortExamples:
+    def __init__(self, session: Session, data: FederatedData, augment: Augment, device: torch.device) -> None:
+        self._session, self._data, self._augment, self._device = session, data, augment, device
+        self.current: Examples = data.train.on(device) if data.pooled else data.train
+        self._rows: Mapping[int, NDArray[np.int64]] = {}
+        self._ahead: tuple[int, Sequence[int], RoundPlan] | None = None
+
+    def read(self, clients: Sequence[int]) -> dict[int, str]:
+        """Reads the cohort's examples. Returns why those of some clients could not be read."""
+        pool, self._rows, problems = self._data.pool(clients)
+        if not self._data.pooled:
+            self.current = pool
+        return problems
+
+    def size(self, client: int) -> int:
+        """How many examples a client of the cohort holds."""
+        return len(self._rows.get(client, ()))
+
+    def allocate(self) -> Examples:
+        """The training set on the device; or room for a cohort's examples."""
+        if self._data.pooled:
+            return self.current
+        return self.current.subset([0] * int(len(self.current) * SPARE_ROOM)).on(self._device)
+
+    def plan(self, round: int, clients: Sequence[int], lanes: int) -> RoundPlan:
+        if self._ahead is not None and self._ahead[:2] == (round, clients):
+            return self._ahead[2]
+        return self._plan(round, clients, lanes, self._rows)
+
+    def plan_ahead(self, round: int, clients: Sequence[int], lanes: int) -> None:
+        """Plans the next round while the device still works on this one.
+
+        Skipped if these clients are only a part of the drawn cohort (ranks, clients without examples).
+        """
+        if self._device.type == "cpu" or not self._data.pooled:
+            return
+        seed, data = self._session.seed, self._data
+        drawn = [cohort(seed, t, len(data), len(clients)) for t in (round, round + 1)]
+        if drawn[0] != list(clients) or not all(map(data.size, drawn[1])):
+            return
+        rows = {client: data.indices(client) for client in drawn[1]}
+        self._ahead = (round + 1, drawn[1], self._plan(round + 1, drawn[1], lanes, rows))
+
+    def forget_plan(self) -> None:
+        """The number of lanes changes: a plan that was made ahead no longer fits."""
+        self._ahead = None
+
+    def _plan(
+        self, round: int, clients: Sequence[int], lanes: int, rows: Mapping[int, NDArray[np.int64]]
+    ) -> RoundPlan:
+        return plan_round(
+            self._session, [rows[client] for client in clients], self._augment, round, clients, lanes
+        )

@@ -1,0 +1,144 @@
+"""Metrics: what a model is scored by. Each sums over examples, so any batch size gives the same score.
+
+    score = finish(sum_i sums_i, sum_i weights_i),   by default their quotient
+
+A metric is a function with the contract of a loss (`losses.py`), and may return k sums per example, [N, k].
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedpara.tasks.losses import IGNORED, Loss, PerExample, fit, mae, mse, next_token
+
+
+def _quotient(sums: Tensor, weight: float) -> float:
+    return float(sums / weight) if weight else math.nan
+
+
+@dataclass(frozen=True)
+class Metric:
+    """`of` (output, target) gives one value per example, or (sums, weights); `finish` turns the totals into a score."""
+
+    of: Loss
+    higher_is_better: bool = True
+    finish: Callable[[Tensor, float], float] = _quotient
+
+
+def metric(
+    *, higher_is_better: bool = True, finish: Callable[[Tensor, float], float] = _quotient
+) -> Callable[[Loss], Metric]:
+    """Decorates a function (output, target) as a Metric: `@fp.metric(higher_is_better=False)`."""
+    return lambda of: Metric(of, higher_is_better, finish)
+
+
+@dataclass(frozen=True)
+class Score:
+    """A model's scores on some examples: `values` by metric, "loss" included. Empty if there was no example."""
+
+    examples: int
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+def summed(made: PerExample, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(sum_i sums_i, sum_i weights_i) in float64. `counts` marks the examples that are not padding."""
+    sums, weights = made if isinstance(made, tuple) else (made, made.new_ones(len(made)))
+    if counts is not None:
+        sums = torch.where(counts.view(-1, *[1] * (sums.dim() - 1)), sums, 0)
+        weights = torch.where(counts, weights, 0)
+    return sums.double().sum(0), weights.double().sum(0)
+
+
+class Totals:
+    """Adds up one metric over batches."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric, self._sums, self._weight = metric, torch.zeros((), dtype=torch.float64), 0.0
+
+    def add(self, sums: Tensor, weight: Tensor) -> None:
+        """Adds a batch, from `summed`."""
+        self._sums = self._sums + sums.cpu()
+        self._weight += float(weight)
+
+    def score(self) -> float:
+        return float(self._metric.finish(self._sums, self._weight))
+
+
+def accuracy(output: Tensor, target: Tensor) -> PerExample:
+    """The share of correct classes: the largest logit of [N, C, ...], or the sign of one logit per target."""
+    right = (output > 0) == target.bool() if output.shape == target.shape else output.argmax(1) == target
+    if target.dim() == 1:
+        return right
+    counts = target != IGNORED
+    return (right & counts).flatten(1).sum(1), counts.flatten(1).sum(1)
+
+
+def top_5(output: Tensor, target: Tensor) -> Tensor:
+    """The share of examples whose class is among the five largest logits."""
+    return (output.topk(min(5, output.shape[1]), 1).indices == target[:, None]).any(1)
+
+
+def _moments(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    y, error = target.double().flatten(1), (fit(output, target) - target).double().flatten(1)
+    sums = torch.stack([error.square().sum(1), y.sum(1), y.square().sum(1)], 1)
+    return sums, torch.full_like(sums[:, 0], y.shape[1])
+
+
+def _r2(sums: Tensor, weight: float) -> float:
+    residual, total, squares = sums.tolist()
+    around_mean = squares - total**2 / weight
+    return 1 - residual / around_mean if around_mean > 0 else math.nan
+
+
+def _overlap(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sizes of prediction, target and intersection, [N, classes]. Class 0 of several is the background: left out."""
+    if output.shape == target.shape:
+        predicted, true = (output > 0)[:, None], target.bool()[:, None]
+    else:
+        classes = torch.arange(1, output.shape[1], device=output.device).view(-1, *[1] * (target.dim() - 1))
+        predicted, true = (part[:, None] == classes for part in (output.argmax(1), target))
+    return tuple(part.flatten(2).sum(2) for part in (predicted, true, predicted & true))  # type: ignore[return-value]
+
+
+def dice(output: Tensor, target: Tensor) -> Tensor:
+    """2 |A and B| / (|A| + |B|) of a mask, per example; the mean over the classes. 1 if both are empty."""
+    a, b, both = _overlap(output, target)
+    return torch.where(a + b > 0, 2 * both / (a + b).clamp(min=1), 1.0).mean(1)
+
+
+def iou(output: Tensor, target: Tensor) -> Tensor:
+    """|A and B| / |A or B| of a mask, per example; the mean over the classes. 1 if both are empty."""
+    a, b, both = _overlap(output, target)
+    return torch.where(a + b > 0, both / (a + b - both).clamp(min=1), 1.0).mean(1)
+
+
+def _perplexity(sums: Tensor, weight: float) -> float:
+    mean = _quotient(sums, weight)
+    return math.exp(mean) if mean < 700 else math.inf
+
+
+METRICS: dict[str, Metric] = {
+    "accuracy": Metric(accuracy),
+    "top-5": Metric(top_5),
+    "r2": Metric(_moments, finish=_r2),
+    "mse": Metric(mse, higher_is_better=False),
+    "mae": Metric(mae, higher_is_better=False),
+    "dice": Metric(dice),
+    "iou": Metric(iou),
+    "perplexity": Metric(next_token, higher_is_better=False, finish=_perplexity),
+}
+FRACTIONS = frozenset({"accuracy", "top-5", "dice", "iou"})
+"""Metrics between 0 and 1, which are shown in percent."""
+
+
+def shown(name: str, value: float) -> str:
+    """A score for people: 93.20% for an accuracy, 0.0123 otherwise."""
+    return f"{value:.2%}" if name in FRACTIONS else f"{value:.4g}"
+
+
+def as_metric(made: Any) -> Metric:
+    return made if isinstance(made, Metric) else Metric(made)
