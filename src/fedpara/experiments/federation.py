@@ -1,12 +1,59 @@
 """Which client holds which examples, and which examples score the models."""
 
+from os import PathLike
+
 import numpy as np
 
-from fedpara import data
+from fedpara import data, references
 from fedpara.data import Examples, FederatedData
 from fedpara.data.partition import Partition
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, FedParaError
 from fedpara.experiments.config import OWNED, Experiment
+from fedpara.experiments.node_data import is_own, server_side
+
+SPLITTING = (*("split", "alpha", "keep", "classes_per_client", "data_fraction", "validation", "test_owners"),)
+"""Fields that divide examples over clients."""
+
+
+def load_federation(
+    experiment: Experiment, data_dir: str | PathLike[str] | None = None
+) -> tuple[FederatedData, Examples | None]:
+    """The clients' examples and the examples that score the global model, from the data set that is named.
+
+    A referenced function returns (train, test), which are divided as the experiment says, or a FederatedData.
+    """
+    if is_own(experiment.dataset):
+        return server_side(experiment)
+    if not references.is_reference(experiment.dataset):
+        return build_federation(experiment, *data.load(experiment.dataset, data_dir))
+    match references.call(
+        experiment.dataset,
+        offered={"data_dir": data_dir, "seed": experiment.seed, "clients": experiment.clients},
+    ):
+        case FederatedData() as federation:
+            _refuse_splitting(experiment, federation)
+            return federation, getattr(federation, "test", None)
+        case (Examples() as train, Examples() as test):
+            return build_federation(experiment, train, test)
+        case other:
+            raise references.wrong_result(
+                experiment.dataset, other, "(train, test), both fedpara Examples, or a FederatedData"
+            )
+
+
+def _refuse_splitting(experiment: Experiment, federation: FederatedData) -> None:
+    """ConfigError for a field that cannot apply, because the function has chosen the clients."""
+    for name in SPLITTING:
+        if getattr(experiment, name) != getattr(Experiment, name):
+            raise ConfigError(
+                f"{name} is {getattr(experiment, name)!r}, but {experiment.dataset!r} returns a FederatedData, which "
+                f"already has its clients: leave {name} out."
+            )
+    if experiment.clients not in (Experiment.clients, len(federation)):
+        raise ConfigError(
+            f"clients is {experiment.clients}, but {experiment.dataset!r} returns a FederatedData with "
+            f"{len(federation)} clients: leave clients out."
+        )
 
 
 def build_federation(
@@ -55,6 +102,8 @@ def _with_owner_tests(
 
 def _clients(experiment: Experiment, train: Examples) -> Partition:
     n, seed, labels = experiment.clients, experiment.seed, train.labels
+    if references.is_reference(experiment.split):
+        return _own_split(experiment, train)
     if experiment.split == "iid":
         return data.iid(labels, n, seed)
     if experiment.split == "dirichlet":
@@ -67,6 +116,23 @@ def _clients(experiment: Experiment, train: Examples) -> Partition:
     if experiment.split == "largest":
         owned = _largest_first(owned, owned)
     return owned[:n]
+
+
+def _own_split(experiment: Experiment, train: Examples) -> Partition:
+    """The clients' indices that the referenced function returns, checked before a run starts."""
+    got = references.call(experiment.split, train.labels, experiment.clients, experiment.seed)
+    try:
+        clients = Partition.of([train.checked(row).numpy() for row in got])
+    except (TypeError, ValueError, FedParaError) as error:
+        raise ConfigError(
+            f"{experiment.split!r} returned no split ({str(error).rstrip('.')}): expected a list with each client's "
+            f"indices, from 0 to {len(train) - 1}."
+        ) from None
+    if len(clients) != experiment.clients:
+        raise ConfigError(
+            f"{experiment.split!r} returned {len(clients)} clients: expected {experiment.clients}, as in `clients`."
+        )
+    return clients
 
 
 def _by_owner(experiment: Experiment, train: Examples) -> Partition:
