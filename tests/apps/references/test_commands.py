@@ -1,7 +1,10 @@
 """The command line with the user's own model, data, split, rule and algorithm."""
 
 import json
+import re
+import shlex
 import sys
+from pathlib import Path
 
 import onnxruntime
 import pytest
@@ -146,6 +149,19 @@ def test_a_sweep_over_models(cli, own):
     assert len({path for row in settings for path in row["runs"]}) == 2
     code, again, _ = cli("sweep", *grid, "--json")
     assert (code, json.loads(again)) == (0, json.loads(out))
+
+
+def test_the_guide(cli, tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "your-code.md").read_text()
+    (source,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "mypkg.py").write_text(source)
+    (command,) = re.findall(
+        r"^\$ fedpara (run --dataset .*?--out runs/mine)$", page, re.MULTILINE | re.DOTALL
+    )
+    code, _, err = cli(*shlex.split(command.replace("\\\n", " ")), "--rounds", 2)
+    assert code == 0, err
+    exports = re.findall(r"^\$ fedpara (export .*?) *#", page, re.MULTILINE)
+    assert [cli(*shlex.split(words))[0] for words in exports] == [0, 0]
 
 
 @pytest.mark.parametrize(
