@@ -17,6 +17,9 @@ ENGINES = ("auto", "sequential", "batched", "flower")
 FORMATS = ("html", "markdown", "csv", "latex", "png", "svg")
 """Output formats of `fedpara report`."""
 
+REFERENCE = "package.module:function"
+"""How a user names a function of their own; see `references`."""
+
 CLASSES = 10
 """Default number of classes of a library model in `fedpara export`."""
 

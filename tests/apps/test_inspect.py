@@ -61,9 +61,9 @@ def test_a_custom_model(cli, tmp_path):
     for target, says in (
         ("theirs:biuld", "Did you mean 'build'"),
         ("theirs:broken", "KeyError"),
-        ("theirs:number", "'int' object is not callable"),
+        ("theirs:number", "is int: expected a function"),
         ("nowhere:build", "No module named 'nowhere'"),
-        ("theirs:", "could not be built"),
+        ("theirs:", "expected package.module:function"),
     ):
         code, out, err = cli("inspect", target)
         assert (code, out) == (2, "")

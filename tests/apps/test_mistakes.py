@@ -15,7 +15,11 @@ BAD = {
     "dataset": (["run", "--dataset", "digit"], 2, "Did you mean 'digits'"),
     "missing dataset": (["run", "--dataset", "mnist"], 1, "mnist"),
     "model": (["run", "--model", "vgg61"], 2, "did you mean 'vgg16'? Known: vgg16, "),
-    "custom model": (["run", "--model", "os:getcwd"], 2, "unknown model 'os:getcwd'"),
+    "custom model": (
+        ["run", "--model", "os:getcwd"],
+        2,
+        "'os:getcwd' returned str: expected a torch.nn.Module",
+    ),
     "preset": (["run", "quikstart"], 2, "did you mean 'quickstart'"),
     "scheme": (["run", "--scheme", "fedparra"], 2, "did you mean 'fedpara'"),
     "algorithm": (["run", "--algorithm", "fedproxy"], 2, "did you mean 'fedprox'"),

@@ -147,7 +147,7 @@ def test_a_mistake_leaves_no_folder_behind(tmp_path, words):
 def test_a_folder_killed_before_its_config_counts_as_empty(tmp_path):
     for name in ("environment.json", "model.json", ".0123abcd.part.toml", ".lock"):
         (tmp_path / name).write_text("torn")
-    create(tmp_path, TINY, MODEL, DATA).close()
+    create(tmp_path, TINY, MODEL, {"blake2b": DATA}).close()
     assert json.loads((tmp_path / "model.json").read_text()) == MODEL
     assert not list(tmp_path.glob(".*.part*"))
 
@@ -269,7 +269,7 @@ def test_only_clients_with_a_memory_have_a_file(tmp_path, finished):
 
 def test_an_empty_group_of_the_server_survives(tmp_path):
     """Local with SCAFFOLD: the server's control has no tensors."""
-    folder = create(tmp_path / "run", TINY, MODEL, DATA)
+    folder = create(tmp_path / "run", TINY, MODEL, {"blake2b": DATA})
     progress = Progress(
         1, {}, {"bn.count": torch.tensor(4)}, {"control": {}, "m": {"w": torch.ones(1)}}, 5, 6
     )

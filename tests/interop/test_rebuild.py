@@ -63,13 +63,13 @@ def test_a_target_is_imported_and_called(own):
         (":build_model", "expected package.module:function"),
         ("own_networks:", "expected package.module:function"),
         ("own_networks:build model", "expected package.module:function"),
-        ("own_networks:build_modle", "has no attribute 'build_modle'.*Did you mean 'build_model'"),
-        ("own_networks:__name__", "'str' object is not callable"),
-        ("own_networks:needs", "missing 1 required positional argument.*takes no arguments"),
+        ("own_networks:build_modle", "has no function 'build_modle'. Did you mean 'build_model'"),
+        ("own_networks:__name__", "is str: expected a function"),
+        ("own_networks:needs", "missing a required argument: 'width'.* the function is needs"),
         ("own_networks:number", "returned int: expected a torch.nn.Module"),
-        ("own_nowhere:build", "could not be built .*Install its package"),
+        ("own_nowhere:build", "cannot be imported .*Run from the module's folder"),
         ("own_broken:build", "ModuleNotFoundError: No module named 'a_package_nobody_has'"),
-        (".relative:build", "could not be built"),
+        (".relative:build", "expected package.module:function"),
     ],
 )
 def test_a_wrong_target_is_explained(own, target, text):

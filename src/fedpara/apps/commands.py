@@ -17,6 +17,7 @@ from fedpara.choices import (
     MODELS,
     PAPER_RESULTS,
     PAPER_RUNS,
+    REFERENCE,
     SCHEMES,
     SPLITS,
 )
@@ -68,9 +69,13 @@ def run(
     ] = None,
     dataset: Annotated[
         str | None,
-        typer.Option(help=f"{', '.join(DATASETS)}; generated:NAME (synthetic), hub:OWNER/NAME@REVISION"),
+        typer.Option(
+            help=f"{', '.join(DATASETS)}; generated:NAME (synthetic), hub:OWNER/NAME@REVISION; or {REFERENCE}"
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help=", ".join(MODELS))] = None,
+    model: Annotated[
+        str | None, typer.Option(help=f"{', '.join(MODELS)}; or {REFERENCE}, such as mypkg:unet(width=32)")
+    ] = None,
     scheme: Annotated[str | None, typer.Option(help=", ".join(SCHEMES))] = None,
     gamma: Annotated[
         float | None, typer.Option(help="Size: from the smallest full rank (0) to dense (1).")
@@ -80,8 +85,12 @@ def run(
     init: Annotated[
         str | None, typer.Option(help="fan_out, calibrated, he, fit; he:1.4 scales by 1.4")
     ] = None,
+    where: Annotated[
+        str | None,
+        typer.Option(help=f"Weights to factorize: every, early, hybrid:N, or a rule {REFERENCE}."),
+    ] = None,
     algorithm: Annotated[
-        str | None, typer.Option(help="fedavg, fedprox, scaffold, feddyn, fedadam, ...")
+        str | None, typer.Option(help=f"fedavg, fedprox, scaffold, feddyn, fedadam, ...; or {REFERENCE}")
     ] = None,
     option: Annotated[
         list[str] | None, typer.Option(help="An option of the algorithm, such as mu=0.1; repeatable.")
@@ -89,7 +98,7 @@ def run(
     share: Annotated[
         str | None, typer.Option(help="all, fedper (all but the last layer), none (Local)")
     ] = None,
-    split: Annotated[str | None, typer.Option(help=", ".join(SPLITS))] = None,
+    split: Annotated[str | None, typer.Option(help=f"{', '.join(SPLITS)}; or {REFERENCE}")] = None,
     alpha: Annotated[float | None, typer.Option(help="Concentration of the Dirichlet splits.")] = None,
     clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
     cohort: Annotated[int | None, typer.Option(help="Clients per round.")] = None,
@@ -279,8 +288,8 @@ def export(
     model: Annotated[
         str | None,
         typer.Option(
-            help="The model of a .safetensors state: a library model, or package.module:function. Your function is "
-            "imported and called; a function that only the file names is not."
+            help=f"The model of a .safetensors state: a library model, or {REFERENCE}. ONNX and pt2 also need it for a "
+            "run of a custom model. Your function is imported and called; a function that only a file names is not."
         ),
     ] = None,
     classes: Annotated[

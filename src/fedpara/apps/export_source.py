@@ -5,15 +5,16 @@ both from the newest checkpoint. The run folder is only read, so the run may sti
 """
 
 import json
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fedpara import models
 from fedpara.algorithms import Variables
-from fedpara.apps.named_model import is_custom
 from fedpara.choices import CLASSES
 from fedpara.engines.flower.engine import ACCEPTED
 from fedpara.engines.program import make_program, shared_names
@@ -24,6 +25,7 @@ from fedpara.experiments.config import Experiment
 from fedpara.experiments.node_data import is_own
 from fedpara.experiments.storage.checkpoint import Checkpoint, final_checkpoint
 from fedpara.experiments.storage.client_files import memory_file
+from fedpara.experiments.storage.model_file import DESCRIBED
 from fedpara.experiments.storage.node_memory import NodeMemory
 from fedpara.experiments.storage.run_folder import NODES, data_digest
 from fedpara.experiments.storage.summary import read_config
@@ -31,6 +33,8 @@ from fedpara.experiments.storage.tensor_files import read_memory
 from fedpara.interop import Preprocessing, SavedState, build_target, read_state
 from fedpara.interop.rebuild import EXPECTED, is_description, refuse_misfit
 from fedpara.parameterization import forms
+from fedpara.parameterization.description import read_form
+from fedpara.references import is_reference
 from fedpara.state import State
 
 FEW = 8
@@ -57,13 +61,18 @@ def read_run_or_state(
     is_run = source.is_dir()
     options = {"--model": model, "--classes": classes, "--shape": shape, "--client": client}
     given = [option for option, value in options.items() if value is not None]
-    allowed = ["--client"] if is_run else ["--model", "--classes", "--shape"] if model else []
+    own = is_run and bool(read_config(source).references.keys() & {"model", "where"})
+    allowed = (
+        ["--client", *["--model"] * own] if is_run else ["--model", "--classes", "--shape"] if model else []
+    )
     misplaced = " and ".join(option for option in given if option not in allowed)
     if misplaced:
         raise UsageError(
-            f"{source} does not take {misplaced}: a run folder takes --client, a .safetensors state takes --model and, "
-            "with it, --classes and --shape."
+            f"{source} does not take {misplaced}: a run folder takes --client and, for a custom model, --model; a "
+            ".safetensors state takes --model and, with it, --classes and --shape."
         )
+    if own:
+        return _from_recorded_run(source, model, client)
     if is_run:
         return _from_run(source, client)
     saved = read_state(source)
@@ -74,8 +83,9 @@ def _as_model(saved: SavedState, model: str, classes: int | None, shape: str | N
     """The state described as `model`'s, and the network if it is a custom model."""
     description: dict[str, Any] = {"target": model}
     network = None
-    if is_custom(model):
-        network = build_target(model)
+    if is_reference(model):
+        sides = None if shape is None else tuple(_sides(shape))
+        network = build_target(model, classes=classes, shape=sides)
         refuse_misfit(saved.merged(), network, model)
     else:
         description = {"name": model, "classes": CLASSES if classes is None else classes}
@@ -96,13 +106,9 @@ def _from_run(path: Path, client: int | None) -> Source:
     """The global model, or the client's own model if parts of it are private."""
     experiment = read_config(path)
     newest = final_checkpoint(path)
-    found = newest.state
     network, description, preprocessing, recorded = _initial(path, experiment)
     program = make_program(network, experiment.share)  # type: ignore[arg-type]
-    if program.private:
-        found = _own_state(path, client, newest)
-    elif client is not None:
-        raise UsageError(f"{path} trained one model without private parts: leave out --client.")
+    found = _state(path, client, newest, bool(program.private))
     missing = [name for name in (*program.parameters, *program.buffers) if name not in found]
     if missing:
         raise RunError(f"{path} lacks {missing[0]}: expected every tensor of the model its config describes.")
@@ -112,6 +118,53 @@ def _from_run(path: Path, client: int | None) -> Source:
     if not recorded and len(description["shape"]) == 3:  # only images are normalised
         preprocessing, note = _from_data(path, experiment)
     return Source(SavedState(state, forms(network), description, preprocessing), note=note)
+
+
+def _from_recorded_run(path: Path, model: str | None, client: int | None) -> Source:
+    """`_from_run` without the run's code. Only `model`, which the user typed, is imported."""
+    try:
+        described = json.loads((path / "model.json").read_text())
+        known = {weight: read_form(**entry) for weight, entry in described["forms"].items()}
+        entry, shape = described.get("normalise"), described.get("shape")
+        preprocessing = None if entry is None else Preprocessing.from_entry(entry)
+        description = {key: described[key] for key in DESCRIBED if key in described}
+        if is_reference(description["name"]):
+            description["target"] = description.pop("name")
+        if not is_description(description):
+            raise ValueError(EXPECTED)
+        ties, fixed, private = dict(described["ties"]), set(described["fixed"]), described["private"]
+    except Exception as error:  # a damaged file may break any assumption
+        raise _misdescribed(path, error) from None
+    state = dict(_state(path, client, final_checkpoint(path), private))
+    network = None
+    if model is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(read_config(path).seed)
+            network = models.build(model, classes=described.get("classes"), shape=shape and tuple(shape))
+        first = network.state_dict()
+        state |= {name: first[name] for name in fixed & first.keys()}
+    if missing := sorted(fixed - state.keys()):
+        raise UsageError(
+            f"{path} does not hold the frozen {missing[0]}: pass --model "
+            f"{shlex.quote(str(description.get('target', description.get('name'))))} if you trust that code."
+        )
+    state |= {twin: state[name] for twin, name in ties.items()}
+    return Source(SavedState(state, known, description, preprocessing), network)
+
+
+def _state(path: Path, client: int | None, newest: Checkpoint, private: bool) -> State:
+    """The trained tensors: the client's own if parts of the model are private."""
+    if private:
+        return _own_state(path, client, newest)
+    if client is not None:
+        raise UsageError(f"{path} trained one model without private parts: leave out --client.")
+    return newest.state
+
+
+def _misdescribed(path: Path, error: Exception) -> RunError:
+    return RunError(
+        f"{path / 'model.json'} does not describe the run's network ({in_a_line(error)}): restore the file."
+    )
 
 
 def _initial(
@@ -129,15 +182,13 @@ def _initial(
         network = build_model(experiment, description["classes"], shape, build_scheme(experiment))
         return network, description, preprocessing, recorded
     except Exception as error:  # a damaged file may break any assumption
-        raise RunError(
-            f"{path / 'model.json'} does not describe the run's network ({in_a_line(error)}): restore the file."
-        ) from None
+        raise _misdescribed(path, error) from None
 
 
 def _from_data(path: Path, experiment: Experiment) -> tuple[Preprocessing | None, str | None]:
     """The normalisation of the run's data set, for folders that do not record it, or a sentence why it is unknown."""
     try:
-        if is_own(experiment.dataset):
+        if is_own(experiment.dataset) or experiment.references:
             raise DataError("export calls no function that a file names")
         parts = build(experiment)
         if data_digest(path) not in (None, parts.digest):

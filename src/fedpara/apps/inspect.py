@@ -9,15 +9,14 @@ import typer
 from torch import nn
 
 from fedpara import models
-from fedpara.apps.named_model import is_custom
 from fedpara.apps.terminal.table import empty_table, print_table
 from fedpara.choices import SCHEMES
 from fedpara.errors import UsageError
 from fedpara.experiments.build import build_scheme
 from fedpara.experiments.config import Experiment
-from fedpara.interop import build_target
 from fedpara.parameterization import Choice, Scheme, plan
 from fedpara.parameterization.selection import Where
+from fedpara.references import is_reference
 
 
 def inspect(
@@ -47,8 +46,8 @@ def inspect(
 
 def load_model(name: str, classes: int) -> tuple[nn.Module, Where | None]:
     """The model and its rule. A library model is built without allocating its weights; a custom model has no rule."""
-    if is_custom(name):
-        return build_target(name), None
+    if is_reference(name):
+        return models.build(name, classes=classes), None
     with torch.device("meta"):
         return models.build(name, classes=classes, shape=models.usual_shape(name)), models.rule(name)
 

@@ -4,21 +4,22 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
+from inspect import signature
 from os import PathLike
 
 import torch
 from torch import nn
 
-from fedpara import algorithms, data, models, parameterization
+from fedpara import algorithms, models, parameterization, references
 from fedpara.algorithms import Algorithm, Local
-from fedpara.data import Examples, FederatedData
-from fedpara.errors import ConfigError
+from fedpara.data import FederatedData
+from fedpara.errors import ConfigError, in_a_line
 from fedpara.experiments.config import Experiment
-from fedpara.experiments.federation import build_federation
-from fedpara.experiments.node_data import is_own, server_side
+from fedpara.experiments.federation import load_federation
 from fedpara.parameterization import Scheme
 from fedpara.parameterization.selection import Where
 from fedpara.tasks import Task
+from fedpara.trees import leaves
 from fedpara.wire import Link
 
 DEFAULT_GAMMA = 0.1
@@ -32,6 +33,8 @@ class Parts:
     data: FederatedData
     algorithm: Algorithm
     link: Link
+    own_clients: bool = False
+    """Whether a function of the user decides which client holds which examples."""
 
     @cached_property
     def digest(self) -> str:
@@ -39,8 +42,14 @@ class Parts:
         digest = blake2b(digest_size=16)
         for examples in (self.data.train, self.task.test):
             if examples is not None:
-                for part in (*examples.inputs.split(CHUNK), examples.targets):
-                    digest.update(part.contiguous().view(torch.uint8).numpy().data)
+                for tensor in (*leaves(examples.inputs), *leaves(examples.targets)):
+                    for part in tensor.split(CHUNK):
+                        digest.update(part.contiguous().view(torch.uint8).numpy().data)
+        if not self.data.pooled:  # too large to read: the sizes stand for the rest
+            digest.update(str(self.data.sizes.tolist() if self.data.sizes_known else len(self.data)).encode())
+        elif self.own_clients:
+            for client in range(len(self.data)):
+                digest.update(self.data.indices(client).tobytes() + b"/")
         return digest.hexdigest()
 
     @property
@@ -58,13 +67,11 @@ def build(experiment: Experiment, data_dir: str | PathLike[str] | None = None) -
     algorithm = build_algorithm(experiment)
     link = Link(up=experiment.link_up, down=experiment.link_down)
     scheme = build_scheme(experiment)
-    scored: Examples | None
-    if is_own(experiment.dataset):
-        federation, scored = server_side(experiment)
-    else:
-        federation, scored = build_federation(experiment, *data.load(experiment.dataset, data_dir))
+    federation, scored = load_federation(experiment, data_dir)
     model = build_model(experiment, federation.train.classes or 0, federation.train.shape, scheme)
-    return Parts(Task(model, scored, experiment.augment), federation, algorithm, link)  # type: ignore[arg-type]
+    task = Task(model, scored, experiment.augment)  # type: ignore[arg-type]
+    own_clients = bool(experiment.references.keys() & {"dataset", "split"})
+    return Parts(task, federation, algorithm, link, own_clients)
 
 
 def build_algorithm(experiment: Experiment) -> Algorithm:
@@ -97,7 +104,7 @@ def build_scheme(experiment: Experiment) -> Scheme | None:
 
 
 def build_model(
-    experiment: Experiment, classes: int, shape: tuple[int, ...], scheme: Scheme | None
+    experiment: Experiment, classes: int | None, shape: tuple[int, ...] | None, scheme: Scheme | None
 ) -> nn.Module:
     """The initial model. The same seed gives the same numbers."""
     with torch.random.fork_rng(devices=[]):
@@ -116,17 +123,33 @@ def build_rule(experiment: Experiment, model: nn.Module, scheme: Scheme) -> Wher
     every      all weights of two or more dimensions that become smaller
     hybrid:N   all convolutions except the first N (Pufferfish)
     early      all convolutions; ResNet's first two and its 1x1 ones at gamma 1 (appendix D.2)
+    reference  your rule(name, module, parameter); with parentheses, what your function returns
     """
     if experiment.where is None:
         return models.rule(experiment.model)
+    if references.is_reference(experiment.where):
+        return _own_rule(experiment.where, model)
     if experiment.where == "every":
         return None
     if hybrid := re.fullmatch(r"hybrid:(\d+)", experiment.where):
         return models.hybrid(model, int(hybrid[1]))
     if experiment.where != "early":
         raise ConfigError(
-            f"unknown where {experiment.where!r}: expected every, early, or hybrid:N such as hybrid:5."
+            f"unknown where {experiment.where!r}: expected every, early, hybrid:N such as hybrid:5, or "
+            "package.module:function."
         )
     if not isinstance(scheme, parameterization.FedPara | parameterization.PFedPara) or scheme.gamma is None:
         raise ConfigError(f"where 'early' needs fedpara or pfedpara with a gamma: the scheme is {scheme}.")
     return models.resnet_layers(replace(scheme, gamma=1.0), scheme)
+
+
+def _own_rule(where: str, model: nn.Module) -> Where:
+    rule: Where = references.value(where)
+    try:
+        signature(rule).bind("layer", model, "weight")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"where {where!r} is not a rule ({in_a_line(error)}): expected a function rule(name, module, parameter) "
+            "that returns True for the weights to factorize."
+        ) from None
+    return rule

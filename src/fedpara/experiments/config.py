@@ -11,7 +11,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, get_args
 
-from fedpara import algorithms, models, parameterization
+from fedpara import algorithms, models, parameterization, references
 from fedpara.algorithms.core import Weighting
 from fedpara.choices import ENGINES, SPLITS
 from fedpara.engines.settings import Precision, Share
@@ -37,6 +37,9 @@ CHOICES: dict[str, Sequence[str]] = {
 }
 """Accepted values by field. A field with the default None may also be left out."""
 
+REFERENCED = ("dataset", "model", "where", "split", "algorithm")
+"""Fields that also take a reference to your function, such as mypkg:unet(width=32). See `fedpara.references`."""
+
 # A resumed run may change these fields. They leave the computation as it is: engines and precisions differ only in
 # rounding, and the last round of a run is always evaluated.
 FREE = ("rounds", "engine", "precision", "target")
@@ -45,6 +48,7 @@ FREE = ("rounds", "engine", "precision", "target")
 # identity only if its value differs, so that the identities of the older runs stay valid.
 LATER: dict[str, Any] = {"validation": 0.0, "weights": "examples", "max_share": None, "test_owners": "all"}
 
+REFERENCE_HINT = "Your own is package.module:function."
 _FIELD_IN_ERROR = r"^(\w+) is |^unknown key '([^']+)'|^unknown (\w+) |hyper-parameter '([^']+)'"
 
 
@@ -108,17 +112,36 @@ class Experiment:
                 expected = formatannotation(f.type).removesuffix(" | None")
                 raise ConfigError(f"{f.name} is {value!r}: expected {expected}.")
             known = CHOICES.get(f.name)
-            if known and value is not None and value not in known:
-                raise ConfigError(f"unknown {f.name} {value!r}: {among(str(value), known)}")
+            if known and value is not None and value not in known and f.name not in self.references:
+                yours = f" {REFERENCE_HINT}" * (f.name in REFERENCED)
+                raise ConfigError(f"unknown {f.name} {value!r}: {among(str(value), known)}{yours}")
+        for name, text in self.references.items():
+            try:
+                references.parse(text)
+            except ConfigError as error:
+                raise ConfigError(f"{name} is {error}") from None
         for name, (accepted, holds) in RULES.items():
             if not holds(self):
                 raise ConfigError(f"{name} is {getattr(self, name)}: expected {accepted}.")
         given: dict[str, Any] = self.options
         options = {name: float(v) if isinstance(v, Real) else v for name, v in given.items()}
         object.__setattr__(self, "options", options)
-        algorithms.build(self.algorithm, algorithms.Local(), **options)
+        if "algorithm" not in self.references:  # a config may be read without importing what it names
+            algorithms.build(self.algorithm, algorithms.Local(), **options)
         if self.steps is not None and self.epochs == Experiment.epochs:  # as in `Local`
             object.__setattr__(self, "epochs", None)
+
+    @property
+    def references(self) -> dict[str, str]:
+        """The fields that name functions of the user. A field with several values has a number per reference."""
+        found: dict[str, str] = {}
+        for name in REFERENCED:
+            value = getattr(self, name)
+            several = isinstance(value, list | tuple)
+            for i, text in enumerate(value if several else [value]):
+                if isinstance(text, str) and references.is_reference(text):
+                    found[f"{name}.{i}" if several else name] = text
+        return found
 
     @property
     def identity(self) -> str:

@@ -1,12 +1,65 @@
 """Which client holds which examples, and which examples score the models."""
 
-import numpy as np
+from os import PathLike
 
-from fedpara import data
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedpara import data, references
 from fedpara.data import Examples, FederatedData
 from fedpara.data.partition import Partition
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, FedParaError
 from fedpara.experiments.config import OWNED, Experiment
+from fedpara.experiments.node_data import is_own, server_side
+
+SPLITTING = (*("split", "alpha", "keep", "classes_per_client", "data_fraction", "validation", "test_owners"),)
+"""Fields that divide examples over clients."""
+
+
+BY_CLASS = ("dirichlet", "dirichlet-capped", "shards")
+"""Splits that look at the examples' classes."""
+
+
+def load_federation(
+    experiment: Experiment, data_dir: str | PathLike[str] | None = None
+) -> tuple[FederatedData, Examples | None]:
+    """The clients' examples and the examples that score the global model, from the data set that is named.
+
+    A referenced function returns (train, test), which are divided as the experiment says, or a FederatedData.
+    """
+    if is_own(experiment.dataset):
+        return server_side(experiment)
+    if not references.is_reference(experiment.dataset):
+        return build_federation(experiment, *data.load(experiment.dataset, data_dir))
+    match references.call(
+        experiment.dataset,
+        offered={"data_dir": data_dir, "seed": experiment.seed, "clients": experiment.clients},
+    ):
+        case FederatedData() as federation:
+            _refuse_splitting(experiment, federation)
+            return federation, federation.test
+        case (Examples() as train, Examples() as test):
+            return build_federation(experiment, train, test)
+        case other:
+            raise references.wrong_result(
+                experiment.dataset, other, "(train, test), both fedpara Examples, or a FederatedData"
+            )
+
+
+def _refuse_splitting(experiment: Experiment, federation: FederatedData) -> None:
+    """ConfigError for a field that cannot apply, because the function has chosen the clients."""
+    for name in SPLITTING:
+        if getattr(experiment, name) != getattr(Experiment, name):
+            raise ConfigError(
+                f"{name} is {getattr(experiment, name)!r}, but {experiment.dataset!r} returns a FederatedData, which "
+                f"already has its clients: leave {name} out."
+            )
+    if experiment.clients not in (Experiment.clients, len(federation)):
+        raise ConfigError(
+            f"clients is {experiment.clients}, but {experiment.dataset!r} returns a FederatedData with "
+            f"{len(federation)} clients: leave clients out."
+        )
 
 
 def build_federation(
@@ -29,7 +82,7 @@ def build_federation(
         return _with_owner_tests(experiment, train, test, clients)
     if not experiment.personal:
         return FederatedData(train, clients), test
-    theirs = data.personal_test(test.targets, clients, train.targets, seed=experiment.seed)
+    theirs = data.personal_test(_labels(test), clients, _labels(train), seed=experiment.seed)
     return FederatedData(train, clients, personal=(test, theirs)), test
 
 
@@ -54,7 +107,13 @@ def _with_owner_tests(
 
 
 def _clients(experiment: Experiment, train: Examples) -> Partition:
-    n, seed, labels = experiment.clients, experiment.seed, train.targets
+    n, seed, labels = experiment.clients, experiment.seed, _labels(train)
+    if references.is_reference(experiment.split):
+        return _own_split(experiment, train)
+    if train.classes is None and experiment.split in BY_CLASS:
+        raise ConfigError(
+            f"split {experiment.split!r} divides by class, and the targets are no classes: use iid."
+        )
     if experiment.split == "iid":
         return data.iid(labels, n, seed)
     if experiment.split == "dirichlet":
@@ -67,6 +126,30 @@ def _clients(experiment: Experiment, train: Examples) -> Partition:
     if experiment.split == "largest":
         owned = _largest_first(owned, owned)
     return owned[:n]
+
+
+def _own_split(experiment: Experiment, train: Examples) -> Partition:
+    """The clients' indices that the referenced function returns, checked before a run starts."""
+    got = references.call(experiment.split, train.targets, experiment.clients, experiment.seed)
+    try:
+        clients = Partition.of([train.checked(row).numpy() for row in got])
+    except (TypeError, ValueError, FedParaError) as error:
+        raise ConfigError(
+            f"{experiment.split!r} returned no split ({str(error).rstrip('.')}): expected a list with each client's "
+            f"indices, from 0 to {len(train) - 1}."
+        ) from None
+    if len(clients) != experiment.clients:
+        raise ConfigError(
+            f"{experiment.split!r} returned {len(clients)} clients: expected {experiment.clients}, as in `clients`."
+        )
+    return clients
+
+
+def _labels(examples: Examples) -> Tensor:
+    """The classes; targets that are no classes count as one class."""
+    if examples.classes is None:
+        return torch.zeros(len(examples), dtype=torch.int64)
+    return examples.targets  # type: ignore[no-any-return]
 
 
 def _by_owner(experiment: Experiment, train: Examples) -> Partition:
@@ -94,10 +177,10 @@ def _split_validation(
 ) -> tuple[Partition, Partition]:
     """(training examples, held-out examples) of each client."""
     fraction = experiment.validation
-    if train.inputs.dim() == 2 and not train.inputs.is_floating_point():  # character ids
+    if len(train.shape) == 1 and not train.inputs.is_floating_point():  # character ids
         training, held_out = _ends_of_texts(train, clients, fraction)
     else:
-        training, held_out = data.split(clients, train.targets, fraction, experiment.seed, exact=True)
+        training, held_out = data.split(clients, _labels(train), fraction, experiment.seed, exact=True)
     if not len(held_out.indices):
         raise ConfigError(
             f"validation is {fraction}, but no client has an example to spare: use fewer clients or a larger fraction."

@@ -5,10 +5,10 @@ load(node_config) -> (train, test), both `Examples`; test may be None. The serve
 model on `test`.
 """
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from fedpara import references
 from fedpara.data import Examples, FederatedData
 from fedpara.errors import ConfigError, DataError
 from fedpara.experiments.config import Experiment
@@ -22,12 +22,7 @@ def is_own(dataset: str) -> bool:
 
 
 def read_own(dataset: str, node_config: Mapping[str, Any]) -> tuple[Examples, Examples | None]:
-    function = _function(dataset)
-    try:
-        got = function(dict(node_config))
-    except Exception as error:
-        raise DataError(f"{dataset} failed: {type(error).__name__}: {error}") from error
-    match got:
+    match got := references.call(dataset.removeprefix(OWN), dict(node_config)):
         case (Examples() as train, (Examples() | None) as test):
             return train, test
     raise DataError(
@@ -49,14 +44,3 @@ def server_side(experiment: Experiment) -> tuple[FederatedData, Examples | None]
     train, test = read_own(experiment.dataset, SERVER)
     empty: list[list[int]] = [[] for _ in range(experiment.clients)]
     return FederatedData(train.subset([]), empty, test_clients=empty if experiment.personal else None), test
-
-
-def _function(dataset: str) -> Callable[[dict[str, Any]], Any]:
-    module, _, name = dataset.removeprefix(OWN).partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
-    except (ImportError, AttributeError, ValueError) as error:  # ValueError: an empty name
-        raise DataError(
-            f"{dataset} cannot be imported: {error}. Expected load:package.module:function, installed in fedpara's "
-            "environment, on PYTHONPATH or in the Flower app's folder."
-        ) from None

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,8 +26,8 @@ from fedpara.errors import RunError, in_a_line
 from fedpara.experiments.build import Parts, build
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.follower import Follower, open_on_ranks
-from fedpara.experiments.node_data import is_own
 from fedpara.experiments.storage.environment import environment_warning
+from fedpara.experiments.storage.model_file import describe_model
 from fedpara.experiments.storage.run_folder import (
     NODES,
     RunFolder,
@@ -35,6 +36,7 @@ from fedpara.experiments.storage.run_folder import (
     open_run,
     refuse_used,
 )
+from fedpara.experiments.storage.sources import source_warning
 from fedpara.experiments.storage.summary import Summary, read_config, read_run
 
 logger = logging.getLogger("fedpara")
@@ -63,8 +65,8 @@ def run(
     with group.in_step(f"the end of {path}"):
         parts = build(experiment, data_dir)
         prepared = _prepared(experiment, parts)
-        model = _model_of(experiment, parts)
-        folder = open_on_ranks(group, path, experiment, lambda: create(path, experiment, model, parts.digest))
+        described = _described(experiment, parts)
+        folder = open_on_ranks(group, path, experiment, lambda: create(path, experiment, *described))
         _run_folder(group, parts, prepared, folder, on_round)
     return read_run(path)
 
@@ -85,7 +87,7 @@ def lay_out_all(runs: Mapping[Path, Experiment], *, data_dir: Path | None = None
                 refuse_used(path)
                 parts = build(experiment, data_dir)
                 _prepared(experiment, parts)
-                described[path] = _model_of(experiment, parts), parts.digest
+                described[path] = _described(experiment, parts)
             for path, experiment in runs.items():
                 create(path, experiment, *described[path]).close()
         return Part()
@@ -151,6 +153,14 @@ def _prepared(experiment: Experiment, parts: Parts) -> Prepared:
     return prepare(parts.task, parts.data, parts.algorithm, _settings(experiment, parts))
 
 
+def _described(experiment: Experiment, parts: Parts) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the folder's model.json and data.json hold."""
+    data: dict[str, Any] = {"blake2b": parts.digest}
+    if "dataset" in experiment.references:  # a FederatedData brings its own clients
+        data["clients"] = len(parts.data)
+    return describe_model(experiment, parts), data
+
+
 def _run_folder(
     group: ProcessGroup,
     parts: Parts,
@@ -167,6 +177,8 @@ def _run_folder(
                 logger.info("resumed after round %d", folder.progress.round)
             if host is None and not folder.finished and (note := environment_warning(folder.path)):
                 logger.info("%s", note)
+            if not folder.finished and (note := source_warning(folder.path, folder.experiment)):
+                logger.warning("%s", note)
             if not folder.finished:
                 with _memory_errors_named(folder.path):
                     _run_rounds(parts, prepared, folder, None if group.rank else on_round, host)
@@ -264,15 +276,3 @@ def _refuse_on_nodes(path: Path) -> None:
             f"the client memories of {path} are on Flower's nodes ({NODES} names the run there): resume with --engine "
             "flower, or with the same `flwr run`."
         )
-
-
-def _model_of(experiment: Experiment, parts: Parts) -> dict[str, object]:
-    train, normalise = parts.data.train, parts.normalisation
-    model: dict[str, object] = {
-        "name": experiment.model,
-        "classes": train.classes,
-        "shape": list(train.shape),
-    }
-    # Nodes that read their own data may normalise it although the server's examples have no mean.
-    unknown = normalise is None and is_own(experiment.dataset)
-    return model if unknown else {**model, "normalise": normalise}

@@ -1,29 +1,28 @@
 """Build a model from its description in a saved state.
 
     {"name": "vgg16", "classes": 10, "shape": [3, 32, 32]}      a model of this package
-    {"target": "package.module:function"}                       a custom model; "shape" is optional
+    {"target": "package.module:function"}                       a custom model; "classes" and "shape" are optional
 
 Only `build_target` imports and calls code, and only a target that the user typed goes there. `rebuild` refuses
 a target that comes from a file: error messages merely show it.
 """
 
-import importlib
 import shlex
-import sys
 from collections.abc import Mapping
-from difflib import get_close_matches
 
 from torch import Tensor, nn
 
 from fedpara import models
-from fedpara.errors import StateError, UsageError, in_a_line
+from fedpara.errors import StateError, UsageError
 from fedpara.parameterization.naming import mismatch
+from fedpara.references import EXPECTED as EXPECTED_REFERENCE
+from fedpara.references import is_reference
 
 Description = Mapping[str, object]
 
 EXPECTED = (
     'expected {"name": "vgg16", "classes": 10, "shape": [3, 32, 32]}, or {"target": "package.module:function"} '
-    'with or without a "shape"'
+    'with or without "classes" and a "shape"'
 )
 
 
@@ -34,7 +33,8 @@ def is_description(value: object) -> bool:
     if not isinstance(shape, list | tuple) or not all(type(side) is int for side in shape):
         return False
     if "target" in value:
-        return isinstance(value["target"], str) and value.keys() <= {"target", "shape"}
+        known = isinstance(value["target"], str) and value.keys() <= {"target", "classes", "shape"}
+        return known and type(value.get("classes", 0)) is int
     return (
         value.keys() == {"name", "classes", "shape"}
         and isinstance(value["name"], str)
@@ -68,20 +68,10 @@ def shape_of(description: Description) -> tuple[int, ...] | None:
     return tuple(shape) if isinstance(shape, list | tuple) else None
 
 
-def build_target(target: str) -> nn.Module:
-    """The module that `package.module:function` returns when called without arguments."""
-    module_name, _, function_name = target.partition(":")
-    # Any error in the user's code becomes one sentence for the command line, with the original as its cause.
-    try:
-        model = getattr(importlib.import_module(module_name), function_name)()
-    except Exception as error:
-        names = vars(sys.modules[module_name]) if module_name in sys.modules else {}
-        near = get_close_matches(function_name, [] if function_name in names else names, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "Install its package, or run from its folder."
-        raise UsageError(
-            f"{target!r} could not be built ({in_a_line(error)}): expected package.module:function, where the module "
-            f"can be imported and the function takes no arguments. {hint}"
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"{target!r} returned {type(model).__name__}: expected a torch.nn.Module.")
-    return model
+def build_target(
+    target: str, *, classes: int | None = None, shape: tuple[int, ...] | None = None
+) -> nn.Module:
+    """The module that `package.module:function` returns. It gets `classes` and `shape` if its signature names them."""
+    if not is_reference(target):
+        raise UsageError(f"{target!r} is not a reference: {EXPECTED_REFERENCE}.")
+    return models.build(target, classes=classes, shape=shape)

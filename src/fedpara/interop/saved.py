@@ -14,10 +14,8 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from operator import index
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +24,9 @@ from fedpara.errors import StateError, in_a_line
 from fedpara.files import read_tensors, write_tensors
 from fedpara.interop.preprocessing import Preprocessing
 from fedpara.interop.rebuild import EXPECTED, Description, is_description, shape_of
-from fedpara.parameterization import SCHEMES, Form, as_they_are, compose_state, write
+from fedpara.parameterization import Form, as_they_are, compose_state
+from fedpara.parameterization.description import describe_form, read_form
 from fedpara.parameterization.naming import mismatch
-from fedpara.parameterization.schemes import SIZES
 from fedpara.state import State
 
 VERSION = "1"
@@ -74,7 +72,7 @@ def save_state(
     """Write a state for `read_state`, replacing any file at `path` atomically."""
     saved = SavedState(dict(state), forms, model, preprocessing)
     metadata = {"format": "pt", "fedpara": VERSION}
-    metadata["forms"] = json.dumps({weight: _describe(weight, form) for weight, form in forms.items()})
+    metadata["forms"] = json.dumps({weight: describe_form(weight, form) for weight, form in forms.items()})
     if model is not None:
         metadata["model"] = json.dumps(dict(model))
     if preprocessing is not None:
@@ -114,37 +112,18 @@ def check_factors(state: Mapping[str, Tensor], forms: Mapping[str, Form]) -> Non
         raise StateError(f"the state does not fit its forms; {wrong}. Use the forms of its own model.")
 
 
-def _describe(weight: str, form: Form) -> dict[str, object]:
-    scheme = form.scheme
-    if type(scheme) is not SCHEMES.get(scheme.name):
-        raise StateError(f"a file cannot name the scheme {scheme!r} of {weight}: merge the model first.")
-    described = {"scheme": scheme.name, "rank": form.rank, "shape": list(form.shape), "nonlinearity": None}
-    return described | {f.name: getattr(scheme, f.name) for f in fields(scheme) if f.name not in SIZES}
-
-
 def _understand(state: State, metadata: Mapping[str, str]) -> SavedState:
     """Raises on anything unusual; `read_state` turns that into one error."""
     if metadata["fedpara"] != VERSION:
         raise ValueError(f"its format is version {metadata['fedpara']!r}")
     if metadata["crc32"] != _crc32(state, metadata):
         raise ValueError("its checksum does not match its content")
-    forms = {weight: _form(**entry) for weight, entry in json.loads(metadata["forms"]).items()}
+    forms = {weight: read_form(**entry) for weight, entry in json.loads(metadata["forms"]).items()}
     model = json.loads(metadata["model"]) if "model" in metadata else None
     preprocessing = None
     if "preprocessing" in metadata:
         preprocessing = Preprocessing.from_entry(json.loads(metadata["preprocessing"]))
     return SavedState(state, forms, model, preprocessing)
-
-
-def _form(
-    scheme: str, rank: int, shape: list[int], nonlinearity: str | None, conv: str, **options: Any
-) -> Form:
-    if nonlinearity is not None:
-        options["nonlinearity"] = nonlinearity
-    # index() raises on anything but integers.
-    return write(
-        SCHEMES[scheme](rank=rank, **options | {"conv": conv}), tuple(map(index, shape)), index(rank)
-    )
 
 
 def _crc32(state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:

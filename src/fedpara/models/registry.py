@@ -1,4 +1,4 @@
-"""Models by name, for configs and the command line."""
+"""Models by name, for configs and the command line. A name may be a reference to your function."""
 
 import math
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from fedpara import references
 from fedpara.errors import ConfigError, among
 from fedpara.models.cnn import cnn
 from fedpara.models.lstm import lstm
@@ -94,12 +95,19 @@ def names() -> list[str]:
     return list(MODELS)
 
 
-def build(name: str, *, classes: int, shape: Shape) -> nn.Module:
+def build(name: str, *, classes: int | None = None, shape: Shape | None = None) -> nn.Module:
     """The named model for examples of one `shape` (without the batch), drawn from torch's global generator.
 
-    The lstm predicts the next character, so `classes` is also its vocabulary.
+    The lstm predicts the next character, so `classes` is also its vocabulary. A model of this package needs both. A
+    referenced function gets those that are known and that its signature names.
     """
+    if references.is_reference(name):
+        return _referenced(name, classes, shape)
     entry = _entry(name)
+    if classes is None or shape is None:
+        raise ConfigError(
+            f"model {name!r} needs examples of one shape and a number of classes: use your own model for this data."
+        )
     if classes < 1 or not all(side >= 1 for side in shape) or not entry.fits(shape):
         raise ConfigError(
             f"model {name!r} does not take examples of shape {shape} with {classes} classes: expected {entry.expects}, "
@@ -108,9 +116,9 @@ def build(name: str, *, classes: int, shape: Shape) -> nn.Module:
     return entry.build(classes, shape)
 
 
-def rule(name: str) -> Rule:
-    """The default rule for which weights of the named model to factorize."""
-    return _entry(name).rule
+def rule(name: str) -> Rule | None:
+    """The default rule for which weights of the named model to factorize. None, for every weight, with a reference."""
+    return None if references.is_reference(name) else _entry(name).rule
 
 
 def usual_shape(name: str) -> Shape:
@@ -130,6 +138,14 @@ def last_layer(model: nn.Module) -> set[str]:
         )
     prefix = f"{layers[-1]}." if layers[-1] else ""
     return {name for name in model.state_dict() if name.startswith(prefix)}
+
+
+def _referenced(name: str, classes: int | None, shape: Shape | None) -> nn.Module:
+    known = {"classes": classes, "shape": shape}
+    model = references.call(name, offered={key: v for key, v in known.items() if v is not None})
+    if not isinstance(model, nn.Module):
+        raise references.wrong_result(name, model, "a torch.nn.Module")
+    return model
 
 
 def _entry(name: str) -> Entry:

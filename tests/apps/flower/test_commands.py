@@ -190,7 +190,7 @@ def test_certificates_are_written_all_or_none(cli, tmp_path, monkeypatch, there)
         (["up", *TINY, "--oversample", "1"], 2, "oversample is 1"),
         (["up", "--nodes", "4", "--set", "clients=3", "--set", "cohort=3"], 2, "4 nodes for 3 clients"),
         (["up", "--set", "rounds"], 2, "expected name=value"),
-        (["up", "--set", "model=os:getcwd"], 2, "unknown model 'os:getcwd': Known: vgg16, "),
+        (["up", "--set", "model=os:getcwd"], 2, "'os:getcwd' returned str: expected a torch.nn.Module"),
         (["up", "--set", "modle=mlp"], 2, "did you mean 'model'"),
         (["up", "quickstart"], 2, "write one of them as a --config"),
     ],

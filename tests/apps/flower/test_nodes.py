@@ -144,7 +144,7 @@ def test_a_node_brings_its_own_data(tmp_path, monkeypatch):
     transport.configs[102]["site"] = "broken"
     run_on_nodes(experiment, tmp_path / "a", transport)
     assert [line["clients"] for line in read_run(tmp_path / "a").metrics] == [2, 2, 2]
-    assert "node 102 refused: load:hospital:load failed: OSError: the disk is gone" in log(tmp_path / "a")
+    assert "node 102 refused: 'hospital:load' failed: OSError: the disk is gone" in log(tmp_path / "a")
     assert read_run(tmp_path / "a").accuracy is not None
     with pytest.raises(ConfigError, match="use --engine flower"):
         lay_out(replace(experiment, engine="sequential"), tmp_path / "b")

@@ -1,6 +1,7 @@
 """The folder that `flwr run` takes: a pyproject.toml that names the two apps of the installed package.
 
-It lists no dependencies: Flower would download torch again, in its largest build, on every node.
+The modules that an experiment references are copied into it, so that they travel to the nodes. Installed packages do
+not travel. The folder lists no dependencies: Flower would download torch again, in its largest build, on every node.
 """
 
 import json
@@ -34,8 +35,12 @@ clientapp = "{client}:app"
 """
 
 
-def write_app(folder: Path, given: Mapping[str, str | int | float] | None = None) -> None:
-    """Write the app into an empty or new folder, with `given` as its run config."""
+def write_app(
+    folder: Path,
+    given: Mapping[str, str | int | float] | None = None,
+    sources: Mapping[str, Path] | None = None,
+) -> None:
+    """Write the app into an empty or new folder, with `given` as its run config and copies of the `sources`."""
     make_folder(folder, cure="another place")
     if any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty: choose a new folder.")
@@ -47,6 +52,9 @@ def write_app(folder: Path, given: Mapping[str, str | int | float] | None = None
     for name, module in ((SERVER, "server_app"), (CLIENT, "client_app")):
         code = f'"""The app of the installed package."""\n\nfrom fedpara.apps.flower.{module} import app\n'
         write_bytes(folder / f"{name}.py", f'{code}\n__all__ = ["app"]\n'.encode())
+    for relative, source in (sources or {}).items():
+        (folder / relative).parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(folder / relative, source.read_bytes())
 
 
 def write_home(home: Path, port: int, certificate: Path | None = None) -> None:

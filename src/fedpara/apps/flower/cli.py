@@ -18,16 +18,24 @@ app = typer.Typer(
 
 
 @app.command()
-def init(folder: Annotated[Path, typer.Argument(help="A new folder.")]) -> None:
+def init(
+    folder: Annotated[Path, typer.Argument(help="A new folder.")],
+    config: Annotated[Path | None, typer.Option(help="A TOML file of fields.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="A field, such as model=mypkg:unet; repeatable. Modules that fields name are copied into the app.",
+        ),
+    ] = None,
+) -> None:
     """Write the app folder that `flwr run` takes.
 
-    Example: fedpara flower init my-federation
+    Example: fedpara flower init my-federation --set model=mlp --set rounds=20
     """
     with starting():
-        from fedpara.apps.flower.app_folder import write_app
-
-    write_app(folder)
-    typer.echo(f"{folder}: flwr run {folder} --run-config 'preset=\"quickstart\" rounds=20'")
+        from fedpara.apps.flower.up import init as work
+    work(folder, config, set_ or [])
 
 
 @app.command()

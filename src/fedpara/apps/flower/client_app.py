@@ -6,6 +6,7 @@ from flwr.clientapp import ClientApp
 from fedpara.apps.flower.grid import from_records, to_records
 from fedpara.apps.flower.node import respond
 from fedpara.engines.flower.rpc import Packet
+from fedpara.references import search_working_directory_last
 
 app = ClientApp()
 
@@ -26,6 +27,7 @@ def score(message: Message, context: Context) -> Message:
 
 
 def _respond(message: Message, context: Context) -> Message:
+    search_working_directory_last()  # the copy of a module in the app has precedence
     packet = from_records(message.content)
     request = packet if isinstance(packet, Packet) else Packet({})
     return Message(to_records(respond(request, context.node_config)), reply_to=message)

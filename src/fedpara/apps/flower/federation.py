@@ -39,8 +39,9 @@ class Federation:
         given: Mapping[str, str | int | float],
         env: Mapping[str, str] | None = None,
         secure: bool = True,
+        sources: Mapping[str, Path] | None = None,
     ) -> None:
-        """`secure=False` turns off TLS and keys; use it only to inspect the traffic."""
+        """`sources` travel in the app. `secure=False` turns off TLS and keys; use it only to inspect the traffic."""
         require()
         self.folder, self.nodes, self.processes = folder, nodes, processes
         self.port = free_port()
@@ -49,7 +50,7 @@ class Federation:
         self.secure = secure
         make_certificates(self.certificates, [LOOPBACK, "localhost"], nodes)
         keys = {"keys": str(self.certificates / FILE)} if secure else {}
-        write_app(folder / "app", {**keys, **given})
+        write_app(folder / "app", {**keys, **given}, sources)
         write_home(folder / "flwr", self.port, self.certificates / "ca.crt" if secure else None)
 
     def start_link(self) -> Child:

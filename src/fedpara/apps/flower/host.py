@@ -20,6 +20,7 @@ from fedpara.experiments.node_data import is_own
 from fedpara.experiments.run import Host
 from fedpara.experiments.storage.run_folder import NODES, RunFolder
 from fedpara.files import write_bytes
+from fedpara.source_files import combined_digest
 
 EXAMPLES = "examples.json"
 """In the run folder: the number of examples that each client stated first, if nodes bring their own data."""
@@ -51,6 +52,7 @@ def host_on(
             version=version,
             clients=schedule.clients,
             cohort=schedule.cohort,
+            sources=combined_digest(folder.experiment.references.values()),
             keys=keys,
             counts=ExampleCounts(folder.path / EXAMPLES) if own else None,
             clock=clock,

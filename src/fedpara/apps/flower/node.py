@@ -31,6 +31,7 @@ from fedpara.experiments.config import Experiment, with_values
 from fedpara.experiments.node_data import is_own, read_own
 from fedpara.experiments.storage.node_memory import NodeMemory
 from fedpara.experiments.storage.run_folder import NODES
+from fedpara.source_files import combined_digest
 from fedpara.state import State
 
 REQUEST_LIMIT = 1 << 32
@@ -86,7 +87,8 @@ def hello(request: Request, node_config: NodeConfig) -> Hello:
     if site.own is not None and not examples:
         return Hello(fedpara.__version__, reason="its data set holds no training examples")
     scheme = site.session.program.scheme
-    return Hello(fedpara.__version__, first, every, scheme, digest(site.session), examples)
+    sources = combined_digest(_experiment(request.experiment).references.values())
+    return Hello(fedpara.__version__, first, every, scheme, digest(site.session), examples, sources)
 
 
 def train(request: Request, node_config: NodeConfig) -> Response:
@@ -164,18 +166,21 @@ def memory_folder(node_config: NodeConfig, run: str) -> Path:
 
 
 def _site_of(request: Request, node_config: NodeConfig) -> Site:
-    experiment = with_values(Experiment(), tomllib.loads(request.experiment))
-    own = is_own(experiment.dataset)
+    own = is_own(_experiment(request.experiment).dataset)
     return _site(
         request.experiment, tuple(sorted((k, v) for k, v in node_config.items() if own or k == DATA_DIR))
     )
+
+
+def _experiment(text: str) -> Experiment:
+    return with_values(Experiment(), tomllib.loads(text))
 
 
 @lru_cache(maxsize=1)
 def _site(experiment_toml: str, node_config: tuple[tuple[str, Any], ...]) -> Site:
     """Cached for the process: one request in a deployment, many in a simulation."""
     config = dict(node_config)
-    experiment = with_values(Experiment(), tomllib.loads(experiment_toml))
+    experiment = _experiment(experiment_toml)
     data_dir = config.get(DATA_DIR)
     parts = build(experiment, Path(str(data_dir)).expanduser() if data_dir else None)
     program = make_program(parts.task.model, experiment.share)  # type: ignore[arg-type]

@@ -71,6 +71,16 @@ def defaults() -> dict[str, str]:
     return {**dict.fromkeys((*OWN, *FIELDS), ""), "out": DEFAULT_OUT}
 
 
+def config_of(experiment: Experiment) -> dict[str, str | int | float]:
+    """The run config of an experiment: the fields that differ from their defaults."""
+    values = {key: getattr(experiment, name) for key, name in FIELDS.items()}
+    standard = {key: getattr(Experiment(), name) for key, name in FIELDS.items()}
+    changed = {key: v for key, v in values.items() if v != standard[key] and v is not None}
+    if "options" in changed:
+        changed["options"] = " ".join(f"{name}={value}" for name, value in changed["options"].items())
+    return changed
+
+
 def read(run_config: Mapping[str, Any]) -> Settings:
     """The settings from Flower's run config. ConfigError for an unknown key."""
     values = {name: value for name, value in run_config.items() if value != ""}

@@ -20,6 +20,7 @@ from fedpara.errors import FedParaError, of_several
 from fedpara.experiments import resume
 from fedpara.experiments.run import Host, lay_out
 from fedpara.experiments.storage.run_folder import refuse_another
+from fedpara.references import search_working_directory_last
 
 app = ServerApp()
 
@@ -27,6 +28,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     logging.getLogger("fedpara").addHandler(logging.StreamHandler(sys.stdout))  # Flower shows it
+    search_working_directory_last()  # the copy of a module in the app has precedence
     settings = read(context.run_config)
     if settings.policy.threads:
         torch.set_num_threads(settings.policy.threads)

@@ -30,6 +30,7 @@ from fedpara.experiments.storage.checkpoint import final_checkpoint
 from fedpara.experiments.storage.jsonl import read_lines
 from fedpara.experiments.storage.run_folder import is_locked
 from fedpara.experiments.storage.summary import read_config
+from fedpara.source_files import portable_files
 
 logger = logging.getLogger(__name__)
 
@@ -87,13 +88,14 @@ class Simulation:
         short = "/tmp" if os.path.isdir("/tmp") else None  # Ray's sockets need a short path
         processes = self._stack.enter_context(Processes())
         home, port = processes.folder(short), free_port()
-        write_app(home / "app", given)
+        experiments = [read_config(path) for path in self._paths]
+        write_app(home / "app", given, portable_files(t for e in experiments for t in e.references.values()))
         write_home(home / "flwr", port)
         env = environment(home / "flwr", {**extra, **_closed_to_others(), "RAY_TMPDIR": str(home)})
         words = ["--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
         link = processes.start(["flower-superlink", *words], env, home / "superlink.log")
         wait_for_port(port, link, home / "superlink.log")
-        nodes = max(min(e.clients, e.cohort, MOST_NODES) for e in map(read_config, self._paths))
+        nodes = max(min(e.clients, e.cohort, MOST_NODES) for e in experiments)
         cpus = f"client-resources-num-cpus={threads} init-args-num-cpus={max(cores, threads)}"
         self._log = home / "run.log"
         words = [

@@ -1,10 +1,14 @@
-"""`fedpara flower up`: runs a federation on this machine."""
+"""`fedpara flower init` and `fedpara flower up`: an app folder, and a federation on this machine."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
+import typer
+
+from fedpara.apps.flower.app_folder import write_app
 from fedpara.apps.flower.processes import require
-from fedpara.apps.flower.run_config import policy_of
+from fedpara.apps.flower.run_config import config_of, policy_of
 from fedpara.apps.run import finish, one_experiment
 from fedpara.apps.terminal.progress import Show, say
 from fedpara.engines.progress import Schedule
@@ -14,6 +18,16 @@ from fedpara.experiments.build import build
 from fedpara.experiments.config import read_value
 from fedpara.experiments.run import lay_out, rounds_done
 from fedpara.experiments.storage.run_folder import refuse_another
+from fedpara.source_files import portable_files
+
+
+def init(folder: Path, config: Path | None, fields: list[str]) -> None:
+    experiment = one_experiment(None, config, dict(map(_field, fields)))
+    write_app(folder, config_of(experiment), portable_files(experiment.references.values()))
+    named = config is not None or bool(fields)
+    example = "rounds=20" if named else 'preset="quickstart" rounds=20'
+    place = shlex.quote(str(folder))
+    typer.echo(f"{place}: flwr run {place} --run-config '{example}'")
 
 
 def up(
@@ -30,12 +44,10 @@ def up(
     there = (out / "config.toml").exists()
     if there:
         refuse_another(out, experiment, free=("rounds", "engine"))
-    if nodes > experiment.clients:
-        raise ConfigError(
-            f"{nodes} nodes for {experiment.clients} clients: expected at most one node per client."
-        )
-    # The server checks its policy too, but only once the federation is running.
     data = build(experiment, data_dir).data
+    if nodes > len(data):
+        raise ConfigError(f"{nodes} nodes for {len(data)} clients: expected at most one node per client.")
+    # The server checks its policy too, but only once the federation is running.
     policy_of(policy).schedule(Schedule(experiment.rounds, len(data), experiment.cohort, data.size))
     require()
     if not there:
@@ -61,7 +73,8 @@ def _federate(
     if data_dir is not None:
         given["data-dir"] = env["FEDPARA_DATA"] = str(data_dir.absolute())
     with Processes() as processes:
-        federation = Federation(processes.folder(), nodes, processes, given, env)
+        sources = portable_files(experiment.references.values())
+        federation = Federation(processes.folder(), nodes, processes, given, env, sources=sources)
         federation.start_link()
         federation.register()
         for i in range(nodes):

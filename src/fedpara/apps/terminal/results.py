@@ -60,6 +60,6 @@ def print_runs(runs: dict[str, Summary]) -> None:
 def _averaged_over(run: Summary) -> str:
     """How many clients' own models a personal accuracy averages, such as ` (all 5 clients)`."""
     if run.everyone is None:
-        return f" ({run.metrics[-1]['clients']} of {run.experiment.clients} clients)" if run.of_cohort else ""
+        return f" ({run.metrics[-1]['clients']} of {run.clients} clients)" if run.of_cohort else ""
     clients, of = run.everyone["clients"], run.everyone["of"]
     return f" (all {of} clients)" if clients == of else f" ({clients} of {of} clients)"

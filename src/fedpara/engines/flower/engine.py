@@ -69,12 +69,16 @@ class Flower:
         version: str,
         clients: int,
         cohort: int,
+        sources: str = "",
         keys: Keys | None = None,
         counts: ExampleCounts | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`experiment` is the TOML from which each node builds its part; `run` names the run on the nodes' disks."""
+        """`experiment` is the TOML from which each node builds its part; `run` names the run on the nodes' disks.
+
+        `sources` is the digest of the source files that the experiment references; each node must have the same.
+        """
         self.session, self.task, self.memory, self.policy = session, task, memory, policy
         self.transport, self.cohort = transport, cohort
         self.worker = Worker(session.program, task)
@@ -88,6 +92,7 @@ class Flower:
             self._template,
             scheme=session.program.scheme,
             digest=digest(session),
+            sources=sources,
             clients=clients,
             keys=keys,
             counts=counts,

@@ -2,7 +2,7 @@
 
 A node must answer a hello before it gets any work. The log names each refused node and the reason:
 
-    its fedpara version or its model differs from the server's
+    its fedpara version, its model or its copy of a referenced module differs from the server's
     its key is not listed for the clients it claims (if the server has a keys file)
     it claims a client that another connected node serves
     the number of examples it states is out of range, or has changed since the run began
@@ -32,6 +32,7 @@ class Roster:
         *,
         scheme: str,
         digest: str,
+        sources: str,
         clients: int,
         keys: Keys | None,
         counts: ExampleCounts | None,
@@ -40,7 +41,7 @@ class Roster:
     ) -> None:
         """`keys` binds node keys to clients; `counts` are example counts, if nodes bring their own data."""
         self._transport, self._policy, self._greeting = transport, policy, greeting
-        self._scheme, self._digest, self._clients = scheme, digest, clients
+        self._scheme, self._digest, self._sources, self._clients = scheme, digest, sources, clients
         self._keys, self._counts = keys, counts
         self._clock, self._sleep = clock, sleep
         self._connected: Mapping[int, bytes] = {}
@@ -150,6 +151,8 @@ class Roster:
             return f"it runs fedpara {in_one_line(hello.version)}, the server {here}: install the same"
         if hello.reason:
             return in_one_line(hello.reason)
+        if hello.sources != self._sources:
+            return "its copy of the modules that the experiment references differs from the server's: install the same"
         if hello.scheme != self._scheme:
             return f"its model is {shown(hello.scheme)}, the server's {self._scheme!r}"
         if hello.digest != self._digest:

@@ -74,6 +74,7 @@ class Hello:
     scheme: str = ""
     digest: str = ""  # of names, shapes and types of both messages
     examples: int = 0  # per client, if the node brings its own data
+    sources: str = ""  # digest of the source files that the experiment references
     reason: str = ""  # why it cannot take part
     message: bytes = b""
 

@@ -2,7 +2,7 @@
 
 `results/` holds archived runs: finished runs without their checkpoint and client memories.
 
-    config.toml  environment.json  metrics.jsonl  timing.jsonl
+    config.toml  environment.json  metrics.jsonl  timing.jsonl  and sources.json if the config has references
 """
 
 import fnmatch
@@ -20,10 +20,11 @@ from fedpara.experiments.config import Experiment
 from fedpara.experiments.storage.checkpoint import CHECKPOINT, PREVIOUS, checkpoint_files
 from fedpara.experiments.storage.environment import read_environment
 from fedpara.experiments.storage.run_folder import LOCK
+from fedpara.experiments.storage.sources import SOURCES
 from fedpara.experiments.storage.summary import Summary, read_run
 from fedpara.files import write_bytes
 
-ARCHIVED = ("config.toml", "metrics.jsonl", "timing.jsonl")
+ARCHIVED = ("config.toml", "metrics.jsonl", "timing.jsonl", SOURCES)
 RUN_FILES = ("environment.json", "model.json", "data.json", "metrics.jsonl", CHECKPOINT, PREVIOUS)
 """A run folder has at least one of these files beside its config."""
 OWN = (*ARCHIVED, *RUN_FILES, LOCK, "log.txt", "clients", "nodes*")

@@ -2,8 +2,9 @@
 
     config.toml                    the experiment
     environment.json               versions, machine, threads
-    model.json                     name, classes and input shape, to rebuild the network; how inputs are normalised
+    model.json                     what is needed to rebuild the network (see `model_file.py`)
     data.json                      a digest of the examples: a resumed run must use the same ones
+    sources.json                   the config's references and digests of their source files, if it has any
     metrics.jsonl                  one line per round: the same bits for the same config, seed and number of threads
     timing.jsonl                   one line per round: seconds, clients per second
     checkpoint.safetensors         round, model, server's variables, digests of the client memories; also .previous
@@ -48,13 +49,14 @@ from fedpara.experiments.storage.jsonl import (
     raw_lines,
     read_lines,
 )
+from fedpara.experiments.storage.sources import SOURCES, describe_sources
 from fedpara.experiments.storage.summary import read_config
 from fedpara.files import PART, make_folder, sweep, sync, write_bytes
 
 LOCK = ".lock"
 NODES = "nodes.txt"
 """Present if Flower's nodes hold the client memories. It contains the name of the run on the nodes."""
-WRITTEN_FIRST = (LOCK, "environment.json", "model.json", "data.json")
+WRITTEN_FIRST = (LOCK, "environment.json", "model.json", "data.json", SOURCES)
 """Files that a kill may leave before config.toml is written. A folder with nothing else counts as empty."""
 
 
@@ -177,11 +179,12 @@ class RunFolder:
         self._digests = verify_memories(self.path / "clients", checkpoint.memories, checkpoint.digests)
 
 
-def create(path: Path, experiment: Experiment, model: dict[str, Any], data: str) -> RunFolder:
+def create(path: Path, experiment: Experiment, model: dict[str, Any], data: dict[str, Any]) -> RunFolder:
     """A new run folder. ConfigError if the folder already holds a run or other files.
 
-    `model` has the network's name, classes, input shape and normalisation. `data` is the digest of the examples.
+    `model` and `data` are the contents of model.json and data.json.
     """
+    sources = describe_sources(experiment)
     make_folder(path, "run folder")
     refuse_used(path)
     with ExitStack() as on_error:
@@ -189,8 +192,10 @@ def create(path: Path, experiment: Experiment, model: dict[str, Any], data: str)
         on_error.callback(os.close, lock)
         refuse_used(path)  # another process may have been faster
         write_bytes(path / "environment.json", (json.dumps(environment(), indent=2) + "\n").encode())
+        if sources:
+            write_bytes(path / SOURCES, (json.dumps(sources, indent=2) + "\n").encode())
         write_bytes(path / "model.json", (json.dumps(model) + "\n").encode())
-        write_bytes(path / "data.json", (json.dumps({"blake2b": data}) + "\n").encode())
+        write_bytes(path / "data.json", (json.dumps(data) + "\n").encode())
         write_bytes(path / "config.toml", to_toml(experiment).encode())
         sync(path.parent)
         on_error.pop_all()

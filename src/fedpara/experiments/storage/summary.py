@@ -1,8 +1,10 @@
 """Summary: the contents of a run folder, read without locking it."""
 
+import json
 import os
 import shlex
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,16 @@ class Summary:
     @property
     def of_cohort(self) -> bool:
         """Whether each personal score covers only the cohort of its round and not all clients."""
-        e = self.experiment
-        return e.personal and e.cohort < (e.keep or e.clients)
+        return self.experiment.personal and self.experiment.cohort < self.clients
+
+    @cached_property
+    def clients(self) -> int:
+        """The number of clients. data.json has it if the data and not the config decides it."""
+        given = self.experiment.keep or self.experiment.clients
+        try:
+            return int(json.loads((self.path / "data.json").read_text()).get("clients", given))
+        except (OSError, ValueError, RecursionError, AttributeError):
+            return given
 
     @property
     def everyone(self) -> dict[str, Any] | None:

@@ -1,0 +1,29 @@
+"""A form as JSON values, in saved states and run folders: {"scheme", "rank", "shape", "nonlinearity", "conv"}."""
+
+from dataclasses import fields
+from operator import index
+from typing import Any
+
+from fedpara.errors import StateError
+from fedpara.parameterization.schemes import SCHEMES, SIZES, Form, write
+
+
+def describe_form(weight: str, form: Form) -> dict[str, object]:
+    """The description of a weight's form. StateError for a scheme that a file cannot name."""
+    scheme = form.scheme
+    if type(scheme) is not SCHEMES.get(scheme.name):
+        raise StateError(f"a file cannot name the scheme {scheme!r} of {weight}: merge the model first.")
+    described = {"scheme": scheme.name, "rank": form.rank, "shape": list(form.shape), "nonlinearity": None}
+    return described | {f.name: getattr(scheme, f.name) for f in fields(scheme) if f.name not in SIZES}
+
+
+def read_form(
+    scheme: str, rank: int, shape: list[int], nonlinearity: str | None, conv: str, **options: Any
+) -> Form:
+    """The described form. Any exception means that the description is damaged."""
+    if nonlinearity is not None:
+        options["nonlinearity"] = nonlinearity
+    # index() raises on anything but integers.
+    return write(
+        SCHEMES[scheme](rank=rank, **options | {"conv": conv}), tuple(map(index, shape)), index(rank)
+    )

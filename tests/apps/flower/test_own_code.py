@@ -1,0 +1,98 @@
+"""Flower with the user's own code: it travels in the app, and both ends check that it is the same."""
+
+import json
+import os
+import sys
+import tomllib
+from dataclasses import replace
+
+import pytest
+from flower_nodes import Nodes, log, run_on_nodes, run_sequentially, same_results
+from own_code import fields, forget, write_package
+
+from fedpara.apps.flower.run_config import read
+from fedpara.engines.flower.rpc import Packet
+from fedpara.errors import RunError
+from fedpara.experiments import Experiment
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
+
+NAME = "sites"
+EXPERIMENT = Experiment(**fields(NAME), clients=4, cohort=2, rounds=2, batch_size=16, gamma=0.0, lr=0.05)
+FILES = {"sites/__init__.py", "sites/methods.py", "sites/networks.py", "sites/reading.py", "helping_sites.py"}
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    write_package(tmp_path, NAME)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    forget(NAME)
+
+
+def test_nodes_run_the_users_code(own):
+    run_sequentially(EXPERIMENT, own / "one")
+    run_on_nodes(EXPERIMENT, own / "many")
+    assert same_results(own / "one", own / "many")
+
+
+def test_a_federation_of_the_user(own):
+    brought = replace(EXPERIMENT, dataset="sites.reading:federation", split="dirichlet", clients=100)
+    run_sequentially(brought, own / "one")
+    run_on_nodes(brought, own / "many")
+    assert same_results(own / "one", own / "many")
+
+
+def test_a_node_with_another_source_is_refused(own):
+    transport = Nodes(own / "nodes", count=2)
+
+    def other(request, packet):
+        changed = {"sources": "0" * 64} if request.kind == "hello" else {}
+        return Packet({**packet.facts, **changed}, packet.body)
+
+    transport.change = other
+    with pytest.raises(RunError, match="0 of the round's 2 clients have a node"):
+        run_on_nodes(EXPERIMENT, own / "run", transport)
+    says = "refused: its copy of the modules that the experiment references differs from the server's"
+    assert says in log(own / "run")
+
+
+def test_init_copies_the_modules(cli, own):
+    given = [
+        word
+        for name, value in fields(NAME).items()
+        if name != "options"
+        for word in ("--set", f"{name}={value}")
+    ]
+    assert cli("flower", "init", "app", *given, "--set", "rounds=7")[0] == 0
+    written = {path.relative_to(own / "app").as_posix() for path in (own / "app").rglob("*.py")}
+    assert written == FILES | {"fedpara_server.py", "fedpara_client.py"}
+    assert (own / "app/sites/networks.py").read_bytes() == (own / "sites/networks.py").read_bytes()
+    project = tomllib.loads((own / "app" / "pyproject.toml").read_text())
+    (experiment,) = read(project["tool"]["flwr"]["app"]["config"]).experiments().values()
+    assert experiment.references == EXPERIMENT.references
+    assert experiment.rounds == 7
+    code, _, err = cli("flower", "init", "other", "--set", "model=nowhere:net")
+    assert (code, (own / "other").exists()) == (2, False)
+    assert "cannot be imported" in err
+
+
+def test_the_simulator_equals_the_sequential_engine(cli, own, monkeypatch):
+    """Flower's processes import the copy in the app, although the working directory has the package too."""
+    pytest.importorskip("ray", reason="Flower's simulator is not installed: pip install '.[flower]'")
+    monkeypatch.setenv("SEEN", str(own / "seen.txt"))
+    seen = "import os\nwith open(os.environ['SEEN'], 'a') as file:\n    print(os.getpid(), __file__, file=file)\n"
+    (own / "helping_sites.py").write_text(f"{seen}COUNT = 200\n")
+    words = ["--config", "mine.toml"]
+    lines = [f"{name} = {json.dumps(value)}" for name, value in fields(NAME).items() if name != "options"]
+    given = "clients = 4\ncohort = 2\nrounds = 2\nbatch_size = 16\nlr = 0.05\ngamma = 0.0"
+    (own / "mine.toml").write_text("\n".join([*lines, given]))
+    code, _, err = cli("run", *words, "--engine", "flower", "--out", "simulated")
+    assert code == 0, err
+    imported = [line.split() for line in (own / "seen.txt").read_text().splitlines()]
+    elsewhere = [file for process, file in imported if int(process) != os.getpid()]
+    assert len(elsewhere) >= 2  # the server and a node
+    assert not [file for file in elsewhere if file.startswith(str(own / "helping"))]
+    assert cli("run", *words, "--engine", "sequential", "--out", "one")[0] == 0
+    assert same_results(own / "one", own / "simulated")
