@@ -137,8 +137,18 @@ def test_public_names_are_sorted_and_there():
         assert names == sorted(names, key=lambda n: (not n.isupper(), n[0].islower(), n)), name
         assert all(hasattr(package, public) for public in names), name
     assert set(fedpara.__all__) == {
-        *("Experiment", "FedPara", "FedParaError", "FederatedData", "Link", "LowRank", "PFedPara", "Task"),
-        *("factorize", "merge", "simulate"),
+        *(
+            "Devices",
+            "Experiment",
+            "FedPara",
+            "FedParaError",
+            "FederatedData",
+            "Link",
+            "LowRank",
+            "PFedPara",
+            "Task",
+        ),
+        *("factorize", "lognormal", "merge", "simulate"),
     }
 
 

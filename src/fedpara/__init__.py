@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedpara.data import FederatedData
+    from fedpara.engines.participation.devices import Devices, lognormal
     from fedpara.engines.simulate import simulate
     from fedpara.engines.task import Task
     from fedpara.errors import FedParaError
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Devices",
     "Experiment",
     "FedPara",
     "FedParaError",
@@ -24,6 +26,7 @@ __all__ = [
     "PFedPara",
     "Task",
     "factorize",
+    "lognormal",
     "merge",
     "simulate",
 ]
@@ -34,6 +37,7 @@ _MODULES = (
     *("parameterization", "state", "wire"),
 )
 _HOMES = {
+    "Devices": "engines",
     "Experiment": "experiments",
     "FedPara": "parameterization",
     "FedParaError": "errors",
@@ -43,6 +47,7 @@ _HOMES = {
     "PFedPara": "parameterization",
     "Task": "engines",
     "factorize": "parameterization",
+    "lognormal": "engines",
     "merge": "parameterization",
     "simulate": "engines",
 }

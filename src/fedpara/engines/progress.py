@@ -1,10 +1,13 @@
 """The result of a round, the server's state between rounds, and the schedule of a run."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fedpara.algorithms import Variables
 from fedpara.algorithms.core import Weighting
+from fedpara.engines.participation.cohorts import Cohorts, Sampler, uniform
+from fedpara.engines.participation.devices import Devices
 from fedpara.state import State, in_words
 
 
@@ -18,6 +21,9 @@ class Progress:
     server: Variables
     bytes_up: int = 0
     bytes_down: int = 0
+    clock: float | None = None  # simulated seconds so far; None without `devices`
+    best: float | None = None  # the best score so far; None without `patience`
+    stale: int = 0  # evaluations since the best one
 
     def __repr__(self) -> str:
         sent = f"{self.bytes_up:,} bytes up, {self.bytes_down:,} down"
@@ -32,6 +38,9 @@ class Everyone:
     clients: int  # how many were scored
     of: int  # how many are in the federation
     bytes_down: int  # for sending them the model; not part of any round's bytes
+    worst_tenth: float  # the mean over the tenth of the clients with the worst scores
+    spread: float  # the standard deviation over the clients
+    by_client: dict[int, float] = field(repr=False)  # the score of each scored client; not in metrics.jsonl
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,10 +60,17 @@ class Round:
     notes: tuple[str, ...] = field(default=())
     memories: tuple[int, ...] = ()  # the clients whose memories this round replaced
     everyone: Everyone | None = None  # at the end of a run whose clients have test data
+    worst_tenth: float | None = None  # of the cohort's own models after training; `after` is their mean
+    spread: float | None = None
 
     @property
     def number(self) -> int:
         return self.progress.round
+
+    @property
+    def clock(self) -> float | None:
+        """Simulated seconds from the start of the run to the end of this round; None without `devices`."""
+        return self.progress.clock
 
     def __repr__(self) -> str:
         accuracy = "accuracy not measured" if self.accuracy is None else f"accuracy {self.accuracy:.2%}"
@@ -78,11 +94,38 @@ class Schedule:
     minimum: int = 1  # usable updates; with fewer the model stays unchanged
     weights: Weighting = "examples"  # how a mean over clients is weighted
     max_share: float | None = None  # the largest share of a round's weight for one client
+    sampler: Sampler = uniform
+    lost: float = 0.0  # the probability that a chosen client is lost
+    devices: Devices | None = None
+    patience: int | None = None  # evaluations without a better score after which the run stops
+    higher_is_better: bool = True  # the direction of the score
+
+    def cohorts(self, seed: int) -> Cohorts:
+        return Cohorts(seed, self.clients, self.cohort, self.sampler, self.lost)
 
     def evaluates(self, round: int) -> bool:
         return round % self.evaluate_every == 0 or round == self.rounds
 
-    def ends(self, result: "Round") -> bool:
-        """Whether the run is over: all rounds are done, or the target accuracy is met."""
-        met = self.target is not None and result.accuracy is not None and result.accuracy >= self.target
-        return met or result.number >= self.rounds
+    def better(self, score: float, other: float) -> bool:
+        return score > other if self.higher_is_better else score < other
+
+    def with_best(self, result: Round) -> Round:
+        """The result with the best score so far, if the run has patience.
+
+        The extra evaluation of a last round does not count: with more rounds it would not take place.
+        """
+        score, progress = result.accuracy, result.progress
+        if self.patience is None or score is None or not math.isfinite(score):
+            return result
+        if result.number % self.evaluate_every:
+            return result
+        if progress.best is None or self.better(score, progress.best):
+            return replace(result, progress=replace(progress, best=score, stale=0))
+        return replace(result, progress=replace(progress, stale=progress.stale + 1))
+
+    def ends(self, result: Round) -> bool:
+        """Whether the run is over: all rounds are done, the target is met, or the patience is used up."""
+        score = result.accuracy
+        met = self.target is not None and score is not None and not self.better(self.target, score)
+        stalled = self.patience is not None and result.progress.stale >= self.patience
+        return met or stalled or result.number >= self.rounds

@@ -25,7 +25,8 @@ from fedpara.engines.batched.step import make_tick, one_step
 from fedpara.engines.client import Reply, own_model, own_variables, reply_of
 from fedpara.engines.local.worker import Score, Trained, Worker
 from fedpara.engines.memory import ClientMemory, CohortMemories, PendingMemory
-from fedpara.engines.rng import LayerRng, cohort
+from fedpara.engines.participation.cohorts import Cohorts
+from fedpara.engines.rng import LayerRng
 from fedpara.engines.session import PRIVATE, Session
 from fedpara.engines.settings import Precision
 from fedpara.engines.task import Task
@@ -47,7 +48,7 @@ class Batched:
         data: FederatedData,
         memory: ClientMemory,
         *,
-        size: int,
+        cohorts: Cohorts,
         shape: LaneShape | None = None,
         device: str | None = None,
         precision: Precision | None = None,
@@ -56,11 +57,11 @@ class Batched:
         stay: bool = True,
         wait: bool | None = None,
     ) -> None:
-        """`size` is the cohort's. `stream` is this rank's number for random layers. `stay`: see `stays`.
+        """`cohorts` are this rank's. `stream` is this rank's number for random layers. `stay`: see `stays`.
 
         `wait`: whether trained states stay on the device until the last client ends. Otherwise each is freed earlier.
         """
-        self.stream, self.stay = stream, stay
+        self.stream, self.stay, self.cohorts = stream, stay, cohorts
         self.session, self.task, self.data, self.memory = session, task, data, PendingMemory(memory)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.on_gpu = self.device.type == "cuda"
@@ -76,12 +77,12 @@ class Batched:
             install_kernels(self.plain, self.scorer.model, self.device, self.compile)
         self.train_set = on_device(data.train, self.device)
         self.test_set = on_device(task.test, self.device) if task.test is not None else None
-        self.shape = shape or typical_shape(session, data, size)
+        self.shape = shape or typical_shape(session, data, cohorts)
         if self.lanes > (most := lanes_that_fit(session, self.device)):
-            self.shape = typical_shape(session, data, size, most)
+            self.shape = typical_shape(session, data, cohorts, most)
             self._note(f"at most {most} clients train at a time: half of the memory holds no more lanes")
         self.waits = self.on_gpu if wait is None else wait
-        if self.waits and (reason := cannot_wait(session, self.device, size)):
+        if self.waits and (reason := cannot_wait(session, self.device, self.shape.clients)):
             self.waits = False
             self._note(reason)
         self._steps_done = self._steps_run = 0
@@ -209,7 +210,7 @@ class Batched:
                 "moves to the host when its client ends"
             )
             self.waits = False
-            self.shape = typical_shape(self.session, self.data, len(clients), fewer)
+            self.shape = typical_shape(self.session, self.data, self.cohorts, fewer)
             self._lane_state, self._ticks, self._next_plan = None, {}, None
             if self.on_gpu:
                 torch.cuda.empty_cache()
@@ -280,11 +281,10 @@ class Batched:
 
         Skipped if these clients are only a part of the drawn cohort (ranks, clients without examples).
         """
-        drawn = [cohort(self.session.seed, t, len(self.data), len(clients)) for t in (round, round + 1)]
-        if not self.on_gpu or drawn[0] != list(clients) or not all(map(self.data.size, drawn[1])):
-            return
-        plan = plan_round(self.session, self.data, self.task.augment, round + 1, drawn[1], self.lanes)
-        self._next_plan = (round + 1, drawn[1], plan)
+        chosen = self.cohorts.present(round + 1) if self.on_gpu else []
+        if chosen and all(map(self.data.size, chosen)) and self.cohorts.present(round) == list(clients):
+            plan = plan_round(self.session, self.data, self.task.augment, round + 1, chosen, self.lanes)
+            self._next_plan = (round + 1, chosen, plan)
 
     def _prepare(
         self, plan: RoundPlan, start: State, private: State, down: Variables, own: Variables

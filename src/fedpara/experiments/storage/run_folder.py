@@ -29,7 +29,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from fedpara.engines.progress import Progress, Round
+from fedpara.engines.progress import Everyone, Progress, Round
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments.config import FREE, Experiment, to_toml
 from fedpara.experiments.storage.checkpoint import (
@@ -288,8 +288,15 @@ def metrics_of(result: Round) -> dict[str, Any]:
         "clients": len(result.cohort) - len(result.refused),
         "refused": [{"client": client, "reason": reason} for client, reason in result.refused],
         "notes": list(result.notes),
-        **({"everyone": asdict(result.everyone)} if result.everyone else {}),
+        **({"clock": result.clock} if result.clock is not None else {}),
+        **({"everyone": _everyone(result.everyone)} if result.everyone else {}),
     }
+
+
+def _everyone(everyone: Everyone) -> dict[str, Any]:
+    values = asdict(everyone)
+    del values["by_client"]  # as long as the federation
+    return values
 
 
 def is_locked(path: Path) -> bool:
