@@ -1,8 +1,8 @@
 """The result of a round, the server's state between rounds, and the schedule of a run."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from fedpara.algorithms import Variables
 from fedpara.algorithms.core import Weighting
@@ -22,8 +22,6 @@ class Progress:
     bytes_up: int = 0
     bytes_down: int = 0
     clock: float | None = None  # simulated seconds so far; None without `devices`
-    best: float | None = None  # the best score so far; None without `patience`
-    stale: int = 0  # evaluations since the best one
 
     def __repr__(self) -> str:
         sent = f"{self.bytes_up:,} bytes up, {self.bytes_down:,} down"
@@ -106,26 +104,31 @@ class Schedule:
     def evaluates(self, round: int) -> bool:
         return round % self.evaluate_every == 0 or round == self.rounds
 
-    def better(self, score: float, other: float) -> bool:
-        return score > other if self.higher_is_better else score < other
-
-    def with_best(self, result: Round) -> Round:
-        """The result with the best score so far, if the run has patience.
+    def evaluated(self, result: Round) -> list[float]:
+        """The round's score, if patience counts it.
 
         The extra evaluation of a last round does not count: with more rounds it would not take place.
         """
-        score, progress = result.accuracy, result.progress
-        if self.patience is None or score is None or not math.isfinite(score):
-            return result
-        if result.number % self.evaluate_every:
-            return result
-        if progress.best is None or self.better(score, progress.best):
-            return replace(result, progress=replace(progress, best=score, stale=0))
-        return replace(result, progress=replace(progress, stale=progress.stale + 1))
-
-    def ends(self, result: Round) -> bool:
-        """Whether the run is over: all rounds are done, the target is met, or the patience is used up."""
         score = result.accuracy
-        met = self.target is not None and score is not None and not self.better(self.target, score)
-        stalled = self.patience is not None and result.progress.stale >= self.patience
-        return met or stalled or result.number >= self.rounds
+        counts = score is not None and math.isfinite(score) and result.number % self.evaluate_every == 0
+        return [score] if counts and score is not None else []
+
+    def ends(self, result: Round, past: Sequence[float] = ()) -> bool:
+        """Whether the run is over: all rounds are done, the target is met, or the patience is used up.
+
+        `past` holds what `evaluated` gave in earlier rounds.
+        """
+        done, scores = result.number >= self.rounds, [*past, *self.evaluated(result)]
+        return done or self.reaches_target(result.accuracy) or self.has_stalled(scores)
+
+    def reaches_target(self, score: float | None) -> bool:
+        if self.target is None or score is None:
+            return False
+        return score >= self.target if self.higher_is_better else score <= self.target
+
+    def has_stalled(self, scores: Sequence[float]) -> bool:
+        """Whether the last `patience` scores are no better than the best one before them."""
+        if self.patience is None or not scores:
+            return False
+        best = max(scores) if self.higher_is_better else min(scores)
+        return len(scores) - 1 - scores.index(best) >= self.patience

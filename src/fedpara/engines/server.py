@@ -63,22 +63,31 @@ def initial_progress(session: Session) -> Progress:
 
 
 def run_rounds(
-    session: Session, engine: Engine, schedule: Schedule, personal: bool, start: Progress | None = None
+    session: Session,
+    engine: Engine,
+    schedule: Schedule,
+    personal: bool,
+    start: Progress | None = None,
+    past: Sequence[float] = (),
 ) -> Iterator[Round]:
-    """One result per round, from `start` on; stops early at the target or when the patience is used up."""
-    progress = start or initial_progress(session)
+    """One result per round, from `start` on. `past`: what `Schedule.evaluated` gave in the rounds before."""
+    progress, scores = start or initial_progress(session), list(past)
     while progress.round < schedule.rounds:
         try:
             result = _round(session, engine, schedule, personal, progress)
+            ended = schedule.ends(result, scores)
+            if ended and personal:
+                result = with_everyone(session, engine, schedule, result)
         except torch.OutOfMemoryError:
             raise RunError(
                 f"round {progress.round + 1}: the device is out of memory while aggregating or scoring. The state "
                 "before this round is kept. Use a smaller batch or cohort, or the sequential engine."
             ) from None
         yield result
-        progress = result.progress
-        if schedule.ends(result):
+        if ended:
             return
+        progress = result.progress
+        scores += schedule.evaluated(result)
 
 
 def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool, progress: Progress) -> Round:
@@ -106,9 +115,7 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
     collected.aggregator = None  # frees GPU memory for scoring
     engine.commit(t, [reply.client for reply in collected.replies])
     up, down = meter.total_up, meter.total_down
-    devices, seconds = schedule.devices, collected.seconds
-    if devices is not None and devices.deadline is not None and lost:
-        seconds = devices.deadline  # the server does not know that a client is lost
+    devices = schedule.devices
     result = Round(
         replace(
             progress,
@@ -118,7 +125,7 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
             server=server,
             bytes_up=progress.bytes_up + up,
             bytes_down=progress.bytes_down + down,
-            clock=None if devices is None else (progress.clock or 0.0) + seconds,
+            clock=devices.clock(progress.clock, collected.seconds, bool(lost)) if devices else None,
         ),
         tuple(chosen),
         sum(reply.loss for reply in collected.replies) / len(collected.replies)
@@ -130,9 +137,7 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
         notes=tuple(collected.notes),
         memories=tuple(reply.client for reply in collected.replies) if session.stateful else (),
     )
-    result = _evaluated(session, engine, schedule, collected.replies if scored else [], result)
-    result = schedule.with_best(result)
-    return with_everyone(session, engine, schedule, result) if personal and schedule.ends(result) else result
+    return _evaluated(session, engine, schedule, collected.replies if scored else [], result)
 
 
 @dataclass

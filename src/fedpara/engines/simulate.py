@@ -183,7 +183,7 @@ def simulate(
                 results[-1] = _without_tensors(results[-1])
             results.append(result)
             if on_round is not None and says_stop(on_round(result)):
-                if scored and not schedule.ends(result):
+                if scored and result.everyone is None:
                     results[-1] = with_everyone(session, chosen, schedule, result)
                 break
     if isinstance(chosen, Distributed):

@@ -15,6 +15,7 @@ from operator import index
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpara.choices import SAMPLERS
 from fedpara.engines.rng import numpy_rng
 from fedpara.errors import ConfigError, among
 
@@ -68,9 +69,6 @@ def inclusion(sizes: NDArray[np.int64], cohort: int) -> NDArray[np.float64]:
         p[sure] = 1
         left &= ~sure
     return p
-
-
-SAMPLERS = ("uniform", "poisson", "by-data")
 
 
 def find_sampler(sampler: str | Sampler, sizes: Callable[[], NDArray[np.int64]]) -> Sampler:

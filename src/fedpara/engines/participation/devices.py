@@ -90,6 +90,10 @@ class Devices:
         late = f"it took {took:.4g} s, and the deadline is {limit:g} s (simulated)"
         return min(took, limit), late if took > limit else ""
 
+    def clock(self, before: float | None, seconds: float, lost: bool) -> float:
+        """The clock after a round that waited `seconds` for replies. The server waits for a lost client too."""
+        return (before or 0.0) + (self.deadline if lost and self.deadline else seconds)
+
     def rate(self, seed: int, name: Literal["bandwidth", "speed"], client: int) -> float:
         """The client's bandwidth or speed; infinite if it is None."""
         amount: Amount | None = getattr(self, name)
@@ -109,19 +113,21 @@ def _positive(name: str, value: float) -> float:
     return float(value)
 
 
-def read_amount(name: str, text: str) -> float | Lognormal:
-    """The number or distribution in a config: "5e6" or "lognormal(5e6, 0.5)"."""
+def read_amount(name: str, given: float | str) -> float | Lognormal:
+    """The number or distribution in a config: 5e6 or "lognormal(5e6, 0.5)"."""
     try:
-        if found := re.fullmatch(r"\s*lognormal\(([^,]+),([^,]+)\)\s*", text):
+        if found := re.fullmatch(r"\s*lognormal\(([^,]+),([^,]+)\)\s*", str(given)):
             return lognormal(float(found[1]), float(found[2]))
-        return float(text)
+        return float(given)
     except ValueError:
         raise ConfigError(
-            f"{name} is {text!r}: expected a number, or a distribution such as lognormal(5e6, 0.5)."
+            f"{name} is {given!r}: expected a number, or a distribution such as lognormal(5e6, 0.5)."
         ) from None
 
 
-def read_devices(bandwidth: str | None, speed: str | None, deadline: float | None) -> Devices | None:
+def read_devices(
+    bandwidth: float | str | None, speed: float | str | None, deadline: float | None
+) -> Devices | None:
     """The devices of a config, or None if it has none."""
     if bandwidth is None and speed is None and deadline is None:
         return None

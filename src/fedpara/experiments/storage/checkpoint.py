@@ -4,9 +4,8 @@
     clients                                     (client, round) of each client memory
     digests                                     the SHA-256 of each memory file, in the same order
 
-The metadata holds the round, the bytes sent so far, the simulated clock (with `bandwidth` or `speed`), the best score
-and the evaluations since it (with `patience`), the identity of the config, and the SHA-256 of the lines of
-metrics.jsonl up to the round. Checkpoints of earlier versions have no digests.
+The metadata holds the round, the bytes sent so far, the simulated clock if there is one, the identity of the config,
+and the SHA-256 of the lines of metrics.jsonl up to the round. Checkpoints of earlier versions have no digests.
 """
 
 import json
@@ -144,8 +143,6 @@ def _flatten(progress: Progress) -> tuple[State, dict[str, str]]:
     }
     if progress.clock is not None:
         numbers["clock"] = progress.clock
-    if progress.best is not None:
-        numbers |= {"best": progress.best, "stale": progress.stale}
     variables = json.dumps(sorted(progress.server))
     return state, {**{name: str(value) for name, value in numbers.items()}, "groups": variables}
 
@@ -164,6 +161,4 @@ def _unflatten(state: State, metadata: dict[str, str]) -> Progress:
         numbers["bytes_up"],
         numbers["bytes_down"],
         float(metadata["clock"]) if "clock" in metadata else None,
-        float(metadata["best"]) if "best" in metadata else None,
-        int(metadata.get("stale", 0)),
     )
