@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from fedpara.engines.distributed.process_group import Part, ProcessGroup, join
+from fedpara.engines.participation.devices import read_devices
 from fedpara.engines.progress import Round, Schedule
 from fedpara.engines.server import Engine, run_rounds
 from fedpara.engines.session import Session
@@ -148,7 +149,8 @@ def _settings(experiment: Experiment, parts: Parts) -> Settings:
     """The settings of the run. Their fields have the same names in an Experiment."""
     named = {field.name for field in fields(Experiment)}
     same = {field.name: getattr(experiment, field.name) for field in fields(Settings) if field.name in named}
-    return Settings(**same, link=parts.link)
+    devices = read_devices(experiment.bandwidth, experiment.speed, experiment.device_deadline)
+    return Settings(**same, link=parts.link, devices=devices)
 
 
 def _prepared(experiment: Experiment, parts: Parts) -> Prepared:
@@ -242,7 +244,7 @@ def _run_rounds(
     if session.program.private and not personal:
         logger.info("no accuracy is measured: parts of the model are private, and --personal was not given")
     started = time.perf_counter()
-    for result in run_rounds(session, engine, schedule, personal, folder.progress):
+    for result in run_rounds(session, engine, schedule, personal, folder.progress, folder.evaluations):
         seconds = time.perf_counter() - started
         timing = {"seconds": seconds, "clients_per_second": len(result.cohort) / seconds}
         folder.save(result, timing, f"{engine.name}: {engine.why}")

@@ -48,7 +48,7 @@ from fedpara.experiments.storage.jsonl import (
     raw_lines,
     read_lines,
 )
-from fedpara.experiments.storage.summary import read_config
+from fedpara.experiments.storage.summary import evaluations, read_config, stops_early
 from fedpara.files import PART, make_folder, sweep, sync, write_bytes
 
 LOCK = ".lock"
@@ -100,11 +100,14 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether all rounds are done or the target accuracy was reached."""
+        """Whether all rounds are done, the target was reached, or the patience is used up."""
         done = self.progress.round if self.progress else 0
-        target = self.experiment.target
-        met = target is not None and any((m["accuracy"] or 0) >= target for m in self.metrics())
-        return met or done >= self.experiment.rounds
+        return done >= self.experiment.rounds or stops_early(self.experiment, self.metrics())
+
+    @property
+    def evaluations(self) -> list[float]:
+        """The scores so far that patience counts."""
+        return evaluations(self.experiment, self.metrics())
 
     @property
     def holds_memories(self) -> bool:
