@@ -14,8 +14,10 @@ from fedpara import algorithms, data, models
 from fedpara.algorithms import Local
 from fedpara.data import Examples
 from fedpara.engines.batched import packing as lanes
+from fedpara.engines.batched.engine import Batched
 from fedpara.engines.batched.round_plan import typical_shape
-from fedpara.engines.participation.cohorts import Cohorts
+from fedpara.engines.memory import InMemory
+from fedpara.engines.participation.cohorts import Cohorts, poisson
 from fedpara.engines.program import make_program
 from fedpara.engines.session import Session
 from fedpara.errors import ConfigError, DataError
@@ -304,3 +306,21 @@ def test_every_engine_crops_images_alike(digits):
         states.append(run.state)
     for name, tensor in states[0].items():
         assert torch.allclose(tensor, states[1][name], rtol=1e-5, atol=1e-5), name
+
+
+def test_the_next_round_is_planned_for_the_clients_that_will_be_there(digits, monkeypatch):
+    """Only a GPU plans ahead: while it works on a round, the host plans the next one."""
+    train, _ = digits
+    model = models.mlp(64, 24, 10)
+    federation = fp.FederatedData(train, data.iid(train.labels, 8, 0))
+    session = Session(make_program(model), algorithms.fedavg(lr=0.1), fp.Link(), 0)
+    cohorts = Cohorts(0, 8, 4, poisson, lost=0.3)
+    engine = Batched(session, fp.Task(model), federation, InMemory(), cohorts=cohorts, device="cpu")
+    monkeypatch.setattr(engine, "on_gpu", True)
+    engine._plan_next_round(1, cohorts.draw(1)[:1])
+    assert engine._next_plan is None, "these clients are not the whole round"
+    engine._plan_next_round(1, cohorts.present(1))
+    round, clients, plan = engine._next_plan
+    assert (round, clients) == (2, cohorts.present(2))
+    assert clients != cohorts.draw(2)
+    assert len(plan.segments) == len(clients)
