@@ -38,6 +38,7 @@ from fedpara.algorithms import sgd
 from fedpara.engines.batched.engine import Batched
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.memory import InMemory
+from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.program import make_program
 from fedpara.engines.session import Session
 from fedpara.tasks import Task
@@ -90,7 +91,7 @@ def ready(name: str, device: str) -> Callable[[], None]:
         task,
         held,
         InMemory(),
-        size=int(lanes),
+        cohorts=Cohorts(0, int(lanes), int(lanes)),
         device=device,
         precision=precision if device == "cuda" else None,  # type: ignore[arg-type]
         compile=way == "compiled" and device == "cuda",

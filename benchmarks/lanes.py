@@ -19,6 +19,7 @@ from fedpara import algorithms, data, models
 from fedpara.engines.batched.engine import Batched
 from fedpara.engines.local.engine import Sequential
 from fedpara.engines.memory import InMemory
+from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.program import make_program
 from fedpara.engines.progress import Schedule
 from fedpara.engines.server import Engine, run_rounds
@@ -40,7 +41,9 @@ def ratio(scheme: Scheme | None, batch_size: int, lanes: int, turns: int) -> flo
     session, task = Session(make_program(model), method, fp.Link(), 0), fp.Task(model)
     engines: tuple[Engine, ...] = (
         Sequential(session, task, federation, InMemory()),
-        Batched(session, task, federation, InMemory(), size=lanes, device="cpu"),
+        Batched(
+            session, task, federation, InMemory(), cohorts=Cohorts(0, len(federation), lanes), device="cpu"
+        ),
     )
     least = [float("inf")] * 2
     for _ in range(turns):

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 
 import fedpara as fp
 from fedpara import algorithms, data, models
-from fedpara.engines.rng import cohort
+from fedpara.engines.participation.cohorts import Cohorts
 
 SEED, LR, UNTIMED = 0, 0.1, 2
 
@@ -121,7 +121,7 @@ def pfl(work: Workload, device: str) -> float:
             return False, Metrics()
 
     held, rounds = federation(work), UNTIMED + work.rounds[1]
-    drawn = [cohort(SEED, t, work.clients, work.cohort) for t in range(1, rounds + 1)]
+    drawn = [Cohorts(SEED, work.clients, work.cohort).draw(t) for t in range(1, rounds + 1)]
     users = {}
     for client in sorted({client for clients in drawn for client in clients}):
         own = held.client(client)

@@ -39,7 +39,8 @@ from torch.nn.functional import cross_entropy
 import fedpara as fp
 from fedpara import algorithms, data, models
 from fedpara.engines.local.batches import batches
-from fedpara.engines.rng import cohort, numpy_rng
+from fedpara.engines.participation.cohorts import Cohorts
+from fedpara.engines.rng import numpy_rng
 from fedpara.state import State, mean
 
 SEED = 0
@@ -136,7 +137,7 @@ def bare(work: Workload, by_hand: bool = False) -> Timed:
     x = {name: t.clone() for name, t in model.state_dict().items()}
     for t in range(1, work.rounds + 1):
         replies, sizes = [], []
-        for client in cohort(SEED, t, work.clients, work.cohort):
+        for client in Cohorts(SEED, work.clients, work.cohort).draw(t):
             model.load_state_dict(x)
             inputs, labels = held[client]
             total = torch.zeros(())
@@ -190,7 +191,7 @@ def by_pfl(work: Workload) -> Timed:
             return False, Metrics()
 
     users = [PyTorchTensorDataset(pair, user_id=str(i)) for i, pair in enumerate(held)]
-    order = (c for t in range(1, work.rounds + 1) for c in cohort(SEED, t, work.clients, work.cohort))
+    order = (c for t in range(1, work.rounds + 1) for c in Cohorts(SEED, work.clients, work.cohort).draw(t))
     people = FederatedDataset(users.__getitem__, order.__next__)
     model = Learner()
     FederatedAveraging().run(

@@ -137,8 +137,8 @@ def test_public_names_are_sorted_and_there():
         assert names == sorted(names, key=lambda n: (not n.isupper(), n[0].islower(), n)), name
         assert all(hasattr(package, public) for public in names), name
     assert set(fedpara.__all__) == {
-        *("Examples", "Experiment", "FedPara", "FedParaError", "FederatedData", "Link", "LowRank", "Metric"),
-        *("PFedPara", "Task", "factorize", "merge", "metric", "simulate"),
+        *("Devices", "Examples", "Experiment", "FedPara", "FedParaError", "FederatedData", "Link", "LowRank"),
+        *("Metric", "PFedPara", "Task", "factorize", "lognormal", "merge", "metric", "simulate"),
         *("constant", "cosine", "linear", "step_decay"),
     }
 

@@ -22,6 +22,7 @@ PAGES = [
     "index.md",
     "guides/algorithms.md",
     "guides/data.md",
+    "guides/participation.md",
     "guides/run-folders.md",
     "guides/your-code.md",
     "deployment.md",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedpara.algorithms.schedules import constant, cosine, linear, step_decay
     from fedpara.data import Examples, FederatedData
+    from fedpara.engines.participation.devices import Devices, lognormal
     from fedpara.engines.simulate import simulate
     from fedpara.errors import FedParaError
     from fedpara.experiments import Experiment
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Devices",
     "Examples",
     "Experiment",
     "FedPara",
@@ -30,6 +32,7 @@ __all__ = [
     "cosine",
     "factorize",
     "linear",
+    "lognormal",
     "merge",
     "metric",
     "simulate",
@@ -42,6 +45,7 @@ _MODULES = (
     *("parameterization", "state", "tasks", "trees", "wire"),
 )
 _HOMES = {
+    "Devices": "engines",
     "Examples": "data",
     "Metric": "tasks",
     "constant": "algorithms.schedules",
@@ -58,6 +62,7 @@ _HOMES = {
     "PFedPara": "parameterization",
     "Task": "tasks",
     "factorize": "parameterization",
+    "lognormal": "engines",
     "merge": "parameterization",
     "simulate": "engines",
 }

@@ -14,6 +14,7 @@ SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
 """Copies of the names in `data`, `models` and `parameterization`, which import torch. A test compares them."""
 SPLITS = ("iid", "dirichlet", "dirichlet-capped", "shards", "owner", "largest")
 ENGINES = ("auto", "sequential", "batched", "flower")
+SAMPLERS = ("uniform", "poisson", "by-data")
 FORMATS = ("html", "markdown", "csv", "latex", "png", "svg")
 """Output formats of `fedpara report`."""
 

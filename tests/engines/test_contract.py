@@ -11,8 +11,9 @@ import fedpara as fp
 from fedpara import algorithms
 from fedpara.data import normalise
 from fedpara.engines.memory import InMemory
+from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.progress import Schedule
-from fedpara.engines.rng import cohort, numpy_rng
+from fedpara.engines.rng import numpy_rng
 from fedpara.engines.server import run_rounds
 from fedpara.state import mean, nbytes, norm, subtract
 from fedpara.wire import decode
@@ -106,7 +107,7 @@ def by_hand(world, model, rounds, chosen, seed=0, lr=0.05, **sgd):
     x = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for t in range(1, rounds + 1):
         results, weights = [], []
-        for k in cohort(seed, t, len(world.clients), chosen):
+        for k in Cohorts(seed, len(world.clients), chosen).draw(t):
             model.load_state_dict(x)
             model.train()
             optimizer = torch.optim.SGD(model.parameters(), lr=lr, **sgd)

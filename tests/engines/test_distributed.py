@@ -38,6 +38,11 @@ CASES = {
     "pfedpara": ("pfedpara", "fedavg", "sequential"),
     "fedavg-batched": ("original", "fedavg", "batched"),
     "pfedpara-scaffold-batched": ("pfedpara", "scaffold", "batched"),
+    "scaffold-poisson": ("original", "scaffold", "batched"),
+}
+FACTS = ("number", "refused", "clock", "train_loss", "bytes_up", "bytes_down", "accuracy", "loss", "before")
+OPTIONS = {
+    "scaffold-poisson": {"sampler": "poisson", "lost": 0.3, "rounds": 5, "devices": fp.Devices(speed=2)}
 }
 
 TINY = Experiment(
@@ -73,15 +78,21 @@ def simulated(case="fedavg", poison=False, **options):
         fp.Task(model, test=test.subset(range(50))),
         federation,
         algorithms.build(algorithm, local),
-        **{"rounds": 3, "cohort": 5, "engine": engine, "link": fp.Link(up="float16"), **options},
+        **{
+            "rounds": 3,
+            "cohort": 5,
+            "engine": engine,
+            "link": fp.Link(up="float16"),
+            **OPTIONS.get(case, {}),
+            **options,
+        },
     )
 
 
 def facts(result):
-    return [
-        [r.number, *r.cohort, r.train_loss, r.bytes_up, r.bytes_down, r.accuracy, r.loss, r.before, r.after]
-        for r in result.rounds
-    ]
+    """As JSON gives them back."""
+    rows = [[getattr(r, name) for name in (*FACTS, "after", "cohort")] for r in result.rounds]
+    return json.loads(json.dumps(rows))
 
 
 def simulations(folder, rank):
@@ -113,6 +124,7 @@ def simulations(folder, rank):
         except Exception as error:
             found[name] = [type(error).__name__, str(error)]
     found["and on"] = facts(simulated())
+    found["stopped"] = facts(simulated(rounds=9, on_round=lambda result: rank == 0 or result.number < 2))
     held = sys.modules["torch.distributed.nn.functional"].broadcast.__defaults__
     found["held"] = [type(default).__name__ for default in held]
     (folder / f"{rank}.json").write_text(json.dumps(found))
@@ -190,6 +202,10 @@ def test_two_ranks_give_the_bits_of_one_process(two, case):
     for client in range(CLIENTS):
         own = load_file(folder / f"{case}-client{client}-{client % 2}.safetensors")
         assert same(own, alone.client_state(client))
+
+
+def test_on_round_of_any_rank_ends_the_run_on_all(two):
+    assert [len(rank["stopped"]) for rank in two[1]] == [2, 2], "only rank 1 returns False, after round 2"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -112,6 +112,12 @@ OTHER = {
     "weights": "uniform",
     "max_share": 0.5,
     "test_owners": "all",
+    "sampler": "poisson",
+    "lost": 0.3,
+    "bandwidth": "lognormal(5e6, 0.5)",
+    "speed": 20.0,
+    "device_deadline": 60.0,
+    "patience": 10,
 }
 
 

@@ -18,6 +18,7 @@ from fedpara.choices import (
     PAPER_RESULTS,
     PAPER_RUNS,
     REFERENCE,
+    SAMPLERS,
     SCHEMES,
     SPLITS,
 )
@@ -102,6 +103,20 @@ def run(
     alpha: Annotated[float | None, typer.Option(help="Concentration of the Dirichlet splits.")] = None,
     clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
     cohort: Annotated[int | None, typer.Option(help="Clients per round.")] = None,
+    sampler: Annotated[str | None, typer.Option(help=f"Who takes part: {', '.join(SAMPLERS)}.")] = None,
+    lost: Annotated[
+        float | None, typer.Option(help="Probability that a chosen client is lost in a round, such as 0.3.")
+    ] = None,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(help="Bytes per second of a client, for a simulated clock: 5e6, lognormal(5e6, 0.5)."),
+    ] = None,
+    speed: Annotated[
+        str | None, typer.Option(help="Local steps per second of a client, for the same clock.")
+    ] = None,
+    device_deadline: Annotated[
+        float | None, typer.Option(help="Simulated seconds that a round waits for its clients.")
+    ] = None,
     rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Local epochs per round.")] = None,
     steps: Annotated[int | None, typer.Option(help="Local steps per round, instead of epochs.")] = None,
@@ -127,6 +142,9 @@ def run(
     ] = None,
     link_down: Annotated[str | None, typer.Option(help="Encoding of downloads: the same choices.")] = None,
     target: Annotated[float | None, typer.Option(help="Stop at this accuracy, such as 0.8.")] = None,
+    patience: Annotated[
+        int | None, typer.Option(help="Stop after this many evaluations without a better score.")
+    ] = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Rounds between evaluations.")] = None,
     weights: Annotated[
         str | None,

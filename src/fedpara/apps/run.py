@@ -19,10 +19,11 @@ from fedpara.engines.distributed.process_group import Part, join
 from fedpara.errors import ConfigError, FedParaError, UsageError, of_several
 from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments import resume as resume_run
-from fedpara.experiments.config import read_options, read_toml, with_values
+from fedpara.experiments.config import read_options, read_toml, read_value, with_values
 from fedpara.experiments.presets import preset as find_preset
 from fedpara.experiments.run import lay_out_all, rounds_done
 from fedpara.experiments.storage.run_folder import refuse_used
+from fedpara.experiments.storage.summary import stops_early
 from fedpara.experiments.trackers import require, tracker
 from fedpara.files import make_folder
 
@@ -40,6 +41,7 @@ def run(
     """`given` holds the experiment's fields that were given as options."""
     if option:
         given = {**given, "options": read_options(option)}
+    given |= {name: read_value(given[name]) for name in ("bandwidth", "speed") if name in given}
     require(track)
     experiments = experiments_of(preset, config, given)
     refuse_ranks(*(experiment.engine for experiment in experiments.values()))
@@ -202,10 +204,14 @@ def raise_failed(failed: dict[str, FedParaError], of: int) -> None:
 def _report_reached_target(name: str, run: Summary, rounds: int) -> None:
     target = run.experiment.target
     reached = run.reached(target) if target is not None else None
-    if reached and run.rounds < rounds and join().rank == 0:
+    if run.rounds >= rounds or join().rank:
+        return
+    if reached:
         say(
             f"{name}: the target accuracy of {target:g} was reached in round {reached['round']}: nothing to run."
         )
+    elif stops_early(run.experiment, run.metrics):
+        say(f"{name}: no better score in {run.experiment.patience} evaluations: nothing to run.")
 
 
 def refuse_ranks(*engines: str) -> None:

@@ -64,9 +64,11 @@ def _problems(
             f"target is {settings.target}: expected a number above 0 and at most 1 for {task.primary}.",
             None,
         )
-    if settings.target is not None and not personal and (program.private or task.test is None):
+    goals = {"target": settings.target, "patience": settings.patience}
+    asked = [f"a {name} of {value}" for name, value in goals.items() if value is not None]
+    if asked and not personal and (program.private or task.test is None):
         yield (
-            f"a target of {settings.target} needs test data to be measured on: give the Task a test set, or the "
+            f"{asked[0]} needs test data to be measured on: give the Task a test set, or the "
             "clients test data where parts of the model are private.",
             None,
         )

@@ -1,10 +1,13 @@
 """The result of a round, the server's state between rounds, and the schedule of a run."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedpara.algorithms import Variables
 from fedpara.algorithms.core import Weighting
+from fedpara.engines.participation.cohorts import Cohorts, Sampler, uniform
+from fedpara.engines.participation.devices import Devices
 from fedpara.state import State, in_words
 from fedpara.tasks.metrics import shown
 
@@ -19,6 +22,7 @@ class Progress:
     server: Variables
     bytes_up: int = 0
     bytes_down: int = 0
+    clock: float | None = None  # simulated seconds so far; None without `devices`
 
     def __repr__(self) -> str:
         sent = f"{self.bytes_up:,} bytes up, {self.bytes_down:,} down"
@@ -33,6 +37,9 @@ class Everyone:
     clients: int  # how many were scored
     of: int  # how many are in the federation
     bytes_down: int  # for sending them the model; not part of any round's bytes
+    worst_tenth: float  # the mean over the tenth of the clients with the worst scores
+    spread: float  # the standard deviation over the clients
+    by_client: dict[int, float] = field(repr=False)  # the score of each scored client; not in metrics.jsonl
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +58,8 @@ class Round:
     notes: tuple[str, ...] = field(default=())
     memories: tuple[int, ...] = ()  # the clients whose memories this round replaced
     everyone: Everyone | None = None  # at the end of a run whose clients have test data
+    worst_tenth: float | None = None  # of the cohort's own models after training; `after` is their mean
+    spread: float | None = None
     primary: str = "accuracy"  # the metric of `before`, `after` and `everyone`
 
     @property
@@ -70,6 +79,11 @@ class Round:
     @property
     def number(self) -> int:
         return self.progress.round
+
+    @property
+    def clock(self) -> float | None:
+        """Simulated seconds from the start of the run to the end of this round; None without `devices`."""
+        return self.progress.clock
 
     def __repr__(self) -> str:
         score = "not measured" if self.score is None else shown(self.primary, self.score)
@@ -93,16 +107,43 @@ class Schedule:
     weights: Weighting = "examples"  # how a mean over clients is weighted
     max_share: float | None = None  # the largest share of a round's weight for one client
     primary: str = "accuracy"  # the metric of `target`
-    higher_is_better: bool = True
+    sampler: Sampler = uniform
+    lost: float = 0.0  # the probability that a chosen client is lost
+    devices: Devices | None = None
+    patience: int | None = None  # evaluations without a better score after which the run stops
+    higher_is_better: bool = True  # the direction of the score
+
+    def cohorts(self, seed: int) -> Cohorts:
+        return Cohorts(seed, self.clients, self.cohort, self.sampler, self.lost)
 
     def evaluates(self, round: int) -> bool:
         return round % self.evaluate_every == 0 or round == self.rounds
 
-    def ends(self, result: "Round") -> bool:
-        """Whether the run is over: all rounds are done, or the target is met."""
-        return self._meets_target(result.score) or result.number >= self.rounds
+    def evaluated(self, result: Round) -> list[float]:
+        """The round's score, if patience counts it.
 
-    def _meets_target(self, score: float | None) -> bool:
+        The extra evaluation of a last round does not count: with more rounds it would not take place.
+        """
+        score = result.score
+        counts = score is not None and math.isfinite(score) and result.number % self.evaluate_every == 0
+        return [score] if counts and score is not None else []
+
+    def ends(self, result: Round, past: Sequence[float] = ()) -> bool:
+        """Whether the run is over: all rounds are done, the target is met, or the patience is used up.
+
+        `past` holds what `evaluated` gave in earlier rounds.
+        """
+        done, scores = result.number >= self.rounds, [*past, *self.evaluated(result)]
+        return done or self.reaches_target(result.score) or self.has_stalled(scores)
+
+    def reaches_target(self, score: float | None) -> bool:
         if self.target is None or score is None:
             return False
         return score >= self.target if self.higher_is_better else score <= self.target
+
+    def has_stalled(self, scores: Sequence[float]) -> bool:
+        """Whether the last `patience` scores are no better than the best one before them."""
+        if self.patience is None or not scores:
+            return False
+        best = max(scores) if self.higher_is_better else min(scores)
+        return len(scores) - 1 - scores.index(best) >= self.patience

@@ -6,22 +6,17 @@ engine, and two runs in threads of one process share that generator.
 """
 
 from hashlib import blake2b
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 
-Purpose = Literal["cohort", "batches", "augment", "layers", "link-up", "link-down", "final", "send"]
-_PURPOSES: tuple[Purpose, ...] = (
-    "cohort",
-    "batches",
-    "augment",
-    "layers",
-    "link-up",
-    "link-down",
-    "final",
-    "send",
-)
+Purpose = Literal[
+    "cohort", "batches", "augment", "layers", "link-up", "link-down", "final", "lost", "devices", "send"
+]
+_PURPOSES: tuple[Purpose, ...] = get_args(
+    Purpose
+)  # a new purpose goes to the end: the index enters the stream
 
 
 def numpy_rng(seed: int, purpose: Purpose, round: int, client: int = 0) -> np.random.Generator:
@@ -62,12 +57,6 @@ class LayerRng:
     def __exit__(self, *_: object) -> None:
         self._state = self._generator.get_state()
         self._generator.set_state(self._before)
-
-
-def cohort(seed: int, round: int, clients: int, size: int) -> list[int]:
-    """`size` of `clients` numbers without replacement, sorted. The cost does not grow with `clients`."""
-    chosen = numpy_rng(seed, "cohort", round).choice(clients, size, replace=False, shuffle=False)
-    return sorted(chosen.tolist())
 
 
 def final_sample(seed: int, clients: int, size: int) -> list[int]:

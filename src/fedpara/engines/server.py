@@ -6,28 +6,27 @@
 Each update is added to the round's mean as soon as it passes, in the cohort's order, and then freed.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from itertools import chain
+from typing import Protocol
 
 import torch
 
 from fedpara.algorithms import Update
 from fedpara.engines.aggregation import Aggregator, round_weights
 from fedpara.engines.client import Reply, from_change, sends_changes
+from fedpara.engines.participation.cohorts import LOST
+from fedpara.engines.participation.fairness import fairness_of, mean_of
 from fedpara.engines.progress import Everyone, Progress, Round, Schedule
-from fedpara.engines.rng import cohort, final_sample, torch_rng
+from fedpara.engines.rng import final_sample, torch_rng
 from fedpara.engines.session import Session
-from fedpara.engines.threads import THREADS
+from fedpara.engines.threads import checked_in_order
 from fedpara.engines.transfer import HOST, device_of, move
 from fedpara.errors import RunError, UpdateRejected, WireError
 from fedpara.state import State, finite
 from fedpara.tasks import Score
 from fedpara.wire import Message, Meter, admit, guard, make_message, pack, unpack
-
-Verdict = TypeVar("Verdict")
 
 MAX_SCORED = 1000
 """At the end of a run at most this many clients are scored; a larger federation is sampled."""
@@ -64,30 +63,45 @@ def initial_progress(session: Session) -> Progress:
 
 
 def run_rounds(
-    session: Session, engine: Engine, schedule: Schedule, personal: bool, start: Progress | None = None
+    session: Session,
+    engine: Engine,
+    schedule: Schedule,
+    personal: bool,
+    start: Progress | None = None,
+    past: Sequence[float] = (),
 ) -> Iterator[Round]:
-    """One result per round, from `start` on; stops early at the target."""
-    progress = start or initial_progress(session)
+    """One result per round, from `start` on. `past`: what `Schedule.evaluated` gave in the rounds before."""
+    progress, scores = start or initial_progress(session), list(past)
     while progress.round < schedule.rounds:
         try:
             result = _round(session, engine, schedule, personal, progress)
+            ended = schedule.ends(result, scores)
+            if ended and personal:
+                result = with_everyone(session, engine, schedule, result)
         except torch.OutOfMemoryError:
             raise RunError(
                 f"round {progress.round + 1}: the device is out of memory while aggregating or scoring. The state "
                 "before this round is kept. Use a smaller batch or cohort, or the sequential engine."
             ) from None
         yield result
-        progress = result.progress
-        if schedule.ends(result):
+        if ended:
             return
+        progress = result.progress
+        scores += schedule.evaluated(result)
 
 
 def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool, progress: Progress) -> Round:
     t = progress.round + 1
-    chosen = cohort(session.seed, t, schedule.clients, schedule.cohort)
+    cohorts = schedule.cohorts(session.seed)
+    chosen = cohorts.draw(t)
+    lost = [client for client in chosen if cohorts.loses(t, client)]
+    present = [client for client in chosen if client not in lost]
     message, sent = _broadcast(session, progress, t)
     meter, scored = Meter(), personal and schedule.evaluates(t)
-    replies = engine.train(t, chosen, message, scored)
+    replies = chain(
+        engine.train(t, present, message, scored) if present else (),
+        (Reply(client, reason=LOST) for client in lost),
+    )
     collected = _collect(session, schedule, progress, chosen, message, sent, replies, meter)
     x, server, averages, count = progress.x, progress.server, progress.buffers, len(collected.replies)
     if collected.aggregator is not None and count >= schedule.minimum:
@@ -95,16 +109,24 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
         _refuse_overflow(t, [x, averages, *server.values()])
     else:
         _refuse_divergence(t, collected)
-        few = f"{count} of {schedule.minimum}" if count else "no"
-        collected.notes.append(
-            f"round {t} had {few} usable update{'s' if count else ''}: the model stays unchanged"
-        )
+        few = f"{count} of {schedule.minimum} usable updates" if count else "no usable update"
+        collected.notes.append(f"round {t} had {few if chosen else 'no clients'}: the model stays unchanged")
         collected.replies.clear()
     collected.aggregator = None  # frees GPU memory for scoring
     engine.commit(t, [reply.client for reply in collected.replies])
     up, down = meter.total_up, meter.total_down
+    devices = schedule.devices
     result = Round(
-        Progress(t, x, averages, server, progress.bytes_up + up, progress.bytes_down + down),
+        replace(
+            progress,
+            round=t,
+            x=x,
+            buffers=averages,
+            server=server,
+            bytes_up=progress.bytes_up + up,
+            bytes_down=progress.bytes_down + down,
+            clock=devices.clock(progress.clock, collected.seconds, bool(lost)) if devices else None,
+        ),
         tuple(chosen),
         sum(reply.loss for reply in collected.replies) / len(collected.replies)
         if collected.replies
@@ -116,8 +138,7 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
         memories=tuple(reply.client for reply in collected.replies) if session.stateful else (),
         primary=schedule.primary,
     )
-    result = _evaluated(session, engine, schedule, collected.replies if scored else [], result)
-    return _with_everyone(session, engine, schedule, result) if personal and schedule.ends(result) else result
+    return _evaluated(session, engine, schedule, collected.replies if scored else [], result)
 
 
 @dataclass
@@ -129,6 +150,7 @@ class _Collected:
     refused: list[tuple[int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     diverged: list[tuple[int, str]] = field(default_factory=list)  # also in `refused`
+    seconds: float = 0.0  # simulated
 
 
 def _collect(
@@ -143,7 +165,7 @@ def _collect(
 ) -> _Collected:
     """Collects at most one update per client of the cohort, even if the engine or the network returns more."""
     collected, round = _Collected(), progress.round + 1
-    waiting = dict.fromkeys(chosen)
+    waiting, devices = dict.fromkeys(chosen), schedule.devices
     known = {HOST.type: sent}  # the model as it was sent, on each device that holds an update
 
     def verdict_on(reply: Reply) -> tuple[Update, State] | WireError | None:
@@ -157,7 +179,7 @@ def _collect(
         except WireError as error:
             return error
 
-    for reply, verdict in _with_verdicts(replies, verdict_on):
+    for reply, verdict in checked_in_order(replies, verdict_on, _is_large):
         meter.up(round, reply.client, reply.unread if reply.message is None else reply.message)
         if reply.late:
             collected.notes.append(
@@ -180,6 +202,14 @@ def _collect(
             collected.refused.append((reply.client, str(verdict)))
             continue
         assert verdict is not None
+        if devices is not None:
+            steps = session.algorithm.local.of(reply.client).steps_for(schedule.examples(reply.client))
+            transfers = len(message), len(reply.message)
+            waited, late = devices.wait(session.seed, reply.client, steps, *transfers)
+            collected.seconds = max(collected.seconds, waited)
+            if late:
+                collected.refused.append((reply.client, late))
+                continue
         if collected.aggregator is None:
             counts = {client: schedule.examples(client) for client in chosen}
             weights, notes = round_weights(counts, schedule.weights, schedule.max_share)
@@ -194,6 +224,10 @@ def _collect(
         meter.down(round, client, message)
         collected.refused.append((client, "it sent no reply"))
     return collected
+
+
+def _is_large(reply: Reply) -> bool:
+    return isinstance(reply.message, bytes) and len(reply.message) >= LARGE_MESSAGE
 
 
 def _refuse_divergence(round: int, collected: _Collected) -> None:
@@ -214,25 +248,6 @@ def _refuse_overflow(round: int, states: Iterable[State]) -> None:
             f"round {round}: the aggregated model or the server's variables hold NaN or infinity. The state before "
             "this round is kept. Lower the learning rates, or bound the updates with max_norm."
         )
-
-
-def _with_verdicts(
-    replies: Iterable[Reply], check: Callable[[Reply], Verdict]
-) -> Iterator[tuple[Reply, Verdict]]:
-    """Each reply with its verdict, in order. Threads check large messages while the next ones arrive."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        pending: deque[tuple[Reply, Future[Verdict]]] = deque()
-        for reply in replies:
-            if not isinstance(reply.message, bytes) or len(reply.message) < LARGE_MESSAGE:
-                yield from ((one, verdict.result()) for one, verdict in pending)
-                pending.clear()
-                yield reply, check(reply)
-                continue
-            pending.append((reply, pool.submit(check, reply)))
-            if len(pending) > THREADS:
-                one, verdict = pending.popleft()
-                yield one, verdict.result()
-        yield from ((one, verdict.result()) for one, verdict in pending)
 
 
 def _broadcast(session: Session, progress: Progress, round: int) -> tuple[Message, State]:
@@ -299,10 +314,9 @@ def _evaluated(
     before = [reply.before.values for reply in replies if reply.before and reply.before.examples]
     after = [reply.after.values for reply in replies if reply.after and reply.after.examples]
     if before and after:
-        means = {
-            name: _mean(after, name) for name in after[0] if name in (primary, *after[0].keys() - {"loss"})
-        }
-        result = replace(result, before=_mean(before, primary), after=means[primary], scores=means)
+        means = {name: mean_of(after, name) for name in after[0] if name != "loss" or primary == "loss"}
+        result = replace(result, before=mean_of(before, primary), after=means[primary], scores=means)
+        result = replace(result, **fairness_of([v[primary] for v in after], schedule.higher_is_better))
     if not session.program.private:
         score = engine.evaluate({**result.progress.x, **result.progress.buffers})
         if score is not None:
@@ -310,19 +324,17 @@ def _evaluated(
     return result
 
 
-def _mean(scores: Sequence[Mapping[str, float]], name: str) -> float:
-    return sum(values[name] for values in scores) / len(scores)
-
-
-def _with_everyone(session: Session, engine: Engine, schedule: Schedule, result: Round) -> Round:
+def with_everyone(session: Session, engine: Engine, schedule: Schedule, result: Round) -> Round:
     """The result with the score of all clients, after the last aggregation."""
     n = schedule.clients
     chosen = list(range(n)) if n <= MAX_SCORED else final_sample(session.seed, n, MAX_SCORED)
     message, _ = _broadcast(session, result.progress, result.number + 1)
     replies = list(engine.score_clients(result.number + 1, chosen, message))
-    scored = [
-        reply.before.values[schedule.primary] for reply in replies if reply.before and reply.before.examples
-    ]
+    scored = {
+        reply.client: reply.before.values[schedule.primary]
+        for reply in replies
+        if reply.before and reply.before.examples
+    }
     missing = [reply for reply in replies if reply.before is None]
     notes = [
         f"{len(missing)} of {len(chosen)} clients were not scored at the end; client {reply.client}: {reply.reason}"
@@ -331,5 +343,7 @@ def _with_everyone(session: Session, engine: Engine, schedule: Schedule, result:
     if not scored:
         return replace(result, notes=(*result.notes, *notes))
     sent = len(message) * sum(reply.reached for reply in replies)
-    everyone = Everyone(sum(scored) / len(scored), len(scored), n, sent)
+    scores = list(scored.values())
+    fairness = fairness_of(scores, schedule.higher_is_better)
+    everyone = Everyone(sum(scores) / len(scores), len(scores), n, sent, by_client=scored, **fairness)
     return replace(result, everyone=everyone, notes=(*result.notes, *notes))

@@ -6,8 +6,10 @@ from typing import Literal, get_args
 import torch
 
 from fedpara.algorithms.core import Weighting
-from fedpara.algorithms.local import AT_MOST_ONE, COUNT, POSITIVE, SEED, check
+from fedpara.algorithms.local import AT_MOST_ONE, BELOW_ONE, COUNT, POSITIVE, SEED, check
 from fedpara.choices import ENGINES
+from fedpara.engines.participation.cohorts import Sampler, check_sampler
+from fedpara.engines.participation.devices import Devices
 from fedpara.errors import ConfigError
 from fedpara.wire import Link
 
@@ -32,9 +34,16 @@ class Settings:
     weights: Weighting = "examples"
     max_share: float | None = None
     target: float | None = None
+    sampler: str | Sampler = "uniform"
+    lost: float = 0.0
+    devices: Devices | None = None
+    patience: int | None = None
 
     def __post_init__(self) -> None:
         check(COUNT, rounds=self.rounds, cohort=self.cohort, evaluate_every=self.evaluate_every)
+        check(COUNT, patience=self.patience)
+        check(BELOW_ONE, lost=self.lost)
+        check_sampler(self.sampler)
         check(SEED, seed=self.seed)
         for rule, name in ((POSITIVE, "max_norm"), (AT_MOST_ONE, "max_share")):
             if getattr(self, name) is not None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from textwrap import shorten
 
+import numpy as np
 import torch
 
 from fedpara.algorithms import Algorithm
@@ -14,12 +15,14 @@ from fedpara.engines.batched.round_plan import typical_shape
 from fedpara.engines.batched.support import slower_on_cpu, unsupported
 from fedpara.engines.checks import check_run
 from fedpara.engines.distributed.engine import Distributed, RankMemory
-from fedpara.engines.distributed.process_group import ProcessGroup, join
+from fedpara.engines.distributed.process_group import Part, ProcessGroup, join
 from fedpara.engines.local.engine import Sequential
 from fedpara.engines.memory import ClientMemory, InMemory
+from fedpara.engines.participation.cohorts import Cohorts, Sampler, find_sampler
+from fedpara.engines.participation.devices import Devices
 from fedpara.engines.program import make_program, shared_names
 from fedpara.engines.progress import Progress, Round, Schedule
-from fedpara.engines.server import Engine, run_rounds
+from fedpara.engines.server import Engine, run_rounds, with_everyone
 from fedpara.engines.session import PRIVATE, Session
 from fedpara.engines.settings import Precision, Settings, Share
 from fedpara.errors import ConfigError, RunError
@@ -125,8 +128,12 @@ def simulate(
     weights: Weighting = "examples",
     max_share: float | None = None,
     target: float | None = None,
+    sampler: str | Sampler = "uniform",
+    lost: float = 0.0,
+    devices: Devices | None = None,
+    patience: int | None = None,
     memory: ClientMemory | None = None,
-    on_round: Callable[[Round], None] | None = None,
+    on_round: Callable[[Round], object] | None = None,
 ) -> Run:
     """Run `algorithm` on the federation for `rounds` rounds with `cohort` clients each.
 
@@ -153,9 +160,17 @@ def simulate(
                     SCAFFOLD and FedDyn are uniform by definition
     max_share       the largest share of a round's weight that one client may have, such as 0.5
     target          stop when the primary metric reaches this value, such as an accuracy of 0.8
+    sampler         who takes part: "uniform", "poisson" (each client independently with probability cohort / clients,
+                    so cohorts vary in size and may be empty), "by-data" (with a probability proportional to its
+                    examples), or a function (round, clients, cohort, generator) that returns client numbers and draws
+                    from the generator only
+    lost            the probability that a chosen client is lost in a round: it receives the model and sends nothing
+    devices         the clients' bandwidth and speed, such as `Devices(bandwidth=lognormal(1e6, 0.5), speed=20)`: each
+                    round then has a simulated clock, and a deadline refuses clients that are too slow
+    patience        stop after this many evaluations without a better score
     memory          where client memories are stored: an object with `get(client)` and
                     `put(client, round, variables)`
-    on_round        called with the result of each round
+    on_round        called with the result of each round; the run ends if it returns False
     """
     settings = Settings(
         rounds=rounds,
@@ -171,6 +186,10 @@ def simulate(
         weights=weights,
         max_share=max_share,
         target=target,
+        sampler=sampler,
+        lost=lost,
+        devices=devices,
+        patience=patience,
     )
     refuse_flower_engine(engine)
     if task.test is None and data.test is not None:
@@ -184,11 +203,19 @@ def simulate(
             if results:
                 results[-1] = _without_tensors(results[-1])
             results.append(result)
-            if on_round is not None:
-                on_round(result)
+            if on_round is not None and says_stop(on_round(result)):
+                if scored and result.everyone is None:
+                    results[-1] = with_everyone(session, chosen, schedule, result)
+                break
     if isinstance(chosen, Distributed):
         memory = RankMemory(memory, chosen)
     return Run(session, memory, tuple(results), f"{chosen.name}: {chosen.why}")
+
+
+def says_stop(answer: object) -> bool:
+    """Whether `on_round` returned False on some rank, so that all ranks stop in the same round."""
+    stop = isinstance(answer, bool | np.bool_) and not answer
+    return any(part.header["stop"] for part in join().gather("on_round", lambda: Part({"stop": stop})))
 
 
 def _without_tensors(result: Round) -> Round:
@@ -208,6 +235,8 @@ def prepare(
     max_share = settings.max_share
     if not len(data.train) and max_share is None:  # only the nodes know how many examples they have
         max_share = MAX_CLAIMED_SHARE
+    if settings.devices is not None:
+        settings.devices.expect_clients(len(data))
     schedule = Schedule(
         settings.rounds,
         len(data),
@@ -220,7 +249,12 @@ def prepare(
         max_share=max_share,
         primary=task.primary,
         higher_is_better=task.higher_is_better,
+        sampler=find_sampler(settings.sampler, lambda: data.sizes),
+        lost=settings.lost,
+        devices=settings.devices,
+        patience=settings.patience,
     )
+    schedule.cohorts(session.seed).draw(1)  # raises if a custom sampler returns something else than clients
     return session, schedule, personal
 
 
@@ -254,7 +288,9 @@ def _build_on_this_rank(
         return Sequential(session, task, data, memory)
     reason = unsupported(session, task, data)
     size = -(-settings.cohort // group.size)
-    shape = None if reason else typical_shape(session, data, size)
+    sampler = find_sampler(settings.sampler, lambda: data.sizes)
+    cohorts = Cohorts(session.seed, len(data), size, sampler, settings.lost)
+    shape = None if reason else typical_shape(session, data, cohorts)
     if shape is not None and settings.engine == "auto" and not torch.cuda.is_available():
         reason = slower_on_cpu(session, shape.lanes)
     if reason:
@@ -265,7 +301,7 @@ def _build_on_this_rank(
         task,
         data,
         memory,
-        size=size,
+        cohorts=cohorts,
         shape=shape,
         device=str(group.device) if group.device is not None else None,
         precision=settings.precision,

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from fedpara import algorithms, models, parameterization, references
 from fedpara.algorithms.core import Weighting
-from fedpara.choices import ENGINES, SPLITS
+from fedpara.choices import ENGINES, SAMPLERS, SPLITS
 from fedpara.engines.settings import Precision, Share
 from fedpara.errors import ConfigError, among
 from fedpara.tasks import Augment
@@ -28,6 +28,7 @@ CHOICES: dict[str, Sequence[str]] = {
     "split": SPLITS,
     "model": models.names(),
     "algorithm": algorithms.names(),
+    "sampler": SAMPLERS,
     "engine": ENGINES,
     "precision": get_args(Precision),
     "share": get_args(Share),
@@ -42,11 +43,21 @@ REFERENCED = ("dataset", "model", "where", "split", "algorithm")
 
 # A resumed run may change these fields. They leave the computation as it is: engines and precisions differ only in
 # rounding, and the last round of a run is always evaluated.
-FREE = ("rounds", "engine", "precision", "target")
+FREE = ("rounds", "engine", "precision", "target", "patience")
 
 # Fields that were added after some runs had finished, with the value that those runs used. Such a field enters the
 # identity only if its value differs, so that the identities of the older runs stay valid.
-LATER: dict[str, Any] = {"validation": 0.0, "weights": "examples", "max_share": None, "test_owners": "all"}
+LATER: dict[str, Any] = {
+    "validation": 0.0,
+    "weights": "examples",
+    "max_share": None,
+    "test_owners": "all",
+    "sampler": "uniform",
+    "lost": 0.0,
+    "bandwidth": None,
+    "speed": None,
+    "device_deadline": None,
+}
 
 REFERENCE_HINT = "Your own is package.module:function."
 _FIELD_IN_ERROR = r"^(\w+) is |^unknown key '([^']+)'|^unknown (\w+) |hyper-parameter '([^']+)'"
@@ -79,6 +90,11 @@ class Experiment:
     test_owners: str = "training"  # owner and largest: whose test examples score the global model; or all
     personal: bool = False  # score each client's own model on its own test data
     cohort: int = 10
+    sampler: str = "uniform"  # poisson, by-data: who takes part in a round
+    lost: float = 0.0  # the probability that a chosen client is lost
+    bandwidth: float | str | None = None  # bytes per second of a client, or lognormal(5e6, 0.5)
+    speed: float | str | None = None  # steps per second of a client, or lognormal(20, 0.5)
+    device_deadline: float | None = None  # simulated seconds that a round waits for its clients
     rounds: int = 20
     epochs: int | None = 1
     steps: int | None = None
@@ -98,6 +114,7 @@ class Experiment:
     max_norm: float | None = None  # reject updates farther than this from the model
     evaluate_every: int = 1
     target: float | None = None  # stop at this accuracy
+    patience: int | None = None  # stop after this many evaluations without a better score
     seed: int = 0
     engine: str = "auto"
     precision: str | None = None  # float32, tf32, bfloat16: of the batched engine on a GPU

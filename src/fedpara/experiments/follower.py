@@ -11,7 +11,9 @@ from fedpara.engines.progress import Round
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.storage.checkpoint import read_progress
 from fedpara.experiments.storage.client_files import OnDisk
+from fedpara.experiments.storage.jsonl import read_lines
 from fedpara.experiments.storage.run_folder import RunFolder
+from fedpara.experiments.storage.summary import evaluations
 
 
 class Follower:
@@ -22,6 +24,8 @@ class Follower:
     def __init__(self, path: Path, experiment: Experiment, round: int, finished: bool) -> None:
         self.path, self.experiment, self.finished = path, experiment, finished
         self.progress = read_progress(path, round) if round else None
+        lines = read_lines(path / "metrics.jsonl") if round else []
+        self.evaluations = evaluations(experiment, [line for line in lines if line["round"] <= round])
         self.memory = OnDisk(path / "clients", round)
 
     def save(self, result: Round, timing: dict[str, float], engine: str) -> None:

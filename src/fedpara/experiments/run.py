@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from fedpara.engines.distributed.process_group import Part, ProcessGroup, join
+from fedpara.engines.participation.devices import read_devices
 from fedpara.engines.progress import Round, Schedule
 from fedpara.engines.server import Engine, run_rounds
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
-from fedpara.engines.simulate import build_engine, prepare, refuse_flower_engine
+from fedpara.engines.simulate import build_engine, prepare, refuse_flower_engine, says_stop
 from fedpara.errors import RunError, in_a_line
 from fedpara.experiments.build import Parts, build
 from fedpara.experiments.config import Experiment
@@ -42,8 +43,11 @@ from fedpara.experiments.storage.summary import Summary, read_config, read_run
 logger = logging.getLogger("fedpara")
 logger.setLevel(logging.INFO)  # without handlers of the user, Python shows only warnings
 
-OnRound = Callable[[Round, dict[str, float]], None]
-"""Called after each round with its result, and with its `seconds` and `clients_per_second`."""
+OnRound = Callable[[Round, dict[str, float]], object]
+"""Called after each round with its result, and with its `seconds` and `clients_per_second`.
+
+If it returns False, the run stops after this round, which is saved: `resume` continues it.
+"""
 Prepared = tuple[Session, Schedule, bool]
 Host = Callable[[Session, Parts, RunFolder, Schedule], tuple[Engine, Schedule]]
 """Makes an engine whose clients live outside this process (Flower), and the schedule that it can follow."""
@@ -145,8 +149,10 @@ def _changed(path: Path, rounds: int | None, engine: str | None, precision: str 
 
 def _settings(experiment: Experiment, parts: Parts) -> Settings:
     """The settings of the run. Their fields have the same names in an Experiment."""
-    same = {field.name: getattr(experiment, field.name) for field in fields(Settings) if field.name != "link"}
-    return Settings(**same, link=parts.link)
+    named = {field.name for field in fields(Experiment)}
+    same = {field.name: getattr(experiment, field.name) for field in fields(Settings) if field.name in named}
+    devices = read_devices(experiment.bandwidth, experiment.speed, experiment.device_deadline)
+    return Settings(**same, link=parts.link, devices=devices)
 
 
 def _prepared(experiment: Experiment, parts: Parts) -> Prepared:
@@ -181,7 +187,7 @@ def _run_folder(
                 logger.warning("%s", note)
             if not folder.finished:
                 with _memory_errors_named(folder.path):
-                    _run_rounds(parts, prepared, folder, None if group.rank else on_round, host)
+                    _run_rounds(parts, prepared, folder, on_round, host)
         except BaseException as error:
             folder.log(f"stopped: {type(error).__name__}: {error}")
             if group.over and isinstance(error, RunError):
@@ -250,7 +256,7 @@ def _run_rounds(
     if session.program.private and not personal:
         logger.info("no accuracy is measured: parts of the model are private, and --personal was not given")
     started = time.perf_counter()
-    for result in run_rounds(session, engine, schedule, personal, folder.progress):
+    for result in run_rounds(session, engine, schedule, personal, folder.progress, folder.evaluations):
         seconds = time.perf_counter() - started
         timing = {"seconds": seconds, "clients_per_second": len(result.cohort) / seconds}
         folder.save(result, timing, f"{engine.name}: {engine.why}")
@@ -258,8 +264,9 @@ def _run_rounds(
             logger.info("round %d: client %d refused: %s", result.number, client, reason)
         for note in result.notes:
             logger.info("%s", note)
-        if on_round is not None:
-            on_round(result, timing)
+        if on_round is not None and says_stop(None if join().rank else on_round(result, timing)):
+            logger.info("stopped after round %d: on_round returned False", result.number)
+            break
         started = time.perf_counter()
     folder.log(f"engine {engine.name}: {engine.why}")
 

@@ -21,7 +21,7 @@ from fedpara.experiments.build import build
 from fedpara.experiments.config import Experiment, read_value, with_values
 from fedpara.experiments.run import lay_out_all, rounds_done
 from fedpara.experiments.storage.run_folder import open_run
-from fedpara.experiments.storage.summary import Summary, read_config, read_run
+from fedpara.experiments.storage.summary import Summary, read_config, read_run, stops_early
 
 OPTION = "options."
 """Prefix of the algorithm's options in a grid, such as options.mu."""
@@ -177,8 +177,7 @@ def take_up(runs: Mapping[Path, Experiment], data_dir: Path | None = None) -> di
 
 
 def _is_finished(run: Summary, experiment: Experiment) -> bool:
-    met = experiment.target is not None and run.reached(experiment.target) is not None
-    return met or run.rounds == experiment.rounds
+    return run.rounds == experiment.rounds or stops_early(experiment, run.metrics)
 
 
 def rows(points: Iterable[Point], runs: Mapping[str, Summary]) -> list[Row]:

@@ -10,6 +10,7 @@ import torch
 from flower_nodes import BASE, CASES, Nodes, host, log, run_on_nodes, run_sequentially, same_results
 
 from fedpara.apps.flower.simulation import follow
+from fedpara.engines.flower.policy import Policy
 from fedpara.errors import RunError
 from fedpara.experiments import read_run
 from fedpara.experiments.run import resume
@@ -24,6 +25,24 @@ def test_flower_equals_the_sequential_engine(tmp_path, case):
     assert same_results(tmp_path / "a", tmp_path / "b")
     asked = {"hello": 3, "train": 9} | ({"score": experiment.clients} if experiment.personal else {})
     assert Counter(kind for kind, *_ in transport.asked) == asked
+
+
+def test_lost_clients_are_not_asked_and_slow_ones_are_refused(tmp_path):
+    experiment = replace(BASE, algorithm="scaffold", rounds=8, sampler="poisson", lost=0.3, patience=8)
+    experiment = replace(experiment, bandwidth="lognormal(2e4, 1)", speed=10, device_deadline=2.0)
+    run_sequentially(experiment, tmp_path / "a")
+    transport = run_on_nodes(experiment, tmp_path / "b", policy=Policy(deadline=100, wait=5, minimum=2))
+    run_on_nodes(experiment, tmp_path / "c")
+    assert same_results(tmp_path / "a", tmp_path / "c")
+    metrics = read_run(tmp_path / "b").metrics
+    reasons = Counter(entry["reason"].split(" ")[2] for line in metrics for entry in line["refused"])
+    assert reasons["lost"] > 0
+    assert reasons.total() > reasons["lost"], "no client was too slow"
+    trained = Counter(round for kind, round, *_ in transport.asked if kind == "train")
+    for line in metrics:
+        lost = sum("lost" in entry["reason"] for entry in line["refused"])
+        assert trained[line["round"]] == line["clients"] + len(line["refused"]) - lost
+    assert any("usable update" in note or "no clients" in note for line in metrics for note in line["notes"])
 
 
 @pytest.mark.parametrize("case", ["scaffold", "pfedpara", "local"])

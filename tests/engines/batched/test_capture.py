@@ -22,6 +22,7 @@ from fedpara.engines.batched.kernels.lstm import use_lane_lstm
 from fedpara.engines.batched.kernels.norm import use_lane_norms
 from fedpara.engines.batched.kernels.pool import use_mean_pooling
 from fedpara.engines.memory import InMemory
+from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.program import make_program
 from fedpara.engines.progress import Schedule
 from fedpara.engines.server import run_rounds
@@ -45,7 +46,7 @@ def last_round(kind, method, model, digits, rounds=2):
     train, test = digits
     federation = fp.FederatedData(train, data.dirichlet(train.targets, 8, alpha=0.5, seed=0))
     session = Session(make_program(model), method, fp.Link(), 0)
-    engine = kind(session, fp.Task(model, test=test), federation, InMemory(), size=4)
+    engine = kind(session, fp.Task(model, test=test), federation, InMemory(), cohorts=Cohorts(0, 8, 4))
     return list(run_rounds(session, engine, Schedule(rounds, 8, 4, federation.size), personal=False))[
         -1
     ].progress

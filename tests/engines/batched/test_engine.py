@@ -14,9 +14,10 @@ from fedpara import algorithms, data, models
 from fedpara.algorithms import Local
 from fedpara.data import Examples
 from fedpara.engines.batched import packing as lanes
+from fedpara.engines.batched.examples import CohortExamples
 from fedpara.engines.batched.round_plan import typical_shape
+from fedpara.engines.participation.cohorts import Cohorts, poisson
 from fedpara.engines.program import make_program
-from fedpara.engines.rng import cohort
 from fedpara.engines.session import Session
 from fedpara.errors import ConfigError, DataError
 
@@ -217,13 +218,13 @@ def test_padding_repeats_the_clients_own_examples():
 
 def test_lanes_are_as_wide_as_the_largest_client_needs(digits):
     """If lanes grew in a late round, a run resumed after it would have narrower lanes and other bits."""
-    drawn = {client for t in range(1, 21) for client in cohort(0, t, 100, 2)}
+    drawn = {client for t in range(1, 21) for client in Cohorts(0, 100, 2).draw(t)}
     late = next(client for client in range(100) if client not in drawn)
     federation = fp.FederatedData(digits[0], [range(40 if i == late else 5) for i in range(100)])
     session = Session(
         make_program(models.mlp(64, 24, 10)), algorithms.fedavg(lr=0.1, batch_size=32), fp.Link(), 0
     )
-    assert typical_shape(session, federation, 2).width == 32
+    assert typical_shape(session, federation, Cohorts(0, len(federation), 2)).width == 32
 
 
 @pytest.mark.parametrize("engine", ["sequential", "batched"])
@@ -265,7 +266,7 @@ def test_padding_is_no_wider_than_the_largest_batch(digits):
     assert_equal(a, b)
     federation = fp.FederatedData(train, data.iid(train.targets, 8, 0))
     session = Session(make_program(models.mlp(64, 24, 10)), method, fp.Link(), 0)
-    assert typical_shape(session, federation, 4).width == 20
+    assert typical_shape(session, federation, Cohorts(0, len(federation), 4)).width == 20
 
 
 def test_personal_scores_equal_those_of_the_sequential_engine(digits):
@@ -304,3 +305,20 @@ def test_every_engine_crops_images_alike(digits):
         states.append(run.state)
     for name, tensor in states[0].items():
         assert torch.allclose(tensor, states[1][name], rtol=1e-5, atol=1e-5), name
+
+
+def test_the_next_round_is_planned_for_the_clients_that_will_be_there(digits, monkeypatch):
+    """Only a GPU plans ahead: while it works on a round, the host plans the next one."""
+    train, _ = digits
+    federation = fp.FederatedData(train, data.iid(train.targets, 8, 0))
+    session = Session(make_program(models.mlp(64, 24, 10)), algorithms.fedavg(lr=0.1), fp.Link(), 0)
+    cohorts = Cohorts(0, 8, 4, poisson, lost=0.3)
+    examples = CohortExamples(session, federation, "none", torch.device("cpu"), cohorts)
+    monkeypatch.setattr(examples, "_device", torch.device("cuda"))
+    examples.plan_ahead(1, cohorts.draw(1)[:1], 2)
+    assert examples._ahead is None, "these clients are not the whole round"
+    examples.plan_ahead(1, cohorts.present(1), 2)
+    round, clients, plan = examples._ahead
+    assert (round, clients) == (2, cohorts.present(2))
+    assert clients != cohorts.draw(2)
+    assert len(plan.segments) == len(clients)

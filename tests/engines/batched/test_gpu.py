@@ -16,6 +16,7 @@ from fedpara.engines import transfer as freight
 from fedpara.engines.batched.engine import Batched
 from fedpara.engines.local.engine import Sequential
 from fedpara.engines.memory import InMemory
+from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.program import make_program
 from fedpara.engines.progress import Schedule
 from fedpara.engines.server import run_rounds
@@ -45,7 +46,15 @@ def both(name, model, method, rounds=3, even=False, **options):
     schedule = Schedule(rounds, 8, 4, federation.size)
     engines = (
         Sequential(session, task, federation, InMemory()),
-        Batched(session, task, federation, InMemory(), size=4, device="cuda", **options),
+        Batched(
+            session,
+            task,
+            federation,
+            InMemory(),
+            cohorts=Cohorts(0, len(federation), 4),
+            device="cuda",
+            **options,
+        ),
     )
     played = [list(run_rounds(session, engine, schedule, personal=False))[-1].progress for engine in engines]
     assert "not compiled" not in engines[1].why, engines[1].why

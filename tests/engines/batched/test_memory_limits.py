@@ -12,6 +12,7 @@ from fedpara.algorithms import Local
 from fedpara.engines.batched.engine import Batched
 from fedpara.engines.batched.round_plan import typical_shape
 from fedpara.engines.memory import InMemory
+from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.program import make_program
 from fedpara.engines.progress import Schedule
 from fedpara.engines.server import run_rounds
@@ -41,8 +42,8 @@ def test_a_cohort_larger_than_memory_trains_in_fewer_lanes_to_the_same_model(dig
     task = fp.Task(models.mlp(64, 24, 10), test=test)
     session = Session(make_program(task.model), algorithms.fedavg(lr=0.1, batch_size=8), fp.Link(), 0)
     caplog.set_level(logging.INFO, "fedpara")
-    few = Small(session, task, federation, InMemory(), size=5)
-    whole = Batched(session, task, federation, InMemory(), size=5)
+    few = Small(session, task, federation, InMemory(), cohorts=Cohorts(0, len(federation), 5))
+    whole = Batched(session, task, federation, InMemory(), cohorts=Cohorts(0, len(federation), 5))
     a, b = (rounds_of(engine, session, 8, 5)[-1].progress.x for engine in (few, whole))
     assert (whole.lanes, few.lanes) == (5, 2)
     assert "out of memory with 5 lanes: at most 2 train at a time" in few.why
@@ -66,10 +67,14 @@ def test_moving_states_to_the_host_when_clients_end_gives_the_same_bits(
     method = algorithms.build(algorithm, Local(lr=0.05, batch_size=8))
     session = Session(make_program(model), method, fp.Link(), 0)
     caplog.set_level(logging.INFO, "fedpara")
-    shape = typical_shape(session, federation, 6, 3)
-    roomy = Batched(session, task, federation, InMemory(), size=6, shape=shape, wait=True)
+    shape = typical_shape(session, federation, Cohorts(0, len(federation), 6), 3)
+    roomy = Batched(
+        session, task, federation, InMemory(), cohorts=Cohorts(0, len(federation), 6), shape=shape, wait=True
+    )
     monkeypatch.setattr("fedpara.engines.batched.budget.memory_of", lambda device: 1e5)
-    narrow = Batched(session, task, federation, InMemory(), size=6, shape=shape, wait=True)
+    narrow = Batched(
+        session, task, federation, InMemory(), cohorts=Cohorts(0, len(federation), 6), shape=shape, wait=True
+    )
     assert (roomy.waits, narrow.waits, narrow.stays) == (True, False, False)
     a, b = (rounds_of(engine, session, 8, 6)[-1].progress for engine in (roomy, narrow))
     assert "each state moves to the host when its client ends" in narrow.why
@@ -87,7 +92,9 @@ def test_frozen_tensors_take_no_memory_per_client(digits, monkeypatch):
 
     def engine():
         session = Session(make_program(model), algorithms.fedavg(lr=0.1), fp.Link(), 0)
-        return Batched(session, fp.Task(model), federation, InMemory(), size=4, wait=True)
+        return Batched(
+            session, fp.Task(model), federation, InMemory(), cohorts=Cohorts(0, len(federation), 4), wait=True
+        )
 
     monkeypatch.setattr(
         "fedpara.engines.batched.budget.memory_of", lambda device: 2 * 4 * 3 * 4 * (512 * 10 + 10)
@@ -108,9 +115,17 @@ def test_out_of_memory_with_one_lane_is_retried_without_waiting_states(digits):
     federation = fp.FederatedData(train, data.iid(train.targets, 4, 0))
     task = fp.Task(models.mlp(64, 24, 10))
     session = Session(make_program(task.model), algorithms.fedavg(lr=0.1), fp.Link(), 0)
-    shape = typical_shape(session, federation, 2, 1)
+    shape = typical_shape(session, federation, Cohorts(0, len(federation), 2), 1)
     engines = [
-        kind(session, task, federation, InMemory(), size=2, shape=shape, wait=True)
+        kind(
+            session,
+            task,
+            federation,
+            InMemory(),
+            cohorts=Cohorts(0, len(federation), 2),
+            shape=shape,
+            wait=True,
+        )
         for kind in (Full, Batched)
     ]
     a, b = (rounds_of(engine, session, 4, 2)[-1].progress.x for engine in engines)
@@ -126,7 +141,7 @@ def test_one_client_too_large_for_memory_ends_the_run_with_advice(digits):
     federation = fp.FederatedData(train, data.iid(train.targets, 4, 0))
     task = fp.Task(models.mlp(64, 24, 10))
     session = Session(make_program(task.model), algorithms.fedavg(lr=0.1), fp.Link(), 0)
-    engine = Small(session, task, federation, InMemory(), size=2)
+    engine = Small(session, task, federation, InMemory(), cohorts=Cohorts(0, len(federation), 2))
     engine.room = 0
     with pytest.raises(RunError, match=r"a single client does not fit .* Use a smaller batch"):
         rounds_of(engine, session, 4, 2)
@@ -168,4 +183,15 @@ def test_updates_stay_on_the_device_unless_clients_have_memory_or_the_link_is_lo
     session = Session(make_program(model), algorithms.build(algorithm, Local()), link, 0)
     federation = fp.FederatedData(train, data.iid(train.targets, 8, 0))
     task = fp.Task(model, test=test)
-    assert Batched(session, task, federation, InMemory(), size=4, device="cpu", wait=True).stays is stay
+    assert (
+        Batched(
+            session,
+            task,
+            federation,
+            InMemory(),
+            cohorts=Cohorts(0, len(federation), 4),
+            device="cpu",
+            wait=True,
+        ).stays
+        is stay
+    )

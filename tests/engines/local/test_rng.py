@@ -1,4 +1,4 @@
-"""Properties of the random streams: cohorts, batches and augmentation."""
+"""Properties of the random streams: batches and augmentation."""
 
 from collections import Counter
 
@@ -11,44 +11,11 @@ from torch.nn.functional import pad
 from fedpara.algorithms import Local
 from fedpara.engines.local.augment import PAD, crop_flip, draw
 from fedpara.engines.local.batches import batches
-from fedpara.engines.rng import LayerRng, cohort, numpy_rng, torch_rng, torch_seed
+from fedpara.engines.rng import LayerRng, numpy_rng, torch_rng, torch_seed
 
 quick = settings(deadline=None, max_examples=60)
 seeds = st.integers(0, 2**40)
-PURPOSES = ("cohort", "batches", "augment", "layers", "link-up", "link-down")
-
-
-@quick
-@given(seed=seeds, round=st.integers(1, 10_000), clients=st.integers(1, 2_000_000), data=st.data())
-def test_a_cohort_is_a_sorted_set_of_its_size(seed, round, clients, data):
-    size = data.draw(st.integers(1, min(clients, 300)))
-    chosen = cohort(seed, round, clients, size)
-    assert chosen == sorted(set(chosen))
-    assert len(chosen) == size
-    assert chosen[0] >= 0
-    assert chosen[-1] < clients
-    assert chosen == cohort(seed, round, clients, size)
-    assert all(type(client) is int for client in chosen)
-
-
-def test_a_cohort_of_all_clients_has_every_client():
-    assert cohort(3, 7, 50, 50) == list(range(50))
-
-
-def test_a_cohort_of_all_clients_but_one_can_be_drawn():
-    assert len(cohort(0, 1, 20_000, 19_999)) == 19_999
-
-
-def test_every_client_and_every_pair_is_equally_likely():
-    """3 of 8 clients in 8,000 rounds: each client in 3/8 and each pair in 3/28, within five standard deviations."""
-    rounds = 8_000
-    drawn = [cohort(0, t, 8, 3) for t in range(rounds)]
-    single = Counter(client for chosen in drawn for client in chosen)
-    pairs = Counter((a, b) for chosen in drawn for a in chosen for b in chosen if a < b)
-    for counted, kinds, p in ((single, 8, 3 / 8), (pairs, 28, 3 / 28)):
-        assert len(counted) == kinds
-        spread = 5 * (rounds * p * (1 - p)) ** 0.5
-        assert all(abs(n - rounds * p) < spread for n in counted.values())
+PURPOSES = ("cohort", "batches", "augment", "layers", "link-up", "link-down", "final", "lost", "devices")
 
 
 def test_streams_differ_in_each_argument():

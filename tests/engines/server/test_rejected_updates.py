@@ -10,10 +10,11 @@ from torch import nn
 
 from fedpara.engines.client import Reply
 from fedpara.engines.memory import InMemory
+from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.progress import Schedule
-from fedpara.engines.rng import cohort
-from fedpara.engines.server import LARGE_MESSAGE, _with_verdicts, run_rounds
+from fedpara.engines.server import LARGE_MESSAGE, _is_large, run_rounds
 from fedpara.engines.session import PRIVATE
+from fedpara.engines.threads import checked_in_order
 from fedpara.state import State, mean
 from fedpara.wire import Header, Message, decode, encode
 
@@ -135,7 +136,7 @@ def flipped(message: Message) -> bytes:
     return bytes(content)
 
 
-CHOSEN = cohort(0, 1, 6, 4)
+CHOSEN = Cohorts(0, 6, 4).draw(1)
 BAD = CHOSEN[1]
 
 
@@ -293,6 +294,6 @@ def test_replies_of_any_size_are_checked_in_order():
     replies = [Reply(client, bytes(size)) for client, size in enumerate(sizes)]
     checked = [
         (reply.client, verdict)
-        for reply, verdict in _with_verdicts(replies, lambda reply: len(reply.message))
+        for reply, verdict in checked_in_order(replies, lambda reply: len(reply.message), _is_large)
     ]
     assert checked == list(enumerate(sizes))

@@ -8,11 +8,11 @@ from torch import nn
 
 import fedpara as fp
 from fedpara.engines.memory import InMemory
-from fedpara.engines.rng import cohort
+from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.errors import ConfigError, RunError
 from fedpara.state import norm
 
-BAD = cohort(0, 1, 6, 4)[1]
+BAD = Cohorts(0, 6, 4).draw(1)[1]
 
 
 def test_a_client_without_examples_is_skipped(world):

@@ -29,7 +29,7 @@ from fedpara.experiments.run import OnRound
 from fedpara.experiments.storage.checkpoint import final_checkpoint
 from fedpara.experiments.storage.jsonl import read_lines
 from fedpara.experiments.storage.run_folder import is_locked
-from fedpara.experiments.storage.summary import read_config
+from fedpara.experiments.storage.summary import read_config, stops_early
 from fedpara.source_files import portable_files
 
 logger = logging.getLogger(__name__)
@@ -147,9 +147,8 @@ def follow(
 
 def _has_its_lines(path: Path, rounds: int | None) -> bool:
     summary = read_run(path)
-    target = summary.experiment.target
-    met = target is not None and summary.reached(target) is not None
-    return met or summary.rounds >= (rounds or summary.experiment.rounds)
+    experiment = summary.experiment
+    return summary.rounds >= (rounds or experiment.rounds) or stops_early(experiment, summary.metrics)
 
 
 def _is_saved(path: Path) -> bool:

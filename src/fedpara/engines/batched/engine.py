@@ -26,6 +26,7 @@ from fedpara.engines.batched.step import make_tick, one_step
 from fedpara.engines.client import Reply, own_model, own_variables, reply_of
 from fedpara.engines.local.worker import Trained, Worker
 from fedpara.engines.memory import ClientMemory, CohortMemories, PendingMemory
+from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.rng import LayerRng
 from fedpara.engines.session import PRIVATE, Session
 from fedpara.engines.settings import Precision
@@ -48,7 +49,7 @@ class Batched:
         data: FederatedData,
         memory: ClientMemory,
         *,
-        size: int,
+        cohorts: Cohorts,
         shape: LaneShape | None = None,
         device: str | None = None,
         precision: Precision | None = None,
@@ -57,11 +58,11 @@ class Batched:
         stay: bool = True,
         wait: bool | None = None,
     ) -> None:
-        """`size` is the cohort's. `stream` is this rank's number for random layers. `stay`: see `stays`.
+        """`cohorts` are this rank's. `stream` is this rank's number for random layers. `stay`: see `stays`.
 
         `wait`: whether trained states stay on the device until the last client ends. Otherwise each is freed earlier.
         """
-        self.stream, self.stay = stream, stay
+        self.stream, self.stay, self.cohorts = stream, stay, cohorts
         self.session, self.task, self.data, self.memory = session, task, data, PendingMemory(memory)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.on_gpu = self.device.type == "cuda"
@@ -75,14 +76,14 @@ class Batched:
         self.scorer = Worker(program, task, self.device)
         if self.on_gpu:
             install_kernels(self.plain, self.scorer.model, self.device, self.compile)
-        self.examples = CohortExamples(session, data, task.augment, self.device)
+        self.examples = CohortExamples(session, data, task.augment, self.device, cohorts)
         self.test_set = task.test.on(self.device) if task.test is not None else None
-        self.shape = shape or typical_shape(session, data, size)
+        self.shape = shape or typical_shape(session, data, cohorts)
         if self.lanes > (most := lanes_that_fit(session, self.device)):
-            self.shape = typical_shape(session, data, size, most)
+            self.shape = typical_shape(session, data, cohorts, most)
             self._note(f"at most {most} clients train at a time: half of the memory holds no more lanes")
         self.waits = self.on_gpu if wait is None else wait
-        if self.waits and (reason := cannot_wait(session, self.device, size)):
+        if self.waits and (reason := cannot_wait(session, self.device, self.shape.clients)):
             self.waits = False
             self._note(reason)
         self._steps_done = self._steps_run = 0
@@ -215,7 +216,7 @@ class Batched:
                 "moves to the host when its client ends"
             )
             self.waits = False
-            self.shape = typical_shape(self.session, self.data, len(clients), fewer)
+            self.shape = typical_shape(self.session, self.data, self.cohorts, fewer)
             self._lane_state, self._ticks = None, {}
             self.examples.forget_plan()
             if self.on_gpu:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedpara.data import Examples, FederatedData
 from fedpara.engines.batched.round_plan import RoundPlan, plan_round
-from fedpara.engines.rng import cohort
+from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.session import Session
 from fedpara.tasks import Augment
 
@@ -20,8 +20,16 @@ SPARE_ROOM = 1.25
 
 
 class CohortExamples:
-    def __init__(self, session: Session, data: FederatedData, augment: Augment, device: torch.device) -> None:
+    def __init__(
+        self,
+        session: Session,
+        data: FederatedData,
+        augment: Augment,
+        device: torch.device,
+        cohorts: Cohorts,
+    ) -> None:
         self._session, self._data, self._augment, self._device = session, data, augment, device
+        self._cohorts = cohorts
         self.current: Examples = data.train.on(device) if data.pooled else data.train
         self._rows: Mapping[int, NDArray[np.int64]] = {}
         self._ahead: tuple[int, Sequence[int], RoundPlan] | None = None
@@ -55,12 +63,15 @@ class CohortExamples:
         """
         if self._device.type == "cpu" or not self._data.pooled:
             return
-        seed, data = self._session.seed, self._data
-        drawn = [cohort(seed, t, len(data), len(clients)) for t in (round, round + 1)]
-        if drawn[0] != list(clients) or not all(map(data.size, drawn[1])):
+        chosen = self._cohorts.present(round + 1)
+        if (
+            not all(map(self._data.size, chosen))
+            or self._cohorts.present(round) != list(clients)
+            or not chosen
+        ):
             return
-        rows = {client: data.indices(client) for client in drawn[1]}
-        self._ahead = (round + 1, drawn[1], self._plan(round + 1, drawn[1], lanes, rows))
+        rows = {client: self._data.indices(client) for client in chosen}
+        self._ahead = (round + 1, chosen, self._plan(round + 1, chosen, lanes, rows))
 
     def forget_plan(self) -> None:
         """The number of lanes changes: a plan that was made ahead no longer fits."""

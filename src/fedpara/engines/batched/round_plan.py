@@ -19,7 +19,8 @@ from fedpara.engines.batched.packing import Segment
 from fedpara.engines.local.augment import draw
 from fedpara.engines.local.batches import batches
 from fedpara.engines.local.dropout import step_seed
-from fedpara.engines.rng import cohort, numpy_rng, torch_seed
+from fedpara.engines.participation.cohorts import Cohorts
+from fedpara.engines.rng import numpy_rng, torch_seed
 from fedpara.engines.session import Session
 from fedpara.tasks import Augment
 
@@ -84,22 +85,32 @@ def plan_round(
 class LaneShape:
     """The lanes, steps and batch that typical cohorts of a federation need, so that the lane state seldom grows."""
 
+    clients: int  # of the largest cohort
     lanes: int
     steps: int  # of the longest lane
     width: int  # of the largest batch
 
 
-def typical_shape(session: Session, data: FederatedData, size: int, lanes: int | None = None) -> LaneShape:
-    """The shape for `lanes`, by default the largest number of lanes that wastes little, at most one per client."""
-    local = session.algorithm.local.of
-    drawn = [cohort(session.seed, t, len(data), size) for t in range(1, TYPICAL_COHORTS + 1)]
-    if not data.sizes_known:
-        drawn = drawn[:1]  # each size means reading that client's data
+def typical_shape(
+    session: Session, data: FederatedData, cohorts: Cohorts, lanes: int | None = None
+) -> LaneShape:
+    """The shape for `lanes`, by default the largest number of lanes that wastes little, at most one per client.
+
+    If cohorts vary in size, waste is measured on as many clients as `cohorts.size`: idle lanes in a small cohort cost
+    less than a second pass over the lanes in a large one. The lanes then grow in proportion to the largest cohort.
+    """
+    local, size = session.algorithm.local.of, cohorts.size
+    # Without known sizes, each size means reading that client's data.
+    drawn = [cohorts.draw(round) for round in range(1, (TYPICAL_COHORTS if data.sizes_known else 1) + 1)]
+    largest = max(map(len, drawn))
     steps = [[local(client).steps_for(data.size(client)) for client in clients] for clients in drawn]
-    lanes = lanes or packing.choose(steps, size)
+    if not lanes:
+        every = [n for row in steps for n in row]
+        even = [every[i : i + size] for i in range(0, max(1, len(every) - size + 1), size)]
+        lanes = max(1, packing.choose(even, size) * largest // size)
     longest = max(packing.length(packing.pack(row, lanes)) for row in steps)
     chosen = {client for clients in drawn for client in clients}
     widths = [min(local(client).batch_size, data.size(client)) for client in chosen]
     if data.sizes_known and session.algorithm.local.per_client is None:
         widths.append(min(session.algorithm.local.batch_size, int(data.sizes.max())))
-    return LaneShape(lanes, longest, max(widths))
+    return LaneShape(largest, lanes, longest, max(widths, default=1))

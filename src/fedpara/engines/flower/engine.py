@@ -102,8 +102,9 @@ class Flower:
 
     def train(self, round: int, clients: Sequence[int], message: Message, personal: bool) -> Iterator[Reply]:
         yield from self._late_replies()
-        hosts = self.roster.find(clients, self.policy.minimum)
-        if len(hosts) < self.policy.minimum:
+        needed = min(self.policy.minimum, len(clients))  # lost clients are not asked
+        hosts = self.roster.find(clients, needed)
+        if len(hosts) < needed:
             raise RunError(
                 f"{len(hosts)} of the round's {len(clients)} clients have a node after {self.policy.wait:g} s; the "
                 f"policy needs {self.policy.minimum}{self.roster.refusals()}. Finished rounds are saved: start "

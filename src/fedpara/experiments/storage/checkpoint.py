@@ -4,8 +4,8 @@
     clients                                     (client, round) of each client memory
     digests                                     the SHA-256 of each memory file, in the same order
 
-The metadata holds the round, the bytes sent so far, the identity of the config, and the SHA-256 of the lines of
-metrics.jsonl up to the round. Checkpoints of earlier versions have no digests.
+The metadata holds the round, the bytes sent so far, the simulated clock if there is one, the identity of the config,
+and the SHA-256 of the lines of metrics.jsonl up to the round. Checkpoints of earlier versions have no digests.
 """
 
 import json
@@ -136,7 +136,13 @@ def _flatten(progress: Progress) -> tuple[State, dict[str, str]]:
     state |= {f"buffers/{name}": tensor for name, tensor in progress.buffers.items()}
     for variable, tensors in progress.server.items():
         state |= {f"server/{variable}/{name}": tensor for name, tensor in tensors.items()}
-    numbers = {"round": progress.round, "bytes_up": progress.bytes_up, "bytes_down": progress.bytes_down}
+    numbers: dict[str, float] = {
+        "round": progress.round,
+        "bytes_up": progress.bytes_up,
+        "bytes_down": progress.bytes_down,
+    }
+    if progress.clock is not None:
+        numbers["clock"] = progress.clock
     variables = json.dumps(sorted(progress.server))
     return state, {**{name: str(value) for name, value in numbers.items()}, "groups": variables}
 
@@ -154,4 +160,5 @@ def _unflatten(state: State, metadata: dict[str, str]) -> Progress:
         server,
         numbers["bytes_up"],
         numbers["bytes_down"],
+        float(metadata["clock"]) if "clock" in metadata else None,
     )

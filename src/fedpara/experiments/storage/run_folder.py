@@ -50,7 +50,7 @@ from fedpara.experiments.storage.jsonl import (
     read_lines,
 )
 from fedpara.experiments.storage.sources import SOURCES, describe_sources
-from fedpara.experiments.storage.summary import read_config
+from fedpara.experiments.storage.summary import evaluations, read_config, stops_early
 from fedpara.files import PART, make_folder, sweep, sync, write_bytes
 
 LOCK = ".lock"
@@ -102,11 +102,14 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether all rounds are done or the target accuracy was reached."""
+        """Whether all rounds are done, the target was reached, or the patience is used up."""
         done = self.progress.round if self.progress else 0
-        target = self.experiment.target
-        met = target is not None and any((m["accuracy"] or 0) >= target for m in self.metrics())
-        return met or done >= self.experiment.rounds
+        return done >= self.experiment.rounds or stops_early(self.experiment, self.metrics())
+
+    @property
+    def evaluations(self) -> list[float]:
+        """The scores so far that patience counts."""
+        return evaluations(self.experiment, self.metrics())
 
     @property
     def holds_memories(self) -> bool:
@@ -294,6 +297,7 @@ def metrics_of(result: Round) -> dict[str, Any]:
         "refused": [{"client": client, "reason": reason} for client, reason in result.refused],
         "notes": list(result.notes),
         **_own_scores(result),
+        **({"clock": result.clock} if result.clock is not None else {}),
         **({"everyone": _everyone(result)} if result.everyone else {}),
     }
 
@@ -331,6 +335,7 @@ def _everyone(result: Round) -> dict[str, Any]:
     """The scores of all clients. An accuracy keeps the name that it had before there were other metrics."""
     assert result.everyone is not None
     values = asdict(result.everyone)
+    del values["by_client"]  # as long as the federation
     return {"accuracy" if result.primary == "accuracy" else "score": values.pop("score"), **values}
 
 

@@ -3,11 +3,13 @@
 import json
 import os
 import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fedpara.engines.progress import Schedule
 from fedpara.errors import ConfigError
 from fedpara.experiments.config import LATER, OWNED, Experiment, read_toml
 from fedpara.experiments.storage.jsonl import read_lines
@@ -89,6 +91,26 @@ class Summary:
         return next(
             (m for m in self.metrics if m["accuracy"] is not None and m["accuracy"] >= accuracy), None
         )
+
+
+def evaluations(experiment: Experiment, metrics: Iterable[dict[str, Any]]) -> list[float]:
+    """The scores that patience counts, as `Schedule.evaluated` gave them."""
+    every = experiment.evaluate_every
+    return [m["accuracy"] for m in metrics if m["accuracy"] is not None and m["round"] % every == 0]
+
+
+def stops_early(experiment: Experiment, metrics: Sequence[dict[str, Any]]) -> bool:
+    """Whether these rounds met the experiment's target or used up its patience."""
+    schedule = Schedule(
+        experiment.rounds,
+        experiment.clients,
+        experiment.cohort,
+        lambda client: 0,
+        target=experiment.target,
+        patience=experiment.patience,
+    )
+    met = any(schedule.reaches_target(line["accuracy"]) for line in metrics)
+    return met or schedule.has_stalled(evaluations(experiment, metrics))
 
 
 def read_run(path: str | os.PathLike[str]) -> Summary:

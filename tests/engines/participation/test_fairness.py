@@ -1,0 +1,42 @@
+"""Scores per client: the mean, the worst tenth and the spread."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fedpara as fp
+from fedpara.engines.local.worker import Worker
+from fedpara.engines.participation.fairness import spread, worst_tenth
+from fedpara.engines.program import make_program
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=60))
+def test_they_equal_numpys(scores):
+    tenth = int(np.ceil(len(scores) / 10))
+    assert worst_tenth(scores) == pytest.approx(np.sort(scores)[:tenth].mean())
+    assert worst_tenth(scores, higher_is_better=False) == pytest.approx(np.sort(scores)[-tenth:].mean())
+    assert spread(scores) == pytest.approx(np.std(scores), abs=1e-9)
+
+
+@pytest.mark.parametrize("scheme", ["original", "pfedpara"])
+def test_everyone_has_the_score_of_each_client(world, engine, scheme):
+    run = world.simulate(world.model(scheme), federation=world.personal, engine=engine, rounds=3)
+    judge = Worker(make_program(world.model(scheme)), fp.Task(world.model(scheme)))
+    own = [judge.evaluate(run.client_state(i), world.personal.client_test(i)) for i in range(6)]
+    scores = [score.values["accuracy"] for score in own]
+    everyone = run.rounds[-1].everyone
+    assert everyone.by_client == dict(enumerate(scores))
+    assert everyone.score == pytest.approx(np.mean(scores))
+    assert everyone.worst_tenth == min(scores)
+    assert everyone.spread == pytest.approx(np.std(scores))
+
+
+def test_a_round_has_the_spread_of_its_cohort(world, engine):
+    run = world.simulate(world.model("pfedpara"), federation=world.personal, engine=engine, evaluate_every=2)
+    first, second = run.rounds
+    assert (first.worst_tenth, first.spread) == (None, None)
+    assert 0 <= second.worst_tenth <= second.after
+    assert second.spread >= 0
+    alone = world.simulate(world.model(), federation=world.personal, engine=engine, cohort=1).rounds[-1]
+    assert (alone.worst_tenth, alone.spread) == (alone.after, 0.0)
