@@ -15,7 +15,7 @@ from fedpara.algorithms import Algorithm, Local
 from fedpara.algorithms.core import expect_like, expect_variables
 from fedpara.data import Examples, FederatedData, normalise
 from fedpara.engines.local.worker import Worker
-from fedpara.engines.program import Program
+from fedpara.engines.program import Program, named_tensors
 from fedpara.engines.session import PRIVATE, Session
 from fedpara.engines.settings import Settings
 from fedpara.engines.task import Task
@@ -152,6 +152,18 @@ def _failure(program: Program, data: FederatedData, local: Local, size: int) -> 
             worker.gradient(some.inputs, some.labels, local, local.lr)
     except Exception as error:
         return error
+    return _changed_constant(program, worker)
+
+
+def _changed_constant(program: Program, worker: Worker) -> Exception | None:
+    """An error if a step changed a tensor that counts as frozen: the change would be lost."""
+    named = named_tensors(worker.model)
+    for name in program.frozen:
+        if not torch.equal(named[name], program.initial[name]):
+            advice = f"assign it in a method of its module (self.{name.rpartition('.')[2]} = ...)"
+            return ConfigError(
+                f"a step changes {name}, which the code of the model's modules does not show: {advice}"
+            )
     return None
 
 

@@ -33,6 +33,7 @@ from fedpara.experiments.storage.run_folder import (
     create,
     load_run,
     open_run,
+    refuse_other_base,
     refuse_used,
 )
 from fedpara.experiments.storage.summary import Summary, read_config, read_run
@@ -63,7 +64,7 @@ def run(
     with group.in_step(f"the end of {path}"):
         parts = build(experiment, data_dir)
         prepared = _prepared(experiment, parts)
-        model = _model_of(experiment, parts)
+        model = _model_of(experiment, parts, prepared[0])
         folder = open_on_ranks(group, path, experiment, lambda: create(path, experiment, model, parts.digest))
         _run_folder(group, parts, prepared, folder, on_round)
     return read_run(path)
@@ -84,8 +85,8 @@ def lay_out_all(runs: Mapping[Path, Experiment], *, data_dir: Path | None = None
             for path, experiment in runs.items():
                 refuse_used(path)
                 parts = build(experiment, data_dir)
-                _prepared(experiment, parts)
-                described[path] = _model_of(experiment, parts), parts.digest
+                session, *_ = _prepared(experiment, parts)
+                described[path] = _model_of(experiment, parts, session), parts.digest
             for path, experiment in runs.items():
                 create(path, experiment, *described[path]).close()
         return Part()
@@ -116,6 +117,7 @@ def resume(
     with group.in_step(f"the end of {path}"):
         parts = build(experiment, data_dir)
         prepared = _prepared(experiment, parts)
+        refuse_other_base(path, prepared[0].program.base)
         folder = open_on_ranks(group, path, experiment, lambda: open_run(path, experiment, parts.digest))
         _run_folder(group, parts, prepared, folder, on_round, host)
     return read_run(path)
@@ -266,9 +268,11 @@ def _refuse_on_nodes(path: Path) -> None:
         )
 
 
-def _model_of(experiment: Experiment, parts: Parts) -> dict[str, object]:
+def _model_of(experiment: Experiment, parts: Parts, session: Session) -> dict[str, object]:
     train, normalise = parts.data.train, parts.normalisation
     model = {"name": experiment.model, "classes": train.classes, "shape": list(train.shape)}
+    if session.program.base:
+        model["base"] = session.program.base
     # Nodes that read their own data may normalise it although the server's examples have no mean.
     unknown = normalise is None and is_own(experiment.dataset)
     return model if unknown else {**model, "normalise": normalise}

@@ -4,8 +4,8 @@
     FedPara     W = W0 + (alpha / r) s(X1 Y1^T) * s(X2 Y2^T)             LoHa
     PFedPara    W = W0 + (alpha / r) s(X1 Y1^T) * (s(X2 Y2^T) + 1)       X2 and Y2 are private
 
-X, X2 and X1, in this order, are 0 at the start (`initialise.adapter`). The change is then exactly 0, and the gradient of
-this factor is not. The other factors get a gradient as soon as it has moved.
+At the start LowRank's X, FedPara's X2 and PFedPara's X1 are 0 (`initialise.adapter`). So the change is exactly 0, but
+the gradient of this factor is not. The other factors get a gradient once it has moved.
 
 This file chooses the weights that get an adapter and the parameters that train beside them.
 """

@@ -173,6 +173,11 @@ def forms(model: nn.Module) -> dict[str, Form]:
     return {weight: factors.bound for weight, factors in _weights(model)}
 
 
+def is_adapter(module: nn.Module) -> bool:
+    """Whether this is the parametrization of a weight on a frozen W0."""
+    return isinstance(module, Factors) and module.form.scale is not None
+
+
 def covered(model: nn.Module) -> str:
     """The name of a factorized weight with another parametrization on top, or "". Its form alone does not give it."""
     named = {module: name for name, module in model.named_modules()}
@@ -206,7 +211,7 @@ def compose_state(state: Mapping[str, Tensor], forms: Mapping[str, Form]) -> Sta
     plain = {name: tensor for name, tensor in state.items() if name not in taken}
     for weight, form in forms.items():
         factors = [state[f"{weight}.{factor}"] for factor in form.factors]
-        plain[weight] = form.compose(factors, state.get(f"{weight}.{BASE}"))
+        plain[weight] = form.compose_onto(state.get(f"{weight}.{BASE}", form.base), factors)
     return plain
 
 

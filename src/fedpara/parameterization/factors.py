@@ -35,17 +35,22 @@ class Factors(nn.Module):
 
     def forward(self, *factors: Tensor) -> Tensor:
         if self._composed is None:
-            return self.form.compose(factors, self.base)
+            return self._compose(factors)
         if not self._composed:
-            self._composed.append(self.form.compose(factors, self.base))
+            self._composed.append(self._compose(factors))
         return self._composed[0]
+
+    def _compose(self, factors: Sequence[Tensor]) -> Tensor:
+        if self.base is None:
+            return self.form.compose(factors)
+        return self.form.compose_onto(self.base, factors)
 
     def right_inverse(self, weight: Tensor) -> list[Tensor]:
         """The prepared factors at registration. Later, on `module.weight = w`, factors fitted to w."""
         if self._start is not None:
             start, self._start = self._start, None
             return start
-        if self.form.scale is not None:
+        if self.base is not None and self.form.scale is not None:
             weight = (weight - self.base) / self.form.scale
         factors, self.error = fit(self.form.whole, weight)
         return factors
@@ -76,7 +81,9 @@ def prepare(
     assert form is not None
     if init == "fit":
         if onto_frozen:
-            raise SchemeError('init="fit" copies the weight, and an adapter starts at no change: leave init out.')
+            raise SchemeError(
+                'init="fit" copies the weight, and an adapter starts at no change: leave init out.'
+            )
         return Factors(form, *fit(form, weight))
     default = initialise.adapter if onto_frozen else initialise.default
     start = initialise.named(init) if isinstance(init, str) else init or default

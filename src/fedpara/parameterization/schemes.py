@@ -194,12 +194,16 @@ class Form:
             return compose.kernels(parts, self.channels_last)
         return [compose.matrix(x, y).reshape(self.shape) for x, y in parts]
 
-    def compose(self, factors: Sequence[Tensor], base: Tensor | None = None) -> Tensor:
-        """The weight. For an adapter, `base` replaces the form's own W0."""
+    def compose(self, factors: Sequence[Tensor]) -> Tensor:
+        """The weight; the change scale * join(W1, ...) for an adapter without its base."""
+        return self.compose_onto(self.base, factors)
+
+    def compose_onto(self, base: Tensor | None, factors: Sequence[Tensor]) -> Tensor:
+        """The weight of an adapter on this W0. Other forms have none."""
         w = self.scheme.join(self.inner(factors))
         if self.scale is None:
             return w
-        return torch.add(self.base if base is None else base, w, alpha=self.scale)
+        return self.scale * w if base is None else torch.add(base, w, alpha=self.scale)
 
     @property
     def whole(self) -> "Form":

@@ -2,7 +2,8 @@
 
     config.toml                    the experiment
     environment.json               versions, machine, threads
-    model.json                     name, classes and input shape, to rebuild the network; how inputs are normalised
+    model.json                     name, classes and input shape, to rebuild the network; how inputs are normalised;
+                                   a digest of the frozen tensors, if there are any
     data.json                      a digest of the examples: a resumed run must use the same ones
     metrics.jsonl                  one line per round: the same bits for the same config, seed and number of threads
     timing.jsonl                   one line per round: seconds, clients per second
@@ -260,6 +261,19 @@ def load_run(path: Path, experiment: Experiment, data: str) -> RunFolder:
             )
         on_error.pop_all()
     return folder
+
+
+def refuse_other_base(path: Path, base: str) -> None:
+    """RunError if the run began on other frozen tensors. Folders of earlier versions do not record them."""
+    file = path / "model.json"
+    try:
+        recorded = json.loads(file.read_text()).get("base") if file.exists() else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise RunError(f"{file} cannot be read ({error}): expected the description of the network.") from None
+    if recorded not in (None, base):
+        raise RunError(
+            f"{path} was started on another base: the frozen weights of the model differ. Load the same weights."
+        )
 
 
 def data_digest(path: Path) -> str | None:
