@@ -1,7 +1,7 @@
 """A factorized state on disk: a safetensors file whose metadata says how each weight is written.
 
     fedpara         the version of this format
-    forms           {weight: {"scheme", "rank", "shape", "nonlinearity", "conv"}} as JSON
+    forms           {weight: {"scheme", "rank", "shape", "nonlinearity", "conv"}} as JSON; adapters also have a "scale"
     model           a description of the network (see `rebuild`), as JSON; optional
     preprocessing   {"mean", "std", "scale", "dtype", "shape", "classes"} of raw inputs, as JSON; optional
     crc32           over the texts above and every tensor's name, type, shape and bytes
@@ -14,7 +14,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from fedpara.files import read_tensors, write_tensors
 from fedpara.interop.preprocessing import Preprocessing
 from fedpara.interop.rebuild import EXPECTED, Description, is_description, shape_of
 from fedpara.parameterization import SCHEMES, Form, as_they_are, compose_state, write
-from fedpara.parameterization.naming import mismatch
+from fedpara.parameterization.naming import BASE, mismatch
 from fedpara.parameterization.schemes import SIZES
 from fedpara.state import State
 
@@ -107,8 +107,9 @@ def read_state(path: str | os.PathLike[str]) -> SavedState:
 
 
 def check_factors(state: Mapping[str, Tensor], forms: Mapping[str, Form]) -> None:
-    """StateError unless the state holds each form's factors, in their shapes, and no composed weight."""
+    """StateError unless the state holds each form's factors, an adapter's W0, and no composed weight."""
     shapes = {f"{weight}.{factor}": s for weight, form in forms.items() for factor, s in form.factors.items()}
+    shapes |= {f"{weight}.{BASE}": form.shape for weight, form in forms.items() if form.scale is not None}
     given = {name: t for name, t in state.items() if name in forms or name.rpartition(".")[0] in forms}
     if wrong := mismatch(given, shapes):
         raise StateError(f"the state does not fit its forms; {wrong}. Use the forms of its own model.")
@@ -119,6 +120,7 @@ def _describe(weight: str, form: Form) -> dict[str, object]:
     if type(scheme) is not SCHEMES.get(scheme.name):
         raise StateError(f"a file cannot name the scheme {scheme!r} of {weight}: merge the model first.")
     described = {"scheme": scheme.name, "rank": form.rank, "shape": list(form.shape), "nonlinearity": None}
+    described |= {} if form.scale is None else {"scale": form.scale}
     return described | {f.name: getattr(scheme, f.name) for f in fields(scheme) if f.name not in SIZES}
 
 
@@ -137,14 +139,21 @@ def _understand(state: State, metadata: Mapping[str, str]) -> SavedState:
 
 
 def _form(
-    scheme: str, rank: int, shape: list[int], nonlinearity: str | None, conv: str, **options: Any
+    scheme: str,
+    rank: int,
+    shape: list[int],
+    nonlinearity: str | None,
+    conv: str,
+    scale: float | None = None,
+    **options: Any,
 ) -> Form:
     if nonlinearity is not None:
         options["nonlinearity"] = nonlinearity
     # index() raises on anything but integers.
-    return write(
+    form = write(
         SCHEMES[scheme](rank=rank, **options | {"conv": conv}), tuple(map(index, shape)), index(rank)
     )
+    return replace(form, scale=None if scale is None else float(scale))
 
 
 def _crc32(state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
