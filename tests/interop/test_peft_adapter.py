@@ -285,7 +285,10 @@ def change_tensors(folder, change):
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda f: (f / "adapter_config.json").unlink(), "expected a LoHa or LoRA adapter with adapter_config.json"),
+        (
+            lambda f: (f / "adapter_config.json").unlink(),
+            "expected a LoHa or LoRA adapter with adapter_config.json",
+        ),
         (
             lambda f: (f / "adapter_config.json").write_text("["),
             "expected a LoHa or LoRA adapter with adapter_config.json",
