@@ -108,9 +108,17 @@ def load_adapter(folder: str | os.PathLike[str], model: M) -> M:
         some = next(iter(read.values())).scheme
         factorize(model, some, where, force=True, onto="frozen", alpha=alpha, train=saved)
     own = forms_of(model)
-    if any(form.scale is None for form in own.values()) or own.keys() != read.keys():
+    for weight, form in own.items():
+        for factor, shape in form.factors.items():
+            if factor.startswith("t") and weight in read and prod(shape[2:]) == 1:
+                # PEFT has no core for a 1x1 kernel: X I Y^T = X Y^T.
+                state.setdefault(f"{weight}.{factor}", torch.eye(form.rank).reshape(shape))
+    given = {name: tuple(t.shape) for name, t in state.items() if _module(name) in {*own, *read}}
+    if given != {
+        f"{weight}.{factor}": s for weight, form in own.items() for factor, s in form.factors.items()
+    }:
         raise UsageError(
-            f"{type(model).__name__} has other adapters than {folder}: expected adapters of the same weights."
+            f"{type(model).__name__} has other adapters than {folder}: expected the same weights and ranks."
         )
     model.load_state_dict(_rescaled(state, read, own), strict=False)
     return model
