@@ -18,7 +18,11 @@ PRINTED = {
     "personalize": ["pFedPara", "client 3's merged model"],
     "own_algorithm": ["fedavgm", "after 30 rounds"],
 }
-PAGES = ["index.md", "guides/algorithms.md", "guides/data.md", "guides/run-folders.md", "deployment.md"]
+PAGES = [
+    "index.md",
+    *(f"guides/{name}.md" for name in ("adapters", "algorithms", "data", "run-folders")),
+    "deployment.md",
+]
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 """The tags that make a browser load something, each with the attribute that says what."""
 

@@ -67,7 +67,7 @@ def adapter(form: Form, generator: Generator | None = None) -> list[Tensor]:
     """LoRA's start in the last shared inner weight, and rms 1 in the others, so that W = 0.
 
     X = 0, Y ~ U(-1/sqrt(n), 1/sqrt(n)) and, for a kernel, T ~ N(0, 1/(k r)). For LowRank this is LoRA's B = 0 and
-    A. The others only scale the gradient of X, so FedPara's first steps are as large as LoRA's.
+    A. The others only scale the gradient of X, so FedPara's first step changes W about as much as LoRA's.
     """
     factors = [_normal(shape, generator) for shape in form.factors.values()]
     each = len(factors) // len(form.scheme.suffixes)
