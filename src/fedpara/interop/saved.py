@@ -1,7 +1,7 @@
 """A factorized state on disk: a safetensors file whose metadata says how each weight is written.
 
     fedpara         the version of this format
-    forms           {weight: {"scheme", "rank", "shape", "nonlinearity", "conv"}} as JSON; adapters also have a "scale"
+    forms           {weight: {"scheme", "rank", "shape", "nonlinearity", "conv"}} as JSON; "adapter_scale" for adapters
     model           a description of the network (see `rebuild`), as JSON; optional
     preprocessing   {"mean", "std", "scale", "dtype", "shape", "classes"} of raw inputs, as JSON; optional
     crc32           over the texts above and every tensor's name, type, shape and bytes
@@ -120,7 +120,7 @@ def _describe(weight: str, form: Form) -> dict[str, object]:
     if type(scheme) is not SCHEMES.get(scheme.name):
         raise StateError(f"a file cannot name the scheme {scheme!r} of {weight}: merge the model first.")
     described = {"scheme": scheme.name, "rank": form.rank, "shape": list(form.shape), "nonlinearity": None}
-    described |= {} if form.scale is None else {"scale": form.scale}
+    described |= {} if form.scale is None else {"adapter_scale": form.scale}
     return described | {f.name: getattr(scheme, f.name) for f in fields(scheme) if f.name not in SIZES}
 
 
@@ -144,7 +144,7 @@ def _form(
     shape: list[int],
     nonlinearity: str | None,
     conv: str,
-    scale: float | None = None,
+    adapter_scale: float | None = None,
     **options: Any,
 ) -> Form:
     if nonlinearity is not None:
@@ -153,7 +153,7 @@ def _form(
     form = write(
         SCHEMES[scheme](rank=rank, **options | {"conv": conv}), tuple(map(index, shape)), index(rank)
     )
-    return replace(form, scale=None if scale is None else float(scale))
+    return replace(form, scale=None if adapter_scale is None else float(adapter_scale))
 
 
 def _crc32(state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
