@@ -25,6 +25,7 @@ PAGES = [
     "guides/participation.md",
     "guides/run-folders.md",
     "guides/your-code.md",
+    *(f"guides/{name}.md" for name in ("adapters", "algorithms", "data", "run-folders")),
     "deployment.md",
 ]
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}

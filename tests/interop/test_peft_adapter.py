@@ -285,14 +285,17 @@ def change_tensors(folder, change):
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda f: (f / "adapter_config.json").unlink(), "expected a LoHa adapter with adapter_config.json"),
+        (
+            lambda f: (f / "adapter_config.json").unlink(),
+            "expected a LoHa or LoRA adapter with adapter_config.json",
+        ),
         (
             lambda f: (f / "adapter_config.json").write_text("["),
-            "expected a LoHa adapter with adapter_config.json",
+            "expected a LoHa or LoRA adapter with adapter_config.json",
         ),
-        (lambda f: (f / "adapter_config.json").write_text("[]"), "expected a LoHa adapter"),
+        (lambda f: (f / "adapter_config.json").write_text("[]"), "expected a LoHa or LoRA adapter"),
         (lambda f: (f / "adapter_model.safetensors").unlink(), "expected a whole safetensors file"),
-        (lambda f: set_config(f, peft_type="LORA"), "peft_type is 'LORA', not 'LOHA'"),
+        (lambda f: set_config(f, peft_type="IA3"), "peft_type is 'IA3', not 'LOHA' or 'LORA'"),
         (lambda f: set_config(f, r=5), "rank 5, and its tensors have rank 4"),
         (lambda f: set_config(f, alpha="6"), "TypeError"),
         (lambda f: set_config(f, rank_pattern=["fc"]), "AttributeError"),

@@ -175,11 +175,15 @@ def _initial(
         description = json.loads((path / "model.json").read_text())
         recorded = "normalise" in description
         entry = description.pop("normalise", None)
+        base = description.pop("base", None)
+        description.pop("metric", None)
         preprocessing = None if entry is None else Preprocessing.from_entry(entry)
         if not is_description(description) or "classes" not in description:
             raise ValueError(EXPECTED)
         shape = tuple(description["shape"])
         network = build_model(experiment, description["classes"], shape, build_scheme(experiment))
+        if base not in (None, make_program(network).base):
+            raise ValueError("the frozen weights of the model are not those of the run")
         return network, description, preprocessing, recorded
     except Exception as error:  # a damaged file may break any assumption
         raise _misdescribed(path, error) from None

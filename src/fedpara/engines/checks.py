@@ -17,7 +17,7 @@ from fedpara.algorithms import Algorithm, Local, Visit
 from fedpara.algorithms.core import expect_like, expect_variables
 from fedpara.data import Examples, FederatedData
 from fedpara.engines.local.worker import Worker
-from fedpara.engines.program import Program
+from fedpara.engines.program import Program, named_tensors
 from fedpara.engines.session import PRIVATE, Session
 from fedpara.engines.settings import Settings
 from fedpara.errors import ConfigError, in_a_line
@@ -196,6 +196,18 @@ def _failure(program: Program, task: Task, data: FederatedData, local: Local, si
             worker.gradient(some.inputs, some.targets, local, local.lr)
     except Exception as error:
         return error
+    return _changed_constant(program, worker)
+
+
+def _changed_constant(program: Program, worker: Worker) -> Exception | None:
+    """An error if a step changed a tensor that counts as frozen: the change would be lost."""
+    named = named_tensors(worker.model)
+    for name in program.frozen:
+        if not torch.equal(named[name], program.initial[name]):
+            advice = f"assign it in a method of its module (self.{name.rpartition('.')[2]} = ...)"
+            return ConfigError(
+                f"a step changes {name}, which the code of the model's modules does not show: {advice}"
+            )
     return None
 
 

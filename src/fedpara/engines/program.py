@@ -1,20 +1,25 @@
 """Program: a model's tensors, grouped by role.
 
     parameters   trainable tensors, by their readable names
-    buffers      tensors that the forward pass updates (BatchNorm's statistics): averaged, never trained
+    buffers      tensors that the forward pass changes (BatchNorm's statistics): averaged, never trained
     private      parameters that never leave the client: pFedPara's second factors, the last layer with share="fedper",
                  everything with share="none"
 
-Frozen parameters belong to the model's definition: they are neither trained nor sent.
+    frozen       parameters that do not train, an adapter's W0, and buffers that never change (`local/changing.py`)
+
+Frozen tensors belong to the model's definition: they are neither trained nor sent. Both ends compare their digest.
 """
 
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
 
+import torch
 from torch import Tensor, nn
 
 from fedpara import models, parameterization
+from fedpara.engines.local.changing import changing_buffers
 from fedpara.engines.settings import Share
 from fedpara.errors import ConfigError
 from fedpara.parameterization import Form
@@ -53,6 +58,25 @@ class Program:
         return (*sorted(self.private), *(self.buffers if not self.shared else ()))
 
     @cached_property
+    def frozen(self) -> tuple[str, ...]:
+        moving = {*self.parameters, *self.buffers}
+        return tuple(name for name in self.initial if name not in moving)
+
+    @cached_property
+    def base(self) -> str:
+        """A digest of the frozen tensors and of the adapters' scales; "" if nothing is frozen."""
+        if not self.frozen:
+            return ""
+        forms = sorted(parameterization.forms(self.model).items())
+        scales = [f"{weight} {form.scale}" for weight, form in forms if form.scale is not None]
+        digest = blake2b("\n".join(scales).encode(), digest_size=8)
+        for name in sorted(self.frozen):
+            tensor = self.initial[name].cpu().contiguous()
+            digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    @cached_property
     def forms(self) -> dict[str, Form]:
         """The forms of the weights that train. A tied weight appears once; one with only frozen factors does not."""
         trained = set(self.parameters)
@@ -79,7 +103,8 @@ def make_program(model: nn.Module, share: Share = "all") -> Program:
     parameterization.refuse_old_norms(model)  # an engine trains a copy
     named = named_tensors(model)
     parameters = tuple(n for n, t in named.items() if isinstance(t, nn.Parameter) and t.requires_grad)
-    buffers = tuple(n for n, t in named.items() if not isinstance(t, nn.Parameter))
+    changing = changing_buffers(model)
+    buffers = tuple(n for n, t in named.items() if not isinstance(t, nn.Parameter) and id(t) in changing)
     if not parameters:
         raise ConfigError(f"{type(model).__name__} has no trainable parameter.")
     if share == "all":
@@ -118,5 +143,6 @@ def factors_of(weight: str, form: Form) -> set[str]:
 
 def describe(model: nn.Module) -> str:
     """The schemes in use, such as "fedpara+lowrank", for message headers: both ends must agree."""
-    names = {form.scheme.name for form in parameterization.forms(model).values()}
+    forms = parameterization.forms(model).values()
+    names = {form.scheme.name + ("" if form.scale is None else "-adapter") for form in forms}
     return "+".join(sorted(names)) or "dense"

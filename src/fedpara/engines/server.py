@@ -316,7 +316,8 @@ def _evaluated(
     if before and after:
         means = {name: mean_of(after, name) for name in after[0] if name != "loss" or primary == "loss"}
         result = replace(result, before=mean_of(before, primary), after=means[primary], scores=means)
-        result = replace(result, **fairness_of([v[primary] for v in after], schedule.higher_is_better))
+        worst, deviation = fairness_of([v[primary] for v in after], schedule.higher_is_better)
+        result = replace(result, worst_tenth=worst, spread=deviation)
     if not session.program.private:
         score = engine.evaluate({**result.progress.x, **result.progress.buffers})
         if score is not None:
@@ -344,6 +345,6 @@ def with_everyone(session: Session, engine: Engine, schedule: Schedule, result: 
         return replace(result, notes=(*result.notes, *notes))
     sent = len(message) * sum(reply.reached for reply in replies)
     scores = list(scored.values())
-    fairness = fairness_of(scores, schedule.higher_is_better)
-    everyone = Everyone(sum(scores) / len(scores), len(scores), n, sent, by_client=scored, **fairness)
+    fairness, mean = fairness_of(scores, schedule.higher_is_better), sum(scores) / len(scores)
+    everyone = Everyone(mean, len(scores), n, sent, *fairness, by_client=scored)
     return replace(result, everyone=everyone, notes=(*result.notes, *notes))

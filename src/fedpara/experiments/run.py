@@ -35,6 +35,7 @@ from fedpara.experiments.storage.run_folder import (
     create,
     load_run,
     open_run,
+    refuse_other_base,
     refuse_used,
 )
 from fedpara.experiments.storage.sources import source_warning
@@ -69,7 +70,7 @@ def run(
     with group.in_step(f"the end of {path}"):
         parts = build(experiment, data_dir)
         prepared = _prepared(experiment, parts)
-        described = _described(experiment, parts)
+        described = _described(experiment, parts, prepared[0])
         folder = open_on_ranks(group, path, experiment, lambda: create(path, experiment, *described))
         _run_folder(group, parts, prepared, folder, on_round)
     return read_run(path)
@@ -90,8 +91,8 @@ def lay_out_all(runs: Mapping[Path, Experiment], *, data_dir: Path | None = None
             for path, experiment in runs.items():
                 refuse_used(path)
                 parts = build(experiment, data_dir)
-                _prepared(experiment, parts)
-                described[path] = _described(experiment, parts)
+                session, *_ = _prepared(experiment, parts)
+                described[path] = _described(experiment, parts, session)
             for path, experiment in runs.items():
                 create(path, experiment, *described[path]).close()
         return Part()
@@ -122,6 +123,7 @@ def resume(
     with group.in_step(f"the end of {path}"):
         parts = build(experiment, data_dir)
         prepared = _prepared(experiment, parts)
+        refuse_other_base(path, prepared[0].program.base)
         folder = open_on_ranks(group, path, experiment, lambda: open_run(path, experiment, parts.digest))
         _run_folder(group, parts, prepared, folder, on_round, host)
     return read_run(path)
@@ -159,12 +161,14 @@ def _prepared(experiment: Experiment, parts: Parts) -> Prepared:
     return prepare(parts.task, parts.data, parts.algorithm, _settings(experiment, parts))
 
 
-def _described(experiment: Experiment, parts: Parts) -> tuple[dict[str, Any], dict[str, Any]]:
+def _described(
+    experiment: Experiment, parts: Parts, session: Session
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the folder's model.json and data.json hold."""
     data: dict[str, Any] = {"blake2b": parts.digest}
     if "dataset" in experiment.references:  # a FederatedData brings its own clients
         data["clients"] = len(parts.data)
-    return describe_model(experiment, parts), data
+    return describe_model(experiment, parts, session.program), data
 
 
 def _run_folder(

@@ -1,7 +1,7 @@
 """A factorized state on disk: a safetensors file whose metadata says how each weight is written.
 
     fedpara         the version of this format
-    forms           {weight: {"scheme", "rank", "shape", "nonlinearity", "conv"}} as JSON
+    forms           {weight: {"scheme", "rank", "shape", "nonlinearity", "conv"}} as JSON; "adapter_scale" for adapters
     model           a description of the network (see `rebuild`), as JSON; optional
     preprocessing   {"mean", "std", "scale", "dtype", "shape", "classes"} of raw inputs, as JSON; optional
     crc32           over the texts above and every tensor's name, type, shape and bytes
@@ -26,7 +26,7 @@ from fedpara.interop.preprocessing import Preprocessing
 from fedpara.interop.rebuild import EXPECTED, Description, is_description, shape_of
 from fedpara.parameterization import Form, as_they_are, compose_state
 from fedpara.parameterization.description import describe_form, read_form
-from fedpara.parameterization.naming import mismatch
+from fedpara.parameterization.naming import BASE, mismatch
 from fedpara.state import State
 
 VERSION = "1"
@@ -105,8 +105,9 @@ def read_state(path: str | os.PathLike[str]) -> SavedState:
 
 
 def check_factors(state: Mapping[str, Tensor], forms: Mapping[str, Form]) -> None:
-    """StateError unless the state holds each form's factors, in their shapes, and no composed weight."""
+    """StateError unless the state holds each form's factors, an adapter's W0, and no composed weight."""
     shapes = {f"{weight}.{factor}": s for weight, form in forms.items() for factor, s in form.factors.items()}
+    shapes |= {f"{weight}.{BASE}": form.shape for weight, form in forms.items() if form.scale is not None}
     given = {name: t for name, t in state.items() if name in forms or name.rpartition(".")[0] in forms}
     if wrong := mismatch(given, shapes):
         raise StateError(f"the state does not fit its forms; {wrong}. Use the forms of its own model.")

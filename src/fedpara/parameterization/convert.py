@@ -5,21 +5,21 @@ parameters. State dicts name a factor after its weight: `features.0.weight.x1`, 
 `features.0.parametrizations.weight.original0`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn.utils import parametrize
 
 from fedpara.errors import SchemeError
-from fedpara.parameterization import initialise
-from fedpara.parameterization.fit import fit
-from fedpara.parameterization.naming import attach, detach, is_parametrized, refuse_mismatch
+from fedpara.parameterization import adapters, initialise
+from fedpara.parameterization.factors import Factors, prepare
+from fedpara.parameterization.naming import BASE, attach, detach, is_parametrized, refuse_mismatch
 from fedpara.parameterization.schemes import Form, Scheme
-from fedpara.parameterization.selection import Choice, Where, plan
+from fedpara.parameterization.selection import Where, plan
 from fedpara.state import State
 
 M = TypeVar("M", bound=nn.Module)
@@ -27,39 +27,6 @@ M = TypeVar("M", bound=nn.Module)
 AUTOCAST = ("cpu", "cuda", "mps", "xpu")
 ORDER = "_fedpara_order"
 """Attribute for a module's original parameter order, which optimizers and state dicts follow."""
-
-
-class Factors(nn.Module):
-    """The parametrization of one weight: `forward` composes it from its factors."""
-
-    def __init__(self, form: Form, start: list[Tensor], error: float | None = None) -> None:
-        super().__init__()
-        self.form = form
-        self.error = error
-        self._start: list[Tensor] | None = start
-        self._composed: list[Tensor] | None = None
-
-    def forward(self, *factors: Tensor) -> Tensor:
-        if self._composed is None:
-            return self.form.compose(factors)
-        if not self._composed:
-            self._composed.append(self.form.compose(factors))
-        return self._composed[0]
-
-    def right_inverse(self, weight: Tensor) -> list[Tensor]:
-        """The prepared factors at registration. Later, on `module.weight = w`, factors fitted to w."""
-        if self._start is not None:
-            start, self._start = self._start, None
-            return start
-        factors, self.error = fit(self.form, weight)
-        return factors
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies do not share the composed weight."""
-        return {**vars(self), "_composed": None}
-
-    def extra_repr(self) -> str:
-        return f"{self.form.scheme}, shape={self.form.shape}, rank={self.form.rank}"
 
 
 @contextmanager
@@ -99,6 +66,9 @@ def factorize(
     init: initialise.Init | str | None = None,
     force: bool = False,
     generator: Generator | None = None,
+    onto: Literal["frozen"] | None = None,
+    alpha: float | None = None,
+    train: str | Sequence[str] = (),
 ) -> M:
     """Write the chosen weights of `model` as factors, in place, and return the model.
 
@@ -113,8 +83,18 @@ def factorize(
     `init` is "fan_out", "calibrated", "he", "fit" (fits factors to the current weight), or a function of
     (form, generator) that returns the factors in the order of `form.factors`. The default depends on the scheme.
 
+    `onto="frozen"` makes adapters: every chosen weight becomes W0 + scale * compose(factors), where W0 is the
+    current weight and never trains. The change is exactly 0 at the start. `scale` is `alpha` / rank of the weight, and
+    1 without `alpha`; LowRank is LoRA's form. All other parameters are frozen, except in the modules and parameters
+    that `train` names, such as "classifier" or "bias". Without `where`, embeddings and weights too small for the rank
+    get no adapter.
+
     If this raises, the model is unchanged.
     """
+    if onto is not None:
+        where = adapters.rule(model, scheme, where, train)
+    elif train or alpha is not None:
+        raise SchemeError('`train` and `alpha` belong to adapters: pass onto="frozen" too.')
     planned = plan(model, scheme, where, force=force)
     choices = [c for c in planned if c.form is not None]
     if not choices:
@@ -124,7 +104,7 @@ def factorize(
             "at least one that becomes smaller. `fedpara inspect` lists all weights; `force=True` also factorizes "
             "weights that grow."
         )
-    prepared = [_prepare(choice, init, generator) for choice in choices]
+    prepared = [prepare(choice, init, generator, onto is not None, alpha) for choice in choices]
     done: list[tuple[nn.Module, str, nn.Parameter]] = []
     for owner in {owner for choice in choices for owner, _ in choice.owners}:
         setattr(owner, ORDER, tuple(owner._parameters))
@@ -144,6 +124,8 @@ def factorize(
     for owner, _, _ in done:
         attach(owner)
     attach(model)
+    if onto is not None:
+        adapters.freeze(model, train, [f for owner, name, _ in done for f in _originals(owner, name)])
     return model
 
 
@@ -188,7 +170,12 @@ def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def forms(model: nn.Module) -> dict[str, Form]:
     """The form of every factorized weight by name. A weight with two names in the state dict appears under both."""
-    return {weight: factors.form for weight, factors in _weights(model)}
+    return {weight: factors.bound for weight, factors in _weights(model)}
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether this is the parametrization of a weight on a frozen W0."""
+    return isinstance(module, Factors) and module.form.scale is not None
 
 
 def covered(model: nn.Module) -> str:
@@ -215,31 +202,17 @@ def fit_errors(model: nn.Module) -> dict[str, float]:
 def compose_state(state: Mapping[str, Tensor], forms: Mapping[str, Form]) -> State:
     """The state of the plain model: weights composed from their factors, other tensors unchanged.
 
+    An adapter's frozen weight W0 is `weight.base` in the state, or the form's if the state holds only what trains.
+
     A pure, traceable function: `functional_call(plain, compose_state(state, forms), x)` runs the factorized model
     under vmap, grad and compile.
     """
-    taken = {f"{weight}.{factor}" for weight, form in forms.items() for factor in form.factors}
+    taken = {f"{weight}.{part}" for weight, form in forms.items() for part in (*form.factors, BASE)}
     plain = {name: tensor for name, tensor in state.items() if name not in taken}
     for weight, form in forms.items():
-        plain[weight] = form.compose([state[f"{weight}.{factor}"] for factor in form.factors])
+        factors = [state[f"{weight}.{factor}"] for factor in form.factors]
+        plain[weight] = form.compose_onto(state.get(f"{weight}.{BASE}", form.base), factors)
     return plain
-
-
-def _prepare(choice: Choice, init: initialise.Init | str | None, generator: Generator | None) -> Factors:
-    form, weight = choice.form, choice.weight
-    assert form is not None
-    if init == "fit":
-        return Factors(form, *fit(form, weight))
-    start = initialise.named(init) if isinstance(init, str) else init or initialise.default
-    factors = start(form, generator)
-    got = [tuple(factor.shape) for factor in factors]
-    if got != list(form.factors.values()):
-        raise SchemeError(
-            f"{choice.name}: the initialiser returned factors of shapes {got}: expected {dict(form.factors)}, in this "
-            "order. `form.factors` holds these shapes."
-        )
-    # Copies: an initialiser may return one tensor twice.
-    return Factors(form, [factor.detach().to(weight, copy=True) for factor in factors])
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, str, Factors]]:
@@ -275,7 +248,9 @@ def _tie(owner: nn.Module, parameter: str, twin: nn.Module, twin_parameter: str)
     """Let two modules that shared a weight share its factors."""
     chain = _chain(owner, parameter)
     parametrize.register_parametrization(
-        twin, twin_parameter, Factors(chain[0].form, list(_originals(owner, parameter)))
+        twin,
+        twin_parameter,
+        Factors(chain[0].form, list(_originals(owner, parameter)), base=chain[0].base),
     )
     twin.parametrizations[twin_parameter] = chain  # type: ignore[index, operator]
 

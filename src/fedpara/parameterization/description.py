@@ -1,6 +1,9 @@
-"""A form as JSON values, in saved states and run folders: {"scheme", "rank", "shape", "nonlinearity", "conv"}."""
+"""A form as JSON values, in saved states and run folders: {"scheme", "rank", "shape", "nonlinearity", "conv"}.
 
-from dataclasses import fields
+An adapter also has "adapter_scale".
+"""
+
+from dataclasses import fields, replace
 from operator import index
 from typing import Any
 
@@ -14,16 +17,24 @@ def describe_form(weight: str, form: Form) -> dict[str, object]:
     if type(scheme) is not SCHEMES.get(scheme.name):
         raise StateError(f"a file cannot name the scheme {scheme!r} of {weight}: merge the model first.")
     described = {"scheme": scheme.name, "rank": form.rank, "shape": list(form.shape), "nonlinearity": None}
+    described |= {} if form.scale is None else {"adapter_scale": form.scale}
     return described | {f.name: getattr(scheme, f.name) for f in fields(scheme) if f.name not in SIZES}
 
 
 def read_form(
-    scheme: str, rank: int, shape: list[int], nonlinearity: str | None, conv: str, **options: Any
+    scheme: str,
+    rank: int,
+    shape: list[int],
+    nonlinearity: str | None,
+    conv: str,
+    adapter_scale: float | None = None,
+    **options: Any,
 ) -> Form:
     """The described form. Any exception means that the description is damaged."""
     if nonlinearity is not None:
         options["nonlinearity"] = nonlinearity
     # index() raises on anything but integers.
-    return write(
+    form = write(
         SCHEMES[scheme](rank=rank, **options | {"conv": conv}), tuple(map(index, shape)), index(rank)
     )
+    return replace(form, scale=None if adapter_scale is None else float(adapter_scale))

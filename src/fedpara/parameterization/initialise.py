@@ -3,6 +3,7 @@
     fan_out      X, Y ~ N(0, 2/r), T ~ N(0, 2/(k r)): trains well for FedPara's kernels under GroupNorm
     calibrated   scaled so that the composed weight has He's deviation sqrt(2 / fan_in)
     he           X ~ N(0, 2/O), Y ~ N(0, 2/I), T ~ N(0, 2/(k r)): He's rule per factor, with torch's fan-out
+    adapter      X = 0, Y ~ U(-1/sqrt(n), 1/sqrt(n)) in one inner weight, the others of rms 1: adapters only
 
 "fan_out:0.5" is fan_out with every deviation halved, "fan_out:0.5,1.4" with X and Y halved and T 1.4 times larger.
 
@@ -62,6 +63,31 @@ def he(form: Form, generator: Generator | None = None) -> list[Tensor]:
     return _drawn(form, generator, lambda shape: shape[0] * prod(shape[2:]))
 
 
+def adapter(form: Form, generator: Generator | None = None) -> list[Tensor]:
+    """LoRA's start in the last shared inner weight, and rms 1 in the others, so that W = 0.
+
+    X = 0, Y ~ U(-1/sqrt(n), 1/sqrt(n)) and, for a kernel, T ~ N(0, 1/(k r)). For LowRank this is LoRA's B = 0 and
+    A. The others only scale the gradient of X, so FedPara's first step changes W about as much as LoRA's.
+    """
+    factors = [_normal(shape, generator) for shape in form.factors.values()]
+    each = len(factors) // len(form.scheme.suffixes)
+    zero = each * form.scheme.suffixes.index(zero_factor(form)[1:])
+    for i, w in enumerate(form.inner(factors)):
+        share = _rms(w) ** (-1 / each)
+        factors[i * each : (i + 1) * each] = [share * f for f in factors[i * each : (i + 1) * each]]
+    x, y, *core = list(form.factors.values())[zero : zero + each]
+    factors[zero] = torch.zeros(x)
+    factors[zero + 1] = (2 * _uniform(y, generator) - 1) / sqrt(y[0])
+    for shape in core:
+        factors[zero + 2] = _normal(shape, generator) / sqrt(prod(shape[1:]))
+    return factors
+
+
+def zero_factor(form: Form) -> str:
+    """The factor of an adapter that starts at 0: X of the last shared inner weight (x, x2; x1 for pFedPara)."""
+    return f"x{[s for s in form.scheme.suffixes if s not in form.scheme.private][-1]}"
+
+
 def _drawn(form: Form, generator: Generator | None, fan: Callable[[Sequence[int]], int]) -> list[Tensor]:
     """Every factor from N(0, 2 / fan)."""
     return [_normal(shape, generator) * sqrt(2 / fan(shape)) for shape in form.factors.values()]
@@ -70,6 +96,10 @@ def _drawn(form: Form, generator: Generator | None, fan: Callable[[Sequence[int]
 def _normal(shape: Sequence[int], generator: Generator | None) -> Tensor:
     """On the generator's device. torch's default device may be "meta", which has no numbers to scale by."""
     return torch.randn(shape, generator=generator, device=generator.device if generator else "cpu")
+
+
+def _uniform(shape: Sequence[int], generator: Generator | None) -> Tensor:
+    return torch.rand(shape, generator=generator, device=generator.device if generator else "cpu")
 
 
 def _solve(rms: Callable[[float], float], target: float, power: int) -> float:

@@ -8,6 +8,7 @@ so W' is composed from the stepped factors. A layer's penalty is the norm, as in
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -26,6 +27,7 @@ def penalty(
     form: Form, factors: tuple[Tensor, ...], j_w: Tensor, eta: float | Tensor, norm: Norm = "plain"
 ) -> Tensor:
     """1/2 ||W' - (W - eta J_W)|| (or its square) of one layer, as a function of its factors."""
+    form = replace(form, base=None)  # an adapter's W0 cancels
     w, pull = vjp(lambda *f: form.compose(f), *factors)  # type: ignore[misc]
     stepped = form.compose([f - eta * j for f, j in zip(factors, pull(j_w), strict=True)])
     squared = (stepped - (w - eta * j_w)).square().sum()

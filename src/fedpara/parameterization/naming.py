@@ -15,6 +15,8 @@ from fedpara.errors import StateError
 from fedpara.parameterization.schemes import Form
 
 HOOKS = "_fedpara_hooks"
+BASE = "base"
+"""The name of an adapter's frozen weight W0 in a state: `features.0.weight.base`."""
 
 
 def attach(module: nn.Module) -> None:
@@ -112,7 +114,7 @@ def _factors(
 
 
 def _names(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """(`weight.x1`, `parametrizations.weight.original0`, the factor) for each factor of this module."""
+    """(`weight.x1`, `parametrizations.weight.original0`, the tensor) for each factor and W0 of this module."""
     if not is_parametrized(module):
         return
     for parameter, chain in module.parametrizations.items():  # type: ignore[union-attr, operator]
@@ -120,6 +122,8 @@ def _names(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         for i, factor in enumerate(form.factors if isinstance(form, Form) else ()):
             name = f"original{i}"
             yield f"{parameter}.{factor}", f"parametrizations.{parameter}.{name}", getattr(chain, name)
+        if isinstance(form, Form) and form.scale is not None:
+            yield f"{parameter}.{BASE}", f"parametrizations.{parameter}.0.{BASE}", chain[0].base
 
 
 def _drop_flat_weights_on_copy(module: nn.RNNBase) -> None:

@@ -12,11 +12,12 @@ fitting and reports need nothing else. Add its name to `choices.SCHEMES` for the
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from operator import index
 from typing import Any, ClassVar, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from fedpara.errors import SchemeError
@@ -150,13 +151,18 @@ def make_scheme(name: str, **options: Any) -> Scheme:
 
 @dataclass(frozen=True)
 class Form:
-    """A scheme applied to one weight: its shape, its rank, and the shapes of its factors."""
+    """A scheme applied to one weight: its shape, its rank, and the shapes of its factors.
+
+    An adapter's form has a `scale`: the weight is W0 + scale * join(W1, ...), and `base` is the frozen W0.
+    """
 
     scheme: Scheme
     shape: tuple[int, ...]
     rank: int
     factors: Mapping[str, tuple[int, ...]] = field(compare=False)
     channels_last: bool = field(default=False, compare=False)  # memory layout of a composed kernel
+    scale: float | None = None  # None: the factors give the whole weight
+    base: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_kernel(self) -> bool:
@@ -189,7 +195,27 @@ class Form:
         return [compose.matrix(x, y).reshape(self.shape) for x, y in parts]
 
     def compose(self, factors: Sequence[Tensor]) -> Tensor:
-        return self.scheme.join(self.inner(factors))
+        """The weight; the change scale * join(W1, ...) for an adapter without its base."""
+        return self.compose_onto(self.base, factors)
+
+    def compose_onto(self, base: Tensor | None, factors: Sequence[Tensor]) -> Tensor:
+        """The weight of an adapter on this W0. Other forms have none."""
+        w = self.scheme.join(self.inner(factors))
+        if self.scale is None:
+            return w
+        return self.scale * w if base is None else torch.add(base, w, alpha=self.scale)
+
+    @property
+    def whole(self) -> "Form":
+        """The form whose factors give the whole weight: join(W1, ...), without scale and W0."""
+        return replace(self, scale=None, base=None)
+
+    def on(self, device: torch.device, channels_last: bool = False) -> "Form":
+        """The same form with W0 on the device, in the memory layout of the composed kernel."""
+        base = self.base.to(device) if self.base is not None else None
+        if base is not None and channels_last and base.dim() == 4:
+            base = base.contiguous(memory_format=torch.channels_last)
+        return replace(self, base=base, channels_last=channels_last)
 
 
 def write(scheme: Scheme, shape: Sequence[int], rank: int | None = None) -> Form:

@@ -71,7 +71,7 @@ class Batched:
         self.compile = self.on_gpu if compile is None else compile
         program = session.program
         # On a CPU GroupNorm under vmap rejects channels-last.
-        self.forms = {name: replace(form, channels_last=self.on_gpu) for name, form in program.forms.items()}
+        self.forms = {name: form.on(self.device, self.on_gpu) for name, form in program.forms.items()}
         self.plain = program.plain().to(self.device).train()
         self.scorer = Worker(program, task, self.device)
         if self.on_gpu:

@@ -234,10 +234,14 @@ class Flower:
 
 
 def digest(session: Session) -> str:
-    """A digest of the names, types and shapes of both messages, to check that both ends agree."""
+    """A digest of the names, types and shapes of both messages, to check that both ends agree.
+
+    A second one, of the frozen tensors, follows after "+" if there are any.
+    """
     lines = [
         f"{name} {kind} {tuple(shape)}"
         for spec in (session.down, session.up)
         for name, (kind, shape) in spec.items()
     ]
-    return sha256("\n".join([session.algorithm.name, *lines]).encode()).hexdigest()[:16]
+    messages = sha256("\n".join([session.algorithm.name, *lines]).encode()).hexdigest()[:16]
+    return f"{messages}+{session.program.base}" if session.program.base else messages

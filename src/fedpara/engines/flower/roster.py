@@ -2,7 +2,7 @@
 
 A node must answer a hello before it gets any work. The log names each refused node and the reason:
 
-    its fedpara version, its model or its copy of a referenced module differs from the server's
+    its fedpara version, its model, its frozen base weights or its copy of a referenced module differ from the server's
     its key is not listed for the clients it claims (if the server has a keys file)
     it claims a client that another connected node serves
     the number of examples it states is out of range, or has changed since the run began
@@ -156,6 +156,10 @@ class Roster:
         if hello.scheme != self._scheme:
             return f"its model is {shown(hello.scheme)}, the server's {self._scheme!r}"
         if hello.digest != self._digest:
+            if hello.digest.partition("+")[0] == self._digest.partition("+")[0]:
+                return (
+                    "its base (the frozen weights) differs from the server's: load the same weights on both"
+                )
             return "its model has other names, shapes or types than the server's"
         served = hello.clients(self._clients)
         counted = self._counts.objection(served, hello.examples) if self._counts is not None else ""

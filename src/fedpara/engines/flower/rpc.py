@@ -72,7 +72,7 @@ class Hello:
     first: int = 0
     every: int = 1
     scheme: str = ""
-    digest: str = ""  # of names, shapes and types of both messages
+    digest: str = ""  # of names, shapes and types of both messages, and of the frozen tensors
     examples: int = 0  # per client, if the node brings its own data
     sources: str = ""  # digest of the source files that the experiment references
     reason: str = ""  # why it cannot take part

@@ -170,8 +170,9 @@ class Worker:
         self, inputs: Tree, targets: Tree, local: Local, eta: float
     ) -> tuple[State, Tensor]:
         if self._plain is None:
-            self._plain = self.program.plain().to(next(self.model.parameters()).device)
-        plain, forms = self._plain, self.program.forms
+            self._plain = self.program.plain().to(self.device)
+        plain = self._plain
+        forms = {name: form.on(self.device) for name, form in self.program.forms.items()}
         for own, plain_dropout in zip(self.dropouts, seeded_dropouts(plain).values(), strict=True):
             plain_dropout.seed.copy_(own.seed)
             plain_dropout.calls = 0

@@ -21,5 +21,6 @@ def mean_of(scores: Sequence[Mapping[str, float]], name: str) -> float:
     return sum(values[name] for values in scores) / len(scores)
 
 
-def fairness_of(scores: Sequence[float], higher_is_better: bool) -> dict[str, float]:
-    return {"worst_tenth": worst_tenth(scores, higher_is_better), "spread": spread(scores)}
+def fairness_of(scores: Sequence[float], higher_is_better: bool) -> tuple[float, float]:
+    """(the worst tenth, the spread)"""
+    return worst_tenth(scores, higher_is_better), spread(scores)

@@ -2,6 +2,8 @@
 
     name, classes, shape    a model of this package or a reference; classes and shape only if the data has them
     normalise               the mean, std and type of the inputs; null if they are not normalised
+    base                    a digest of the frozen tensors, if there are any
+    metric                  name and direction of the primary metric, if it is not the accuracy
 
 If the config references a model or a rule, the file also has what only that code could tell:
 
@@ -13,7 +15,9 @@ If the config references a model or a rule, the file also has what only that cod
 
 from typing import Any
 
-from fedpara.engines.program import make_program, shared_names
+from torch import nn
+
+from fedpara.engines.program import Program, shared_names
 from fedpara.experiments.build import Parts
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.node_data import is_own
@@ -23,20 +27,26 @@ from fedpara.parameterization.description import describe_form
 DESCRIBED = ("name", "classes", "shape")
 
 
-def describe_model(experiment: Experiment, parts: Parts) -> dict[str, Any]:
+def describe_model(experiment: Experiment, parts: Parts, program: Program) -> dict[str, Any]:
     train, normalise = parts.data.train, parts.normalisation
     kind = {"classes": train.classes, "shape": list(train.shape) or None}
-    model = {"name": experiment.model, **{key: value for key, value in kind.items() if value is not None}}
+    model: dict[str, Any] = {
+        "name": experiment.model,
+        **{key: value for key, value in kind.items() if value is not None},
+    }
+    if program.base:
+        model["base"] = program.base
+    task = parts.task
+    if task.primary != "accuracy":
+        model["metric"] = {"name": task.primary, "higher_is_better": task.higher_is_better}
     if experiment.references.keys() & {"model", "where"}:
-        model |= _structure(experiment, parts)
+        model |= _structure(parts.task.model, program)
     # Nodes that read their own data may normalise it although the server's examples have no mean.
     unknown = normalise is None and is_own(experiment.dataset)
     return model if unknown else {**model, "normalise": normalise}
 
 
-def _structure(experiment: Experiment, parts: Parts) -> dict[str, Any]:
-    network = parts.task.model
-    program = make_program(network, experiment.share)  # type: ignore[arg-type]
+def _structure(network: nn.Module, program: Program) -> dict[str, Any]:
     held = {*program.shared, *program.shared_buffers}
     return {
         "forms": {weight: describe_form(weight, form) for weight, form in forms(network).items()},

@@ -20,13 +20,12 @@ anything newer. If both checkpoints fail, opening raises an error and leaves the
 import fcntl
 import hashlib
 import json
-import math
 import os
 import shlex
 import time
 from collections.abc import Container
 from contextlib import ExitStack
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +48,7 @@ from fedpara.experiments.storage.jsonl import (
     raw_lines,
     read_lines,
 )
+from fedpara.experiments.storage.metrics_line import metrics_of
 from fedpara.experiments.storage.sources import SOURCES, describe_sources
 from fedpara.experiments.storage.summary import evaluations, read_config, stops_early
 from fedpara.files import PART, make_folder, sweep, sync, write_bytes
@@ -270,6 +270,19 @@ def load_run(path: Path, experiment: Experiment, data: str) -> RunFolder:
     return folder
 
 
+def refuse_other_base(path: Path, base: str) -> None:
+    """RunError if the run began on other frozen tensors. Folders of earlier versions do not record them."""
+    file = path / "model.json"
+    try:
+        recorded = json.loads(file.read_text()).get("base") if file.exists() else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise RunError(f"{file} cannot be read ({error}): expected the description of the network.") from None
+    if recorded not in (None, base):
+        raise RunError(
+            f"{path} was started on another base: the frozen weights of the model differ. Load the same weights."
+        )
+
+
 def data_digest(path: Path) -> str | None:
     """The digest of the examples that the run started with. None in folders of earlier versions."""
     file = path / "data.json"
@@ -279,27 +292,6 @@ def data_digest(path: Path) -> str | None:
         raise RunError(
             f"{file} cannot be read ({error}): expected the digest of the run's examples."
         ) from None
-
-
-def metrics_of(result: Round) -> dict[str, Any]:
-    return {
-        "round": result.number,
-        "accuracy": _finite(result.accuracy),
-        "loss": _finite(result.loss),
-        "before": result.before,
-        "after": result.after,
-        "train_loss": _finite(result.train_loss),
-        "up": result.bytes_up,
-        "down": result.bytes_down,
-        "total_up": result.progress.bytes_up,
-        "total_down": result.progress.bytes_down,
-        "clients": len(result.cohort) - len(result.refused),
-        "refused": [{"client": client, "reason": reason} for client, reason in result.refused],
-        "notes": list(result.notes),
-        **_own_scores(result),
-        **({"clock": result.clock} if result.clock is not None else {}),
-        **({"everyone": _everyone(result)} if result.everyone else {}),
-    }
 
 
 def is_locked(path: Path) -> bool:
@@ -322,23 +314,3 @@ def _lock(path: Path) -> int:
         os.close(handle)
         raise RunError(f"{path} is in use by another process: stop it, or wait for it to end.") from None
     return handle
-
-
-def _own_scores(result: Round) -> dict[str, Any]:
-    """The primary metric if it is not the accuracy, and all metrics if there are others than accuracy and loss."""
-    scores = {name: _finite(value) for name, value in result.scores.items()}
-    primary = {"score": scores.get(result.primary)} if result.primary != "accuracy" else {}
-    return {**primary, "scores": scores} if primary or scores.keys() - {"accuracy", "loss"} else {}
-
-
-def _everyone(result: Round) -> dict[str, Any]:
-    """The scores of all clients. An accuracy keeps the name that it had before there were other metrics."""
-    assert result.everyone is not None
-    values = asdict(result.everyone)
-    del values["by_client"]  # as long as the federation
-    return {"accuracy" if result.primary == "accuracy" else "score": values.pop("score"), **values}
-
-
-def _finite(value: float | None) -> float | None:
-    """The value, or None for NaN and infinity, which JSON does not have."""
-    return value if value is not None and math.isfinite(value) else None

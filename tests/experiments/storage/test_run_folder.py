@@ -16,7 +16,8 @@ from fedpara.experiments.build import build
 from fedpara.experiments.run import lay_out
 from fedpara.experiments.storage.checkpoint import final_checkpoint
 from fedpara.experiments.storage.jsonl import append_line, drop_rounds_after, read_lines
-from fedpara.experiments.storage.run_folder import RunFolder, create, metrics_of, open_run
+from fedpara.experiments.storage.metrics_line import metrics_of
+from fedpara.experiments.storage.run_folder import RunFolder, create, open_run
 from fedpara.experiments.storage.summary import read_config
 
 TINY = Experiment(

@@ -1,0 +1,48 @@
+"""A round's line of metrics.jsonl."""
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from fedpara.engines.progress import Round
+
+
+def metrics_of(result: Round) -> dict[str, Any]:
+    return {
+        "round": result.number,
+        "accuracy": _finite(result.accuracy),
+        "loss": _finite(result.loss),
+        "before": result.before,
+        "after": result.after,
+        "train_loss": _finite(result.train_loss),
+        "up": result.bytes_up,
+        "down": result.bytes_down,
+        "total_up": result.progress.bytes_up,
+        "total_down": result.progress.bytes_down,
+        "clients": len(result.cohort) - len(result.refused),
+        "refused": [{"client": client, "reason": reason} for client, reason in result.refused],
+        "notes": list(result.notes),
+        **_own_scores(result),
+        **({"clock": result.clock} if result.clock is not None else {}),
+        **({"everyone": _everyone(result)} if result.everyone else {}),
+    }
+
+
+def _own_scores(result: Round) -> dict[str, Any]:
+    """The primary metric if it is not the accuracy, and all metrics if there are others than accuracy and loss."""
+    scores = {name: _finite(value) for name, value in result.scores.items()}
+    primary = {"score": scores.get(result.primary)} if result.primary != "accuracy" else {}
+    return {**primary, "scores": scores} if primary or scores.keys() - {"accuracy", "loss"} else {}
+
+
+def _everyone(result: Round) -> dict[str, Any]:
+    """The scores of all clients. An accuracy keeps the name that it had before there were other metrics."""
+    assert result.everyone is not None
+    values = asdict(result.everyone)
+    del values["by_client"]  # as long as the federation
+    return {"accuracy" if result.primary == "accuracy" else "score": values.pop("score"), **values}
+
+
+def _finite(value: float | None) -> float | None:
+    """The value, or None for NaN and infinity, which JSON does not have."""
+    return value if value is not None and math.isfinite(value) else None
