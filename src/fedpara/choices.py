@@ -14,7 +14,7 @@ SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
 """Copies of the names in `data`, `models` and `parameterization`, which import torch. A test compares them."""
 SPLITS = ("iid", "dirichlet", "dirichlet-capped", "shards", "owner", "largest")
 ENGINES = ("auto", "sequential", "batched", "flower")
-FORMATS = ("html", "markdown", "csv", "latex", "png", "svg")
+FORMATS = ("html", "markdown", "csv", "latex", "png", "svg", "pdf")
 """Output formats of `fedpara report`."""
 
 CLASSES = 10

@@ -10,6 +10,7 @@ from statistics import mean, stdev
 import pytest
 
 from fedpara.experiments import paper
+from fedpara.experiments.seeds import half_width
 from fedpara.experiments.storage.catalog import Library
 from fedpara.report.document import BEGIN, END, document
 from fedpara.report.figures import study_figure
@@ -22,7 +23,6 @@ from fedpara.report.tables import (
     NOT_RUN,
     NOT_SCORED,
     TO_RUN_AGAIN,
-    half_width,
     ratio,
     table_of,
 )

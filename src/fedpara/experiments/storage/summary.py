@@ -1,14 +1,51 @@
 """Summary: the contents of a run folder, read without locking it."""
 
+import json
 import os
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, RunError
 from fedpara.experiments.config import LATER, OWNED, Experiment, read_toml
 from fedpara.experiments.storage.jsonl import read_lines
+
+FRACTIONS = frozenset({"accuracy", "top-5", "dice", "iou"})
+"""Metrics between 0 and 1, which are shown in percent."""
+
+
+@dataclass(frozen=True)
+class Primary:
+    """The primary metric of a run: its name and direction."""
+
+    name: str = "accuracy"
+    higher_is_better: bool = True
+
+    @property
+    def unit(self) -> str:
+        return "%" if self.name in FRACTIONS else ""
+
+    @property
+    def title(self) -> str:
+        """The heading of a column or an axis: accuracy [%], mse."""
+        return f"{self.name} [%]" if self.unit else self.name
+
+    def scaled(self, score: float) -> float:
+        """The number to print under `title`."""
+        return 100 * score if self.unit else score
+
+    def text(self, score: float) -> str:
+        """93.20%, or 0.01234 for a metric that is no fraction."""
+        return f"{score:.2%}" if self.unit else f"{score:.4g}"
+
+    def meets(self, score: float, target: float) -> bool:
+        """Whether the score is at least as good as the target."""
+        return score >= target if self.higher_is_better else score <= target
+
+    def rank(self, score: float) -> float:
+        """A key for sorting: the best score has the largest rank."""
+        return score if self.higher_is_better else -score
 
 
 @dataclass(frozen=True)
@@ -17,6 +54,7 @@ class Summary:
     experiment: Experiment
     metrics: list[dict[str, Any]]
     timing: list[dict[str, Any]]
+    metric: Primary = Primary()
 
     @property
     def rounds(self) -> int:
@@ -28,9 +66,15 @@ class Summary:
         return float(measured[-1]) if measured else None
 
     @property
+    def score(self) -> float | None:
+        """The last measured score in the primary metric."""
+        measured = [score for line in self.metrics if (score := score_of(line)) is not None]
+        return measured[-1] if measured else None
+
+    @property
     def final(self) -> float | None:
-        """The accuracy to report: of all clients' own models at the end if they were scored, else `accuracy`."""
-        return self.everyone["accuracy"] if self.everyone else self.accuracy
+        """The score to report: of all clients' own models at the end if they were scored, else `score`."""
+        return self.everyone["accuracy"] if self.everyone else self.score
 
     @property
     def of_cohort(self) -> bool:
@@ -40,9 +84,10 @@ class Summary:
 
     @property
     def everyone(self) -> dict[str, Any] | None:
-        """The mean `accuracy` of all clients' own models after the last round, and the number of `clients`.
+        """The scores of all clients' own models after the last round, or None if they were not scored.
 
-        None if they were not scored.
+        `accuracy` is the mean of the primary metric, `worst_tenth` the mean over the worst tenth of the clients,
+        `spread` the standard deviation, and `clients` the number of scored clients out of `of`.
         """
         return self.metrics[-1].get("everyone") if self.metrics else None
 
@@ -65,26 +110,45 @@ class Summary:
 
     def __repr__(self) -> str:
         e, sent = self.experiment, (self.bytes_up + self.bytes_down) / 1e6
-        accuracy = "not measured" if self.final is None else f"{self.final:.2%}"
+        score = "not measured" if self.final is None else self.metric.text(self.final)
         path = str(self.path) if len(str(self.path)) <= 120 else f"...{str(self.path)[-117:]}"
         what = f"{e.dataset}, {e.model}, {e.scheme}, {e.algorithm}, seed {e.seed}"
         return (
             f"Summary({path}\n    {what}\n"
             f"    {self.rounds} of {e.rounds} rounds, {sent:.2f} MB sent, {self.seconds:.1f} s\n"
-            f"    accuracy: {accuracy})"
+            f"    {self.metric.name}: {score})"
         )
 
-    def reached(self, accuracy: float) -> dict[str, Any] | None:
-        """The metrics of the first round with at least this accuracy."""
-        return next(
-            (m for m in self.metrics if m["accuracy"] is not None and m["accuracy"] >= accuracy), None
-        )
+    def reached(self, target: float) -> dict[str, Any] | None:
+        """The metrics of the first round whose score is at least as good as the target."""
+        scored = ((line, score_of(line)) for line in self.metrics)
+        return next((line for line, s in scored if s is not None and self.metric.meets(s, target)), None)
+
+
+def score_of(line: dict[str, Any]) -> float | None:
+    """A round's score in the primary metric. Runs with the default metrics write it only as `accuracy`."""
+    score = line.get("score", line["accuracy"])
+    return None if score is None else float(score)
 
 
 def read_run(path: str | os.PathLike[str]) -> Summary:
     path = Path(path)
     experiment = read_config(path)
-    return Summary(path, experiment, read_lines(path / "metrics.jsonl"), read_lines(path / "timing.jsonl"))
+    metrics, timing = read_lines(path / "metrics.jsonl"), read_lines(path / "timing.jsonl")
+    return Summary(path, experiment, metrics, timing, _read_metric(path / "model.json"))
+
+
+def _read_metric(path: Path) -> Primary:
+    """The primary metric in a model.json: accuracy if it names none, or if an archived run has no such file."""
+    if not path.exists():
+        return Primary()
+    try:
+        found = json.loads(path.read_bytes()).get("metric")
+        return Primary() if found is None else Primary(str(found["name"]), bool(found["higher_is_better"]))
+    except (ValueError, AttributeError, TypeError, KeyError):
+        raise RunError(
+            f"{path} is damaged: expected a JSON object, in which metric has a name and higher_is_better."
+        ) from None
 
 
 def read_config(path: Path) -> Experiment:
