@@ -69,7 +69,10 @@ def section_figure(section: Section, path: Path) -> Path | None:
     rounds.set_xlabel("round")
     rounds.xaxis.get_major_locator().set_params(integer=True)
     sent.set_xlabel(f"sent both ways by all clients [{unit.name}]")
-    figure.suptitle(section.panel, fontsize=10)
+    several = any(len(one.runs) > 1 for one, _ in found)
+    figure.suptitle(
+        section.panel + "\nmean and 95% confidence interval over seeds" * several, fontsize=9, color="#333333"
+    )
     handles, labels = rounds.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     _limit(rounds, section, found)

@@ -20,6 +20,7 @@ INTERVAL = (
     "± is half the width of the 95% confidence interval of the mean over seeds (Student's t). "
     "One seed has no interval."
 )
+NO_ROUND = "No run has finished a round yet."
 _LENGTHS = "The seeds of a setting did different numbers of rounds. Each run counts with its last score."
 _EVERYONE = (
     "The score is the mean over all clients' own models at the end, without further training. The curve shows the "
@@ -27,6 +28,10 @@ _EVERYONE = (
 )
 _COHORT = (
     "Some runs were not scored on all clients at the end. They count with the clients of their last round."
+)
+_CLIENTS = (
+    "The worst tenth is the mean over the 10% of the clients with the worst scores, and the standard deviation is over "
+    "all clients. Both are of each run; ± is over seeds."
 )
 _REACHED = "The target is the best round score that every run reaches."
 
@@ -100,10 +105,12 @@ def tables(found: Sequence[Section], library: Library) -> list[Table]:
     """Per section the results of its settings, and the scores of their clients if there are any."""
     made = []
     for number, section in enumerate(found, 1):
-        made.append(_table(f"runs-{number}", section.panel, section, _results(section), library))
+        notes = _notes(section)
+        made.append(_table(f"runs-{number}", section.panel, notes, section, _results(section), library))
         if any({"worst_tenth", "spread"} & (run.everyone or {}).keys() for run in section.runs):
             title = f"Clients of {section.panel}"
-            made.append(_table(f"clients-{number}", title, section, _clients(section), library))
+            columns = _clients(section)
+            made.append(_table(f"clients-{number}", title, (_CLIENTS,), section, columns, library))
     return made
 
 
@@ -185,7 +192,9 @@ def _clients(section: Section) -> list[Column]:
     ]
 
 
-def _table(name: str, title: str, section: Section, columns: list[Column], library: Library) -> Table:
+def _table(
+    name: str, title: str, notes: tuple[str, ...], section: Section, columns: list[Column], library: Library
+) -> Table:
     found = [(one, column, _entry(one, column, library)) for one in section.series for column in columns]
     used = {column.name for _, column, entry in found if entry.value is not None or entry.aimed}
     kept = [(one, column, entry) for one, column, entry in found if column.name in used]
@@ -193,7 +202,7 @@ def _table(name: str, title: str, section: Section, columns: list[Column], libra
         Cell(entry.row, column.name, None, (one.runs[0].experiment,), column.measure, column.style)
         for one, column, entry in kept
     )
-    study = Study(name, title, "", cells, _notes(section, columns), spread="ci95", figure="none")
+    study = Study(name, title, "", cells, notes, spread="ci95", figure="none")
     return Table(study, tuple(entry for _, _, entry in kept))
 
 
@@ -213,16 +222,15 @@ def _entry(series: Series, column: Column, library: Library) -> Entry:
     )
 
 
-def _notes(section: Section, columns: Sequence[Column]) -> tuple[str, ...]:
+def _notes(section: Section) -> tuple[str, ...]:
     runs = section.runs
-    aimed = any(column.aimed for column in columns)
     return tuple(
         text
         for text, holds in (
             (_LENGTHS, any(len({run.rounds for run in one.runs}) > 1 for one in section.series)),
             (_EVERYONE, any(run.everyone for run in runs)),
             (_COHORT, any(run.of_cohort and not run.everyone for run in runs)),
-            (_REACHED, aimed and all(run.experiment.target is None for run in runs)),
+            (_REACHED, section.targets and all(run.experiment.target is None for run in runs)),
         )
         if holds
     )

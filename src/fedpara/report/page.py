@@ -14,7 +14,7 @@ from fedpara.experiments.paper import measures
 from fedpara.experiments.paper.measures import GIGABYTE
 from fedpara.experiments.storage.catalog import Library
 from fedpara.experiments.storage.environment import read_environment
-from fedpara.report.own import INTERVAL, Section, Unit
+from fedpara.report.own import INTERVAL, NO_ROUND, Section, Unit
 from fedpara.report.series import Series, aligned, all_series, curve, final_accuracy, points
 from fedpara.report.tables import NOT_RUN, STYLES, TO_RUN_AGAIN, Entry, Table
 
@@ -61,6 +61,7 @@ def own_page(library: Library, tables: list[Table], sections: list[Section]) -> 
     unit = Unit.of(max(run.bytes_up + run.bytes_down for run in library))
     count, settings = sum(1 for _ in library), sum(len(section.series) for section in sections)
     lead = f"{count} run{'s' * (count != 1)} of {settings} setting{'s' * (settings != 1)}."
+    lead = lead if sections else NO_ROUND
     return _html(
         {
             "texts": {**OWN, "lead": lead},

@@ -35,13 +35,15 @@ function short(v) {
   return String(Number(v.toPrecision(size >= 100 ? 4 : 3)));
 }
 
-/* The vertical range: all values; with intervals, the means and half their range, since those of few seeds are wide. */
+/* The range of all values; with intervals, of the means and half as much around them, since few seeds have wide ones. */
+function spanned(means, values, interval) {
+  const low = Math.min(...values), high = Math.max(...values), least = Math.min(...means), most = Math.max(...means);
+  const room = interval ? (most - least) / 2 : 0;
+  return room > 0 ? [Math.max(low, least - room), Math.min(high, most + room)] : [low, high];
+}
+
 function limits(shown, values, { metric, interval }) {
-  let low = Math.min(...values), high = Math.max(...values);
-  if (interval) {
-    const means = shown.flatMap(s => s.y), least = Math.min(...means), most = Math.max(...means), room = (most - least) / 2;
-    if (room > 0) [low, high] = [Math.max(low, least - room), Math.min(high, most + room)];
-  }
+  const [low, high] = spanned(shown.flatMap(s => s.y), values, interval);
   if (metric.percent) {
     const pad = Math.max(0.5, (high - low) * 0.05);
     return [Math.max(0, low - pad), Math.min(100, high + pad)];

@@ -119,7 +119,8 @@ function strips(t) {
   const found = t.columns.map((column, c) => ({ column, dots: t.rows.map(r => ({ name: r.name, ...r.cells[c] })).filter(d => d.value !== undefined) }));
   return found.filter(f => f.dots.length > 1).map(({ column, dots }) => {
     const all = dots.flatMap(d => [d.value - d.spread, d.value + d.spread].concat(d.number === undefined ? [] : [d.number]));
-    const low = Math.min(...all), high = Math.max(...all), room = Math.max(0.4, (high - low) * 0.08);
+    const [low, high] = spanned(dots.map(d => d.value), all, data.texts.interval), room = Math.max(0.4, (high - low) * 0.08);
+    const inside = v => Math.min(high + room, Math.max(low - room, v));
     const name = 14 + 8 * Math.max(...dots.map(d => d.name.length)), width = name + 230, height = 22 * dots.length + 26;
     const x = v => name + 212 * (v - low + room) / (high - low + 2 * room), svg = make("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": column });
     for (const v of ticks(low - room, high + room, 4)) {
@@ -129,7 +130,7 @@ function strips(t) {
     dots.forEach((d, i) => {
       const y = 13 + 22 * i;
       make("text", { x: name - 10, y: y + 4, "text-anchor": "end", class: "tick" }, svg, d.name);
-      if (d.spread) make("line", { x1: x(d.value - d.spread), x2: x(d.value + d.spread), y1: y, y2: y, class: "whisker" }, svg);
+      if (d.spread) make("line", { x1: x(inside(d.value - d.spread)), x2: x(inside(d.value + d.spread)), y1: y, y2: y, class: "whisker" }, svg);
       if (d.number !== undefined) make("path", { d: `M${x(d.number)},${y - 5}l5,5l-5,5l-5,-5Z`, class: "mark" }, svg);
       make("title", {}, make("circle", { cx: x(d.value), cy: y, r: 4, class: "dot" }, svg), `${d.name}: ${d.ours}` + (t.paper ? `, paper ${d.paper}` : ""));
     });
@@ -147,7 +148,7 @@ function showTables() {
       return t.paper ? [element("td", { className: "paper", textContent: cell.paper }), ours] : [ours];
     })));
     const cells = t.rows.flatMap(r => r.cells).filter(Boolean).length;
-    const count = t.filled === cells ? "" : t.filled ? `${t.filled} of ${cells}` : "not run here";
+    const count = t.filled === cells || !t.paper ? "" : t.filled ? `${t.filled} of ${cells}` : "not run here";
     return element("details", { className: "study" + (t.filled ? "" : " empty"), open: t.filled > 0, id: t.name },
       element("summary", {}, element("h3", { textContent: t.title }), element("span", { className: "where", textContent: t.source }), element("span", { className: "count", textContent: count })),
       element("div", { className: "body" },
@@ -176,7 +177,7 @@ function showRuns() {
   const wanted = $("search").value.toLowerCase();
   const rows = Object.entries(data.runs).filter(([name]) => name.toLowerCase().includes(wanted)).map(([name, run]) => element("tr", {},
     element("td", {}, element("button", { type: "button", textContent: name, onclick: () => detail([name]) })),
-    ...[run.rounds, run.score || "–", run.sent, run.seconds ? Math.round(run.seconds) : "–"].map(v => element("td", { textContent: String(v) }))));
+    ...[run.rounds, run.score || "–", run.sent, run.seconds ? Number(run.seconds.toFixed(run.seconds < 10 ? 1 : 0)) : "–"].map(v => element("td", { textContent: String(v) }))));
   const head = ["run", "rounds", "score", `${data.unit} sent`, "seconds"].map(h => element("th", { textContent: h }));
   $("runlist").replaceChildren(element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows)));
 }
@@ -195,6 +196,7 @@ function start() {
   };
   $("detail").addEventListener("click", event => { if (event.target === $("detail")) $("detail").close(); });
   if (!data.series.length) $("curves").hidden = true;
+  if (!data.tables.length) $("tables").hidden = true;
   showAxes();
   showTables();
   showRuns();
