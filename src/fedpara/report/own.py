@@ -92,13 +92,13 @@ def sections(runs: Iterable[Summary]) -> list[Section]:
     """The runs with at least one round, by what they are scored on and with which metric."""
     panels: dict[tuple[str, Primary], list[Group]] = {}
     for same in group(runs):
-        panels.setdefault((_scored(same.runs[0].experiment), same.metric), []).append(same)
-    return [_section(panel, metric, groups) for (panel, metric), groups in panels.items()]
+        panels.setdefault((_panel(same.runs[0].experiment), same.metric), []).append(same)
+    return [_section(metric, groups) for (_, metric), groups in panels.items()]
 
 
-def _scored(experiment: Experiment) -> str:
-    personal = ", personal models" * experiment.personal
-    return f"{data_of(experiment)}{personal}{scored_on(experiment)}"
+def _panel(experiment: Experiment, model: str = "") -> str:
+    words = [data_of(experiment), *filter(None, ["personal models" * experiment.personal, model])]
+    return ", ".join(words) + scored_on(experiment)
 
 
 def tables(found: Sequence[Section], library: Library) -> list[Table]:
@@ -114,18 +114,14 @@ def tables(found: Sequence[Section], library: Library) -> list[Table]:
     return made
 
 
-def _section(panel: str, metric: Primary, groups: list[Group]) -> Section:
+def _section(metric: Primary, groups: list[Group]) -> Section:
     experiments = [same.runs[0].experiment for same in groups]
     fields = [{name: str(value) for name, value in asdict(e).items()} for e in experiments]
     differing = [
         name for name in fields[0] if name not in _OF_PANEL and len({values[name] for values in fields}) > 1
     ]
-    words = [
-        panel,
-        *([experiments[0].model] if "model" not in differing else []),
-        *([metric.name] if metric != Primary() else []),
-    ]
-    title = ", ".join(words)
+    panel = _panel(experiments[0], "" if "model" in differing else experiments[0].model)
+    title = panel if metric == Primary() else f"{panel}, {metric.name}"
     ordered = sorted(zip(groups, experiments, strict=True), key=lambda pair: pair[0].rank, reverse=True)
     return Section(title, tuple(Series(_label(e, differing), title, same.runs) for same, e in ordered))
 
