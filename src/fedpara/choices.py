@@ -15,7 +15,7 @@ SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
 SPLITS = ("iid", "dirichlet", "dirichlet-capped", "shards", "owner", "largest")
 ENGINES = ("auto", "sequential", "batched", "flower")
 SAMPLERS = ("uniform", "poisson", "by-data")
-FORMATS = ("html", "markdown", "csv", "latex", "png", "svg")
+FORMATS = ("html", "markdown", "csv", "latex", "png", "svg", "pdf")
 """Output formats of `fedpara report`."""
 
 REFERENCE = "package.module:function"

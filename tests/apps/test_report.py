@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from fedpara.experiments.paper import STUDIES
 from fedpara.experiments.reproduce import carry_out
 
 
@@ -32,7 +33,7 @@ def test_the_ending_of_out_chooses_the_format(cli, tmp_path, runs, name, starts)
     assert "3 runs" in out
 
 
-@pytest.mark.parametrize("kind", ["png", "svg"])
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_figures_are_written_to_a_folder(cli, tmp_path, runs, kind):
     code, _, err = cli("report", runs, "--format", kind, "--out", "figures", "--scale", "tiny")
     assert code == 0, err
@@ -40,16 +41,22 @@ def test_figures_are_written_to_a_folder(cli, tmp_path, runs, kind):
     assert found == {f"rank-histogram.{kind}", f"personalization.{kind}"}
 
 
-def test_the_page_shows_the_curve_of_every_run(cli, tmp_path):
-    """Even of a run that belongs to no table of the paper."""
+def test_runs_that_are_not_the_papers_have_a_report_without_it(cli, tmp_path):
     code, _, err = cli(
         *("run", "--model", "mlp", "--scheme", "original", "--clients", 8, "--cohort", 2, "--steps", 1),
         *("--rounds", 3, "--out", "runs/mine"),
     )
     assert code == 0, err
-    code, _, err = cli("report", "runs", "--out", "page.html")
-    assert code == 0, err
-    assert '"runs/mine"' in (tmp_path / "page.html").read_text()
+    for kind in ("html", "markdown", "csv", "latex"):
+        code, _, err = cli("report", "runs", "--out", "page", "--format", kind)
+        assert code == 0, err
+        text = (tmp_path / "page").read_text()
+        assert "digits non-IID (Dirichlet), mlp" in text
+        assert not any(study.title in text for study in STUDIES.values())
+        (tmp_path / "page").unlink()
+    code, out, err = cli("report", "runs", "--format", "pdf", "--out", "figures")
+    assert (code, out) == (0, "figures/runs-1.pdf: digits non-IID (Dirichlet), mlp\n"), err
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["runs-1.pdf"]
 
 
 def test_each_format_has_its_default_file(cli, tmp_path, runs):
@@ -161,4 +168,4 @@ def test_a_damaged_config_is_named_and_a_lone_config_ignored(cli, tmp_path, runs
     path.write_text("scheme = 'of a later version'")
     code, out, err = cli("report", "runs", "--format", "svg")
     assert (code, f"{path}, line 1: unknown scheme" in err) == (1, True), err
-    assert "personalization.svg" in out
+    assert "runs-1.svg" in out

@@ -8,6 +8,7 @@ import pytest
 
 from fedpara.errors import ConfigError, UsageError
 from fedpara.experiments import Experiment, Summary, read_run, run
+from fedpara.experiments.storage.summary import Primary
 from fedpara.experiments.sweep import points, read_grid, read_seeds, rows, take_up
 
 TINY = Experiment(
@@ -139,7 +140,16 @@ def test_rows_average_the_seeds_and_the_best_comes_first():
     runs = {p.name: scored(p.experiment, accuracies[p.name]) for p in listed if accuracies[p.name]}
     best, second, failed = rows(listed, runs)
     assert [row.values["lr"] for row in (best, second, failed)] == [0.1, 0.01, 1.0]
-    assert best.scores == [0.5, 0.6]
-    assert best.accuracy == mean([0.5, 0.6])
+    assert best.group.scores == [0.5, 0.6]
+    assert best.group.score.value == mean([0.5, 0.6])
     assert (best.scored, best.seeds) == ("validation", 2)
-    assert (failed.accuracy, failed.runs, failed.seeds) == (None, (), 2)
+    assert (failed.group.score, failed.group.runs, failed.seeds) == (None, (), 2)
+
+
+def test_the_lowest_loss_comes_first():
+    listed = points(TINY, {"lr": [0.01, 0.1, 1.0]}, [0])
+    losses = dict(zip((p.name for p in listed), (0.5, 0.2, 0.9), strict=True))
+    runs = {
+        p.name: replace(scored(p.experiment, losses[p.name]), metric=Primary("mse", False)) for p in listed
+    }
+    assert [row.values["lr"] for row in rows(listed, runs)] == [0.1, 0.01, 1.0]

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from fedpara.experiments.storage.catalog import Library
-from fedpara.report.page import page
+from fedpara.report.own import sections
+from fedpara.report.own import tables as own_tables
+from fedpara.report.page import own_page, page
 
 _spec = importlib.util.spec_from_file_location("browser", Path(__file__).parent / "browser.py")
 browser = importlib.util.module_from_spec(_spec)
@@ -38,7 +40,7 @@ def test_hovering_shows_every_series(opened):
     text = opened.run("document.querySelector('.tip').innerText")
     assert text.splitlines()[0] == "round 1"
     assert all(name in text for name in ("FedPara γ 0.1", "low-rank", "original"))
-    shown = opened.run("data.series.map(s => s.accuracy[0].toFixed(2))")
+    shown = opened.run("data.series.map(s => s.mean[0].toFixed(2))")
     assert all(number in text for number in shown)
     opened.move(2, 2)
     assert opened.run("document.querySelector('.tip').hidden")
@@ -57,7 +59,7 @@ def test_the_legend_hides_and_shows_a_series(opened):
 
 def test_every_axis_and_log_scale_draws(opened):
     axes = opened.run("[...document.querySelectorAll('#axis button')].map(b => b.innerText)")
-    assert axes == ["rounds", "gigabytes", "2 Mbps", "10 Mbps", "50 Mbps"]
+    assert axes == ["rounds", "bytes", "2 Mbps", "10 Mbps", "50 Mbps"]
     lines = set()
     for number in range(1, len(axes) + 1):
         opened.click(f"#axis button:nth-child({number})")
@@ -129,6 +131,27 @@ def test_a_folder_named_like_a_script_does_not_blank_the_page(runs, tmp_path):
     window = browser.Browser(file, tmp_path / "profile")
     try:
         assert len(curves(window)) == 3
+        assert window.errors == []
+    finally:
+        window.close()
+
+
+def test_a_page_of_other_runs_draws_its_intervals_and_names_no_paper(library, tmp_path):
+    found = sections(library)
+    file = tmp_path / "page.html"
+    file.write_text(own_page(library, own_tables(found, library), found), encoding="utf-8")
+    window = browser.Browser(file, tmp_path / "profile")
+    try:
+        assert window.run("document.title") == "Runs of fedpara"
+        assert "paper" not in window.run("document.body.innerText").lower()
+        assert window.run("document.querySelectorAll('#chart .band').length") == len(curves(window)) == 3
+        for number in range(1, 6):
+            window.click(f"#axis button:nth-child({number})")
+            assert "NaN" not in window.run("document.querySelector('#chart').innerHTML")
+        window.move(*window.middle("#chart svg"))
+        assert " ± " in window.run("document.querySelector('.tip').innerText")
+        window.click("#runs-1 td.run button")
+        assert "torch" in window.run("document.querySelector('#detail').innerText")
         assert window.errors == []
     finally:
         window.close()

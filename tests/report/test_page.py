@@ -62,7 +62,7 @@ def test_seeds_are_one_series_with_a_range(text, library):
     for series in found["series"]:
         assert len(series["runs"]) == 2
         assert series["rounds"] == [1, 2]
-        rows = zip(series["low"], series["accuracy"], series["high"], strict=True)
+        rows = zip(series["low"], series["mean"], series["high"], strict=True)
         assert all(low <= middle <= high for low, middle, high in rows)
     labels = [label for _, label in found["groups"][0]["members"]]
     assert sorted(labels) == ["FedPara γ 0.1", "low-rank", "original"]
@@ -80,9 +80,9 @@ def test_seeds_are_averaged_by_round_even_if_one_was_prolonged(library):
         runs[experiment.identity] = (replace(some, path=path, experiment=experiment, metrics=lines),)
     (series,) = content(page(Library(runs), []))["series"]
     assert series["rounds"] == [5, 10, 15]
-    assert series["accuracy"] == [40.0, 50.0, 60.0]
+    assert series["mean"] == [40.0, 50.0, 60.0]
     assert (series["low"], series["high"]) == ([30.0, 40.0, 50.0], [50.0, 60.0, 70.0])
-    assert len(series["gigabytes"]) == len(series["compute"]) == 3
+    assert len(series["sent"]) == len(series["compute"]) == 3
 
 
 def test_a_seed_without_a_common_round_is_left_out_of_the_curve(library):
@@ -102,13 +102,13 @@ def test_validation_scores_have_their_own_panel(library):
     shown = content(
         page(both, [table_of(study, both, range(4), scale="tiny") for study in paper.STUDIES.values()])
     )
-    (own,) = (s for s in shown["series"] if s["score"] == "Validation")
+    (own,) = (s for s in shown["series"] if s["scored"] == "Validation")
     assert own["runs"] == [both.name_of(held)]
     assert own["panel"].endswith(", validation")
     assert own["paper"] is None
     assert all(s["panel"] != own["panel"] for s in shown["series"] if s is not own)
     assert label_of(held.experiment).endswith("(validation)")
-    assert [run["validation"] for name, run in shown["runs"].items() if name == both.name_of(held)] == [True]
+    assert shown["runs"][both.name_of(held)]["score"].endswith("% (validation)")
 
 
 @pytest.mark.parametrize("split", ["dirichlet", "dirichlet-capped"])
@@ -120,7 +120,7 @@ def test_the_two_dirichlet_splits_are_two_panels(split):
 def test_points_add_up_to_the_runs_bytes(library):
     run = next(iter(library))
     found = points(run)
-    assert found.gigabytes[-1] == pytest.approx((run.bytes_up + run.bytes_down) / 2**30)
+    assert found.sent[-1] == run.bytes_up + run.bytes_down
     assert found.megabits[-1] == pytest.approx(
         8 * (run.bytes_up + run.bytes_down) / run.experiment.cohort / 1e6
     )
@@ -142,7 +142,7 @@ def test_personal_models_are_compared_on_the_clients_own_data(library):
     lines = [{**line, "accuracy": 0.1, "before": 0.6, "after": 0.7} for line in run.metrics]
     for changes, expected in (({"share": "all"}, 60.0), ({"share": "none"}, 10.0)):
         experiment = replace(run.experiment, scheme="original", gamma=None, personal=True, **changes)
-        assert set(points(replace(run, experiment=experiment, metrics=lines)).accuracy) == {expected}
+        assert set(points(replace(run, experiment=experiment, metrics=lines)).score) == {expected}
 
 
 def test_labels_are_unique_in_a_panel(library):

@@ -10,6 +10,7 @@ from statistics import mean, stdev
 import pytest
 
 from fedpara.experiments import paper
+from fedpara.experiments.seeds import half_width
 from fedpara.experiments.storage.catalog import Library
 from fedpara.report.document import BEGIN, END, document
 from fedpara.report.figures import study_figure
@@ -22,8 +23,8 @@ from fedpara.report.tables import (
     NOT_RUN,
     NOT_SCORED,
     TO_RUN_AGAIN,
-    half_width,
     ratio,
+    spread_of,
     table_of,
 )
 
@@ -72,11 +73,11 @@ def test_miniatures_do_not_fill_the_papers_tables(library):
     assert table.run == 0
 
 
-def test_a_95_percent_interval_by_hand():
+def test_an_interval_uses_t_as_printed_in_tables():
     """n = 5, s = sqrt(2.5), t(0.975, 4) = 2.776"""
-    assert half_width([1, 2, 3, 4, 5]) == pytest.approx(2.776 * 2.5**0.5 / 5**0.5)
-    for n, t in {15: 2.145, 16: 2.131, 31: 2.042, 1001: 1.962}.items():  # as printed in tables of t
-        assert half_width(range(n)) == pytest.approx(t * stdev(range(n)) / n**0.5, rel=5e-4)
+    assert spread_of([1, 2, 3, 4, 5], "ci95") == pytest.approx(2.776 * 2.5**0.5 / 5**0.5)
+    for n, t in {2: 12.706, 15: 2.145, 16: 2.131, 31: 2.042, 1001: 1.962}.items():
+        assert spread_of(range(n), "ci95") == pytest.approx(t * stdev(range(n)) / n**0.5)
 
 
 def test_every_study_has_every_text_format(tables):

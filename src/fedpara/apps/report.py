@@ -12,10 +12,14 @@ from fedpara.experiments.paper import STUDIES
 from fedpara.experiments.storage.catalog import Library, is_run
 from fedpara.files import make_folder, write_bytes
 from fedpara.report.document import document
-from fedpara.report.figures import study_figure
+from fedpara.report.figures import section_figure, study_figure
 from fedpara.report.formats import csv_text, latex
 from fedpara.report.others import other_runs
-from fedpara.report.page import page
+from fedpara.report.own import sections
+from fedpara.report.own import tables as own_tables
+from fedpara.report.own_formats import csv_text as own_csv
+from fedpara.report.own_formats import document as own_document
+from fedpara.report.page import own_page, page
 from fedpara.report.tables import Table, table_of
 
 ENDINGS = {
@@ -26,12 +30,13 @@ ENDINGS = {
 }
 """An existing file is replaced only if it has one of its format's endings."""
 
+FIGURES = ("png", "svg", "pdf")
+
 DEFAULT_OUT = {
     "markdown": "page.md",
     "csv": "page.csv",
     "latex": "page.tex",
-    "png": "figures",
-    "svg": "figures",
+    **dict.fromkeys(FIGURES, "figures"),
 }
 
 
@@ -48,25 +53,56 @@ def report(runs: list[Path], out: Path | None, format_: str | None, scale: str) 
         library.refuse_damaged("reported")
         raise UsageError(f"no run in {', '.join(map(str, runs))}: expected folders that `fedpara run` made.")
     _check_out(out, kind)
-    make_folder(out if kind in ("png", "svg") else out.parent)
+    make_folder(out if kind in FIGURES else out.parent)
     tables = [table_of(study, library, library.seeds, scale=scale) for study in STUDIES.values()]
-    rest = other_runs(library, tables) if kind != "html" else None  # the page shows every run
-    if rest is not None:
-        tables.append(rest)
-    if kind in ("png", "svg"):
-        _figures(library, tables, out, kind)
+    of, to = shlex.join(map(str, runs)), shlex.quote(str(out))
+    if any(entry.runs or entry.superseded for table in tables for entry in table.entries):
+        _of_paper(library, tables, out, kind, of, to)
     else:
-        _file(library, tables, out, kind, shlex.join(map(str, runs)))
+        _of_own_runs(library, out, kind, of, to)
     library.refuse_damaged("reported")
 
 
-def _file(library: Library, tables: list[Table], out: Path, kind: str, of: str) -> None:
+def _of_paper(library: Library, tables: list[Table], out: Path, kind: str, of: str, to: str) -> None:
+    rest = other_runs(library, tables) if kind != "html" else None  # the page shows every run
+    if rest is not None:
+        tables.append(rest)
+    if kind in FIGURES:
+        _figures(library, tables, out, kind)
+        return
     text = {
         "html": lambda: page(library, tables),
-        "markdown": lambda: document(tables, of, shlex.quote(str(out))),
+        "markdown": lambda: document(tables, of, to),
         "csv": lambda: csv_text(tables),
-        "latex": lambda: "\n\n".join(f"% {t.study.name}: {t.study.title}\n{latex(t)}" for t in tables) + "\n",
+        "latex": lambda: _all_latex(tables),
     }[kind]()
+    _write(library, text, out)
+
+
+def _of_own_runs(library: Library, out: Path, kind: str, of: str, to: str) -> None:
+    """A report without the paper's tables."""
+    found = sections(library)
+    tables = own_tables(found, library)
+    if kind in FIGURES:
+        for number, section in enumerate(found, 1):
+            path = section_figure(section, out / f"runs-{number}.{kind}")
+            if path is not None:
+                typer.echo(f"{path}: {section.panel}")
+        return
+    text = {
+        "html": lambda: own_page(library, tables, found),
+        "markdown": lambda: own_document(tables, sum(1 for _ in library), of, to),
+        "csv": lambda: own_csv(tables, found),
+        "latex": lambda: _all_latex(tables),
+    }[kind]()
+    _write(library, text, out)
+
+
+def _all_latex(tables: list[Table]) -> str:
+    return "\n\n".join(f"% {t.study.name}: {t.study.title}\n{latex(t)}" for t in tables) + "\n"
+
+
+def _write(library: Library, text: str, out: Path) -> None:
     content = text.encode(errors="replace")  # a folder's name may not be valid UTF-8
     write_bytes(out, content)
     count = sum(1 for _ in library)

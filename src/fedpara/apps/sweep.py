@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -14,9 +15,9 @@ from fedpara.engines.distributed.process_group import join
 from fedpara.errors import ConfigError, FedParaError, UsageError
 from fedpara.experiments import Experiment
 from fedpara.experiments.storage.run_folder import refuse_another
+from fedpara.experiments.storage.summary import Primary
 from fedpara.experiments.sweep import Point, Row, points, read_grid, read_seeds, rows, take_up, text_of
 from fedpara.experiments.trackers import require
-from fedpara.report.tables import spread_of
 
 
 def sweep(
@@ -67,46 +68,52 @@ def _points(base: Experiment, given: Sequence[str], seeds: str | None) -> list[P
 
 
 def _print(table: Sequence[Row]) -> None:
-    shown = empty_table([*table[0].values], ["accuracy", "seeds", "sent [MB]", "rounds"])
+    names = {row.group.metric.name for row in table if row.group.runs}
+    heading = names.pop() if len(names) == 1 else "score"
+    shown = empty_table([*table[0].values], [heading, "seeds", "sent [MB]", "rounds"])
     for row in table:
-        sent = [(run.bytes_up + run.bytes_down) / 1e6 for run in row.runs]
+        runs = row.group.runs
         shown.add_row(
             *map(text_of, row.values.values()),
-            _accuracy(row),
-            str(row.seeds) if len(row.runs) == row.seeds else f"{len(row.runs)} of {row.seeds}",
-            f"{mean(sent):.2f}" if sent else "-",
-            f"{mean(run.rounds for run in row.runs):g}" if row.runs else "-",
+            _score(row),
+            str(row.seeds) if len(runs) == row.seeds else f"{len(runs)} of {row.seeds}",
+            f"{mean(run.bytes_up + run.bytes_down for run in runs) / 1e6:.2f}" if runs else "-",
+            f"{mean(run.rounds for run in runs):g}" if runs else "-",
         )
     print_table(shown)
-    if any(len(row.scores) > 1 for row in table):
+    if any(len(row.group.scores) > 1 for row in table):
         typer.echo("± is the 95% confidence interval of the mean over the seeds (Student's t).")
 
 
-def _accuracy(row: Row) -> str:
-    if row.accuracy is None:
+def _score(row: Row) -> str:
+    metric, score = row.group.metric, row.group.score
+    if score is None:
         return "-"
-    spread = spread_of(row.scores, "ci95")
-    interval = "" if spread is None else f" ± {spread:.2%}"
-    return f"{row.accuracy:.2%}{interval} ({row.scored})"
+    interval = "" if score.half is None else f" ± {metric.text(score.half)}"
+    return f"{metric.text(score.value)}{interval} ({row.scored})"
 
 
 def _json(out: Path, table: Sequence[Row], failed: Mapping[str, FedParaError]) -> dict[str, Any]:
-    settings = [
-        {
-            "values": row.values,
-            "accuracy": row.accuracy,
-            "ci95": spread_of(row.scores, "ci95"),
-            "scored": row.scored,
-            "seeds": [run.experiment.seed for run in row.runs],
-            "bytes_up": mean(run.bytes_up for run in row.runs) if row.runs else None,
-            "bytes_down": mean(run.bytes_down for run in row.runs) if row.runs else None,
-            "rounds": mean(run.rounds for run in row.runs) if row.runs else None,
-            "runs": [str(run.path) for run in row.runs],
-        }
-        for row in table
-    ]
     return {
         "sweep": str(out),
-        "settings": settings,
+        "settings": [_setting(row) for row in table],
         "failed": {name: str(error) for name, error in failed.items()},
+    }
+
+
+def _setting(row: Row) -> dict[str, Any]:
+    runs, metric, score = row.group.runs, row.group.metric, row.group.score
+    value = score.value if score else None
+    own = {} if metric == Primary() else {"metric": asdict(metric), "score": value}
+    return {
+        "values": row.values,
+        "accuracy": None if own else value,
+        **own,
+        "ci95": score.half if score else None,
+        "scored": row.scored,
+        "seeds": [run.experiment.seed for run in runs],
+        "bytes_up": mean(run.bytes_up for run in runs) if runs else None,
+        "bytes_down": mean(run.bytes_down for run in runs) if runs else None,
+        "rounds": mean(run.rounds for run in runs) if runs else None,
+        "runs": [str(run.path) for run in runs],
     }

@@ -2,7 +2,7 @@
 
 grid = {"lr": [0.02, 0.1], "scheme": ["fedpara", "lowrank"]}
 points(Experiment(), grid, [0, 1])      eight points, such as lr=0.02,scheme=fedpara/seed=0
-rows(points, runs)                      four rows, the best mean accuracy first
+rows(points, runs)                      four rows, the best mean score first
 """
 
 import re
@@ -11,7 +11,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from statistics import mean
 from typing import Any
 from urllib.parse import quote
 
@@ -20,6 +19,7 @@ from fedpara.errors import UsageError
 from fedpara.experiments.build import build
 from fedpara.experiments.config import Experiment, read_value, with_values
 from fedpara.experiments.run import lay_out_all, rounds_done
+from fedpara.experiments.seeds import Group
 from fedpara.experiments.storage.run_folder import open_run
 from fedpara.experiments.storage.summary import Summary, read_config, read_run, stops_early
 
@@ -48,22 +48,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Row:
-    """A setting, its finished runs, and the number of `seeds` that were asked for."""
+    """A setting, the `group` of its finished runs, and the number of `seeds` that were asked for."""
 
     values: dict[str, Any]
     experiment: Experiment
-    runs: tuple[Summary, ...]
+    group: Group
     seeds: int
-
-    @property
-    def scores(self) -> list[float]:
-        """The accuracy of each run."""
-        return [run.final for run in self.runs if run.final is not None]
-
-    @property
-    def accuracy(self) -> float | None:
-        """The mean over the seeds."""
-        return mean(self.scores) if self.scores else None
 
     @property
     def scored(self) -> str:
@@ -177,11 +167,11 @@ def take_up(runs: Mapping[Path, Experiment], data_dir: Path | None = None) -> di
 
 
 def _is_finished(run: Summary, experiment: Experiment) -> bool:
-    return run.rounds == experiment.rounds or stops_early(experiment, run.metrics)
+    return run.rounds == experiment.rounds or stops_early(experiment, run.metrics, run.metric)
 
 
 def rows(points: Iterable[Point], runs: Mapping[str, Summary]) -> list[Row]:
-    """One row per setting, the best mean accuracy first. `runs` are the finished ones by their point's name."""
+    """One row per setting, the best mean score first. `runs` are the finished ones by their point's name."""
     settings: dict[str, list[Point]] = {}
     for point in points:
         settings.setdefault(point.setting, []).append(point)
@@ -189,9 +179,9 @@ def rows(points: Iterable[Point], runs: Mapping[str, Summary]) -> list[Row]:
         Row(
             same[0].values,
             same[0].experiment,
-            tuple(runs[point.name] for point in same if point.name in runs),
+            Group(tuple(runs[point.name] for point in same if point.name in runs)),
             len(same),
         )
         for same in settings.values()
     ]
-    return sorted(found, key=lambda row: -1.0 if row.accuracy is None else row.accuracy, reverse=True)
+    return sorted(found, key=lambda row: row.group.rank, reverse=True)

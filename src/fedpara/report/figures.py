@@ -1,12 +1,14 @@
-"""Figures of a study with matplotlib: PNG or SVG, by the ending of the file."""
+"""Figures with matplotlib: PNG, SVG or PDF, by the ending of the file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedpara.experiments import Summary
+from fedpara.experiments.paper.measures import GIGABYTE
 from fedpara.experiments.paper.sizes import parameters, random_ranks
-from fedpara.report.series import Series, aligned, all_series, points
+from fedpara.report.own import Section
+from fedpara.report.series import CurvePoint, Series, aligned, all_series, curve, points
 from fedpara.report.tables import Table
 
 BLUE, AMBER, GREY = "#2f6fb3", "#c9822b", "#6b6f76"
@@ -26,18 +28,67 @@ def study_figure(table: Table, runs: Sequence[Summary], path: Path) -> Path | No
 
 
 def accuracy_against_bytes(runs: Mapping[str, Summary], path: Path) -> Path:
-    """One curve per run: accuracy [%] over megabytes sent both ways, as in Figure 3."""
+    """One curve per run: the score over megabytes sent both ways, as in Figure 3."""
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
     for name, run in runs.items():
         found = points(run)
         label = f"{name} (validation)" if run.experiment.validation else name
-        axes.plot(
-            [g * 2**30 / 1e6 for g in found.gigabytes], found.accuracy, marker="o", markersize=3, label=label
-        )
+        axes.plot([sent / 1e6 for sent in found.sent], found.score, marker="o", markersize=3, label=label)
     axes.set_xscale("log")
     axes.set_xlabel("sent both ways [MB]")
-    return _saved(plt, figure, [axes], path)
+    titles = dict.fromkeys(run.metric.title for run in runs.values())
+    return _saved(plt, figure, [axes], path, score=", ".join(titles))
+
+
+def section_figure(section: Section, path: Path) -> Path | None:
+    """The score over rounds and over bytes: one curve per setting, with its 95% interval over seeds as a band.
+
+    None if no run was scored.
+    """
+    found = [(one, points_) for one in section.series if (points_ := curve(one.runs))]
+    if not found:
+        return None
+    plt, unit = _pyplot(), section.unit
+    below = 0.22 * -(-len(found) // 2)
+    figure, (rounds, sent) = plt.subplots(1, 2, figsize=(8.4, 3.8 + below), layout="constrained", sharey=True)
+    for number, (one, line) in enumerate(found):
+        seeds = f"{len(one.runs)} seed{'s' * (len(one.runs) != 1)}"
+        color = PALETTE[number % len(PALETTE)]
+        style = {"color": color, "marker": "o" if len(line) < 30 else None, "markersize": 3}
+        dashed = "-" if number < len(PALETTE) else "--"
+        for axes, x in (
+            (rounds, [point.round for point in line]),
+            (sent, [point.sent / unit.bytes for point in line]),
+        ):
+            scores = [point.score for point in line]
+            axes.plot(x, [s.value for s in scores], linestyle=dashed, label=f"{one.label} ({seeds})", **style)
+            if scores[0].half is not None:
+                low, high = [s.low for s in scores], [s.high for s in scores]
+                axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+    rounds.set_xlabel("round")
+    rounds.xaxis.get_major_locator().set_params(integer=True)
+    sent.set_xlabel(f"sent both ways by all clients [{unit.name}]")
+    several = any(len(one.runs) > 1 for one, _ in found)
+    figure.suptitle(
+        section.panel + "\nmean and 95% confidence interval over seeds" * several, fontsize=9, color="#333333"
+    )
+    handles, labels = rounds.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    _limit(rounds, section, found)
+    for axes in (rounds, sent):
+        _styled(axes)
+    rounds.set_ylabel(section.metric.title)
+    return _written(plt, figure, path)
+
+
+def _limit(axes: Any, section: Section, found: Sequence[tuple[Series, Sequence[CurvePoint]]]) -> None:
+    """Limit the score axis to the means and half their range: a wide interval of few seeds would hide the curves."""
+    means = [point.score.value for _, line in found for point in line]
+    room = 0.5 * (max(means) - min(means)) or 0.05 * abs(means[0]) or 1.0
+    low, high = axes.get_ylim()
+    low, high = max(low, min(means) - room), min(high, max(means) + room)
+    axes.set_ylim((max(low, 0.0), min(high, 100.0)) if section.metric.unit else (low, high))
 
 
 def curves(series: Sequence[Series], path: Path, caveat: str = "") -> Path:
@@ -53,8 +104,8 @@ def curves(series: Sequence[Series], path: Path, caveat: str = "") -> Path:
             for index, run in enumerate(one.runs):
                 found = points(run)
                 axes.plot(
-                    found.gigabytes,
-                    found.accuracy,
+                    [sent / GIGABYTE for sent in found.sent],
+                    found.score,
                     color=GREY if one.original else PALETTE[number % len(PALETTE)],
                     linestyle="--" if one.original else "-",
                     linewidth=1.2 if index == 0 else 0.6,
@@ -79,7 +130,7 @@ def _by_parameters(series: Sequence[Series], path: Path, caveat: str) -> Path:
         whole = max(parameters(one.runs[0].experiment) for one in here)
         dots = []
         for one in here:
-            last = [found.accuracy[-1] for found in aligned(one.runs)]
+            last = [found.score[-1] for found in aligned(one.runs)]
             if not last:
                 continue
             accuracy = sum(last) / len(last)
@@ -146,20 +197,33 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _saved(plt: Any, figure: Any, axes: Sequence[Any], path: Path, caveat: str = "") -> Path:
+def _saved(
+    plt: Any,
+    figure: Any,
+    axes: Sequence[Any],
+    path: Path,
+    caveat: str = "",
+    score: str = "accuracy [%]",
+) -> Path:
     if caveat:
         figure.suptitle(caveat.replace(": ", ":\n"), fontsize=8, color=AMBER)
     for one in axes:
-        one.set_ylabel("accuracy [%]")
-        one.grid(alpha=0.25)
-        one.spines[["top", "right"]].set_visible(False)
+        one.set_ylabel(score)
+        _styled(one)
         if one.get_legend_handles_labels()[0]:
             one.legend(frameon=False, fontsize=8)
     return _written(plt, figure, path)
 
 
+def _styled(axes: Any) -> None:
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def _written(plt: Any, figure: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {})
+    # Without the time of writing, equal figures give equal files.
+    dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    figure.savefig(path, dpi=150, metadata=dated.get(path.suffix, {}))
     plt.close(figure)
     return path

@@ -16,6 +16,10 @@ _LATEX = {
     "γ": r"$\gamma$",
     "λ": r"$\lambda$",
     "±": r"$\pm$",
+    "$": r"\$",
+    "\\": r"\textbackslash{}",
+    "^": r"\textasciicircum{}",
+    "~": r"\textasciitilde{}",
     "×": r"$\times$",
 }
 
@@ -49,16 +53,16 @@ def plain(table: Table) -> str:
     return "\n".join([*title, *(line.rstrip() for line in text)])
 
 
-def markdown(table: Table) -> str:
+def markdown(table: Table, bold: bool = True) -> str:
     """A Markdown table. Each cell is paper / **ours**, or only ours if the paper has no numbers."""
     study = table.study
-    cell = _slashed if table.of_paper else _ours
+    cell = _slashed if table.of_paper else _ours if bold else _text
     lines = [
         ["", *study.columns],
         ["---", *("---:" for _ in study.columns)],
         *([row, *(cell(table.at(row, column)) for column in study.columns)] for row in study.rows),
     ]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
 
 
 def csv_text(tables: Sequence[Table]) -> str:
@@ -127,6 +131,10 @@ def _ours(entry: Entry | None) -> str:
     if entry is None:
         return ""
     return entry.text if entry.value is None else f"**{entry.text}**"
+
+
+def _text(entry: Entry | None) -> str:
+    return "" if entry is None else entry.text
 
 
 def _empty(value: object) -> object:

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from statistics import mean
 from typing import Any
 
 from fedpara.experiments import Experiment, Summary
 from fedpara.experiments.config import FREE, OWNED, TITLES
-from fedpara.experiments.paper.measures import GIGABYTE, asked
+from fedpara.experiments.paper.measures import asked
+from fedpara.experiments.seeds import Mean, group
+from fedpara.experiments.storage.summary import Primary, score_of
 
 _SETS = {
     "cifar10": "CIFAR-10",
@@ -27,6 +30,7 @@ _SPLITS = {
 }
 _ALGORITHMS = {"fedprox": "FedProx", "scaffold": "SCAFFOLD", "feddyn": "FedDyn", "fedadam": "FedAdam"}
 _SHARES = {"none": "Local", "fedper": "FedPer"}
+_LETTERS = {"jacobian": "λ", "gamma": "γ"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,10 @@ class Series:
     label: str
     panel: str
     runs: tuple[Summary, ...]  # one per seed
+
+    @property
+    def metric(self) -> Primary:
+        return self.runs[0].metric
 
     @property
     def original(self) -> bool:
@@ -45,10 +53,35 @@ class Points:
     """The numbers of a run at each evaluated round."""
 
     rounds: list[int]
-    accuracy: list[float]  # [%]
-    gigabytes: list[float]  # sent so far, both ways, by all clients
+    score: list[float]  # in %, if the metric is a fraction
+    sent: list[int]  # bytes so far, both ways, by all clients
     megabits: list[float]  # sent so far, both ways, by one client
     compute: list[float]  # seconds of one client's training so far; 0 without timing
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """The mean over seeds at a round that all seeds have."""
+
+    round: int
+    score: Mean
+    sent: float  # bytes
+    megabits: float
+    compute: float
+
+
+def curve(runs: Iterable[Summary]) -> list[CurvePoint]:
+    each = aligned(runs)
+    found = []
+    for i, number in enumerate(each[0].rounds if each else ()):
+        score = Mean.of([one.score[i] for one in each])
+        assert score is not None
+        sent, megabits, compute = (
+            mean(column)
+            for column in zip(*((one.sent[i], one.megabits[i], one.compute[i]) for one in each), strict=True)
+        )
+        found.append(CurvePoint(number, score, sent, megabits, compute))
+    return found
 
 
 def points(run: Summary) -> Points:
@@ -63,8 +96,8 @@ def points(run: Summary) -> Points:
         if score is None:
             continue
         found.rounds.append(line["round"])
-        found.accuracy.append(100 * score)
-        found.gigabytes.append((line["total_up"] + line["total_down"]) / GIGABYTE)
+        found.score.append(run.metric.scaled(score))
+        found.sent.append(line["total_up"] + line["total_down"])
         found.megabits.append(megabits)
         found.compute.append(compute)
     return found
@@ -86,7 +119,7 @@ def aligned(runs: Iterable[Summary]) -> list[Points]:
 
 def _at(found: Points, rounds: set[int]) -> Points:
     chosen = [i for i, number in enumerate(found.rounds) if number in rounds]
-    columns = (found.rounds, found.accuracy, found.gigabytes, found.megabits, found.compute)
+    columns = (found.rounds, found.score, found.sent, found.megabits, found.compute)
     return Points(*([column[i] for i in chosen] for column in columns))  # type: ignore[arg-type]
 
 
@@ -97,7 +130,7 @@ def final_accuracy(run: Summary) -> float | None:
     """
     if run.of_cohort:
         return None if run.everyone is None else 100 * float(run.everyone["accuracy"])
-    found = points(run).accuracy
+    found = points(run).score
     return found[-1] if found else None
 
 
@@ -108,28 +141,26 @@ def _score(experiment: Experiment, line: dict[str, Any]) -> float | None:
     """
     if experiment.personal and experiment.share == "all" and experiment.scheme != "pfedpara":
         return line.get("before")
-    return line["accuracy"]  # type: ignore[no-any-return]
+    return score_of(line)
 
 
 def all_series(runs: Iterable[Summary]) -> list[Series]:
     """The series in the order of the runs. Of two runs of the same experiment and seed, the longer one is used."""
-    groups: dict[str, dict[int, Summary]] = {}
-    for run in runs:
-        if not run.metrics:
-            continue
-        same = groups.setdefault(replace(run.experiment, seed=0).identity, {})
-        known = same.get(run.experiment.seed)
-        if known is None or known.rounds < run.rounds:
-            same[run.experiment.seed] = run
     found = [
-        Series(label_of(runs_[0].experiment), panel_of(runs_[0].experiment), tuple(runs_))
-        for same in groups.values()
-        for runs_ in [[same[seed] for seed in sorted(same)]]
+        Series(label_of(experiment), panel_of(experiment), same.runs)
+        for same in group(runs)
+        for experiment in [same.runs[0].experiment]
     ]
     return _with_unique_labels(found)
 
 
 def panel_of(experiment: Experiment) -> str:
+    model = "" if experiment.model.startswith(("vgg16", "lstm", "mlp")) else f", {experiment.model}"
+    return f"{data_of(experiment)}{model}{scored_on(experiment)}"
+
+
+def data_of(experiment: Experiment) -> str:
+    """The data set and its split: digits IID."""
     name = experiment.dataset.removeprefix("generated:")
     drawn = " (generated)" if name != experiment.dataset else ""
     share = (
@@ -137,12 +168,11 @@ def panel_of(experiment: Experiment) -> str:
         if experiment.data_fraction < 1 and experiment.personal
         else ""
     )
-    model = "" if experiment.model.startswith(("vgg16", "lstm", "mlp")) else f", {experiment.model}"
     split = _SPLITS.get(experiment.split, experiment.split)
-    return f"{_SETS.get(name, name)}{drawn} {split}{share}{model}{_scored_on(experiment)}"
+    return f"{_SETS.get(name, name)}{drawn} {split}{share}"
 
 
-def _scored_on(experiment: Experiment) -> str:
+def scored_on(experiment: Experiment) -> str:
     """Text for scores that are not on the test set of the training clients. They get a separate panel."""
     if experiment.validation:
         return ", validation"
@@ -181,19 +211,21 @@ def _with_unique_labels(series: list[Series]) -> list[Series]:
             continue
         own = _fields(one)
         differing = [name for name in own if len({str(_fields(twin)[name]) for twin in twins}) > 1]
-        words = filter(None, (_word(name, own[name]) for name in differing))
+        words = filter(None, (word_of(name, own[name]) for name in differing))
         found.append(replace(one, label=f"{one.label} ({', '.join(words) or 'plain'})"))
     return found
 
 
-def _word(name: str, value: Any) -> str:
+def word_of(name: str, value: Any) -> str:
     """The field in words, or "" if it is not set. Without `init`, the scheme's default applies."""
     if name == "init":
         return value or "default init"
     if not value:
         return ""
-    if name == "jacobian":
-        return f"λ {value:g}"
+    if name in _LETTERS:
+        return f"{_LETTERS[name]} {value:g}"
+    if name == "options":
+        return ", ".join(f"{option} {number:g}" for option, number in value.items())
     return str(value) if name in ("nonlinearity", "augment", "model") else f"{name} {value}"
 
 

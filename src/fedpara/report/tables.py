@@ -18,6 +18,7 @@ from fedpara.experiments.paper import Cell, Ratio, Study, changes, superseded
 from fedpara.experiments.paper.measures import WITHOUT_TARGET
 from fedpara.experiments.paper.study import Measure
 from fedpara.experiments.paper.tiny import MINIATURE, ROUNDS
+from fedpara.experiments.seeds import half_width
 from fedpara.experiments.storage.catalog import Library
 
 Change = Callable[[Experiment], Experiment]
@@ -34,6 +35,7 @@ STYLES: dict[str, Callable[[float], str]] = {
     "1": lambda v: f"{v:.1f}",
     "2": lambda v: f"{v:.2f}",
     "g": lambda v: f"{v:.3g}",
+    "4": lambda v: f"{v:.4g}" if abs(v) < 1e4 else f"{v:.0f}",
     "n": lambda v: f"{v:.0f}",
     "K": lambda v: f"{v / 1e3:.0f} K",
     "M": lambda v: f"{v / 1e6:.2f} M",
@@ -43,8 +45,6 @@ STYLES: dict[str, Callable[[float], str]] = {
     "min": lambda v: f"{v:.2f} min",
     "+": lambda v: f"{v:+.2f}",
 }
-# t(0.975) for 1, 2, ... degrees of freedom.
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 
 
 @dataclass(frozen=True)
@@ -162,25 +162,12 @@ def _caveat(rounds: int | None, scale: str) -> str:
     return "" if rounds is None else f"ours is after {length}"
 
 
-def half_width(values: Sequence[float]) -> float:
-    """t(0.975, n - 1) s / sqrt(n)"""
-    n = len(values)
-    return _t(n - 1) * stdev(values) / math.sqrt(n)
-
-
-def _t(freedom: int) -> float:
-    """t(0.975, v): from the table, and beyond it z + (z^3 + z) / 4v + (5 z^5 + 16 z^3 + 3 z) / 96 v^2."""
-    if freedom <= len(_T):
-        return _T[freedom - 1]
-    z = 1.959964
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-
-
 def spread_of(values: Sequence[float], kind: str) -> float | None:
     """± of a mean, or None for fewer than two values."""
     if len(values) < 2:
         return None
-    return half_width(values) if kind == "ci95" else stdev(values)
+    # With the three decimals of printed tables of t, published numbers stay as they are.
+    return half_width(values, decimals=3) if kind == "ci95" else stdev(values)
 
 
 def ratio(a: Sequence[float], b: Sequence[float], kind: str = "std") -> tuple[float, float | None]:

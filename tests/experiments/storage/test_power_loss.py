@@ -19,7 +19,7 @@ from fedpara.experiments.storage.client_files import OnDisk, memory_file
 from fedpara.experiments.storage.tensor_files import read_memory, read_tensors, write_memory, write_tensors
 from fedpara.files import write_bytes
 
-POWER_LOSS = Path(__file__).parents[2] / "benchmarks" / "power_loss.py"
+POWER_LOSS = Path(__file__).parents[3] / "benchmarks" / "power_loss.py"
 
 SHORT = Experiment(
     model="mlp",

@@ -148,7 +148,9 @@ def follow(
 def _has_its_lines(path: Path, rounds: int | None) -> bool:
     summary = read_run(path)
     experiment = summary.experiment
-    return summary.rounds >= (rounds or experiment.rounds) or stops_early(experiment, summary.metrics)
+    return summary.rounds >= (rounds or experiment.rounds) or stops_early(
+        experiment, summary.metrics, summary.metric
+    )
 
 
 def _is_saved(path: Path) -> bool:

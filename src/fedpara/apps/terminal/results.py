@@ -41,20 +41,27 @@ def print_runs(runs: dict[str, Summary]) -> None:
     most = max(summary.bytes_up + summary.bytes_down for summary in runs.values())
     several = len(runs) > 1
     fewer = ["times fewer bytes"] * several
-    table = empty_table(["run"], ["rounds", "accuracy", "sent [MB]", *fewer, "seconds"])
+    names = {summary.metric.name for summary in runs.values()}
+    table = empty_table(
+        ["run"], ["rounds", names.pop() if len(names) == 1 else "score", "sent [MB]", *fewer, "seconds"]
+    )
     for name, s in runs.items():
         sent = s.bytes_up + s.bytes_down
         held_out = " (validation)" * (s.experiment.validation > 0)
-        accuracy = "-" if s.final is None else f"{s.final:.1%}{held_out}{_averaged_over(s)}"
+        score = "-" if s.final is None else f"{_short(s)}{held_out}{_averaged_over(s)}"
         table.add_row(
             name,
             str(s.rounds),
-            accuracy,
+            score,
             f"{sent / 1e6:.2f}",
             *[f"{most / max(1, sent):.1f}"] * several,
             f"{s.seconds:.1f}",
         )
     print_table(table)
+
+
+def _short(run: Summary) -> str:
+    return f"{run.final:.1%}" if run.metric.unit else f"{run.final:.4g}"
 
 
 def _averaged_over(run: Summary) -> str:

@@ -50,7 +50,7 @@ from fedpara.experiments.storage.jsonl import (
 )
 from fedpara.experiments.storage.metrics_line import metrics_of
 from fedpara.experiments.storage.sources import SOURCES, describe_sources
-from fedpara.experiments.storage.summary import evaluations, read_config, stops_early
+from fedpara.experiments.storage.summary import evaluations, read_config, read_metric, stops_early
 from fedpara.files import PART, make_folder, sweep, sync, write_bytes
 
 LOCK = ".lock"
@@ -104,7 +104,9 @@ class RunFolder:
     def finished(self) -> bool:
         """Whether all rounds are done, the target was reached, or the patience is used up."""
         done = self.progress.round if self.progress else 0
-        return done >= self.experiment.rounds or stops_early(self.experiment, self.metrics())
+        return done >= self.experiment.rounds or stops_early(
+            self.experiment, self.metrics(), read_metric(self.path)
+        )
 
     @property
     def evaluations(self) -> list[float]:

@@ -10,9 +10,43 @@ from pathlib import Path
 from typing import Any
 
 from fedpara.engines.progress import Schedule
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, RunError
 from fedpara.experiments.config import LATER, OWNED, Experiment, read_toml
 from fedpara.experiments.storage.jsonl import read_lines
+from fedpara.tasks.metrics import FRACTIONS, shown
+
+
+@dataclass(frozen=True)
+class Primary:
+    """The primary metric of a run: its name and direction."""
+
+    name: str = "accuracy"
+    higher_is_better: bool = True
+
+    @property
+    def unit(self) -> str:
+        return "%" if self.name in FRACTIONS else ""
+
+    @property
+    def title(self) -> str:
+        """The heading of a column or an axis: accuracy [%], mse."""
+        return f"{self.name} [%]" if self.unit else self.name
+
+    def scaled(self, score: float) -> float:
+        """The number to print under `title`."""
+        return 100 * score if self.unit else score
+
+    def text(self, score: float) -> str:
+        """93.20%, or 0.01234 for a metric that is no fraction."""
+        return shown(self.name, score)
+
+    def meets(self, score: float, target: float) -> bool:
+        """Whether the score is at least as good as the target."""
+        return score >= target if self.higher_is_better else score <= target
+
+    def rank(self, score: float) -> float:
+        """A key for sorting: the best score has the largest rank."""
+        return score if self.higher_is_better else -score
 
 
 @dataclass(frozen=True)
@@ -21,6 +55,7 @@ class Summary:
     experiment: Experiment
     metrics: list[dict[str, Any]]
     timing: list[dict[str, Any]]
+    metric: Primary = Primary()
 
     @property
     def rounds(self) -> int:
@@ -32,9 +67,15 @@ class Summary:
         return float(measured[-1]) if measured else None
 
     @property
+    def score(self) -> float | None:
+        """The last measured score in the primary metric."""
+        measured = [score for line in self.metrics if (score := score_of(line)) is not None]
+        return measured[-1] if measured else None
+
+    @property
     def final(self) -> float | None:
-        """The accuracy to report: of all clients' own models at the end if they were scored, else `accuracy`."""
-        return self.everyone["accuracy"] if self.everyone else self.accuracy
+        """The score to report: of all clients' own models at the end if they were scored, else `score`."""
+        return self.everyone.get("score", self.everyone.get("accuracy")) if self.everyone else self.score
 
     @property
     def of_cohort(self) -> bool:
@@ -52,9 +93,10 @@ class Summary:
 
     @property
     def everyone(self) -> dict[str, Any] | None:
-        """The mean `accuracy` of all clients' own models after the last round, and the number of `clients`.
+        """The scores of all clients' own models after the last round, or None if they were not scored.
 
-        None if they were not scored.
+        `accuracy` is the mean of the primary metric, `worst_tenth` the mean over the worst tenth of the clients,
+        `spread` the standard deviation, and `clients` the number of scored clients out of `of`.
         """
         return self.metrics[-1].get("everyone") if self.metrics else None
 
@@ -77,29 +119,35 @@ class Summary:
 
     def __repr__(self) -> str:
         e, sent = self.experiment, (self.bytes_up + self.bytes_down) / 1e6
-        accuracy = "not measured" if self.final is None else f"{self.final:.2%}"
+        score = "not measured" if self.final is None else self.metric.text(self.final)
         path = str(self.path) if len(str(self.path)) <= 120 else f"...{str(self.path)[-117:]}"
         what = f"{e.dataset}, {e.model}, {e.scheme}, {e.algorithm}, seed {e.seed}"
         return (
             f"Summary({path}\n    {what}\n"
             f"    {self.rounds} of {e.rounds} rounds, {sent:.2f} MB sent, {self.seconds:.1f} s\n"
-            f"    accuracy: {accuracy})"
+            f"    {self.metric.name}: {score})"
         )
 
-    def reached(self, accuracy: float) -> dict[str, Any] | None:
-        """The metrics of the first round with at least this accuracy."""
-        return next(
-            (m for m in self.metrics if m["accuracy"] is not None and m["accuracy"] >= accuracy), None
-        )
+    def reached(self, target: float) -> dict[str, Any] | None:
+        """The metrics of the first round whose score is at least as good as the target."""
+        scored = ((line, score_of(line)) for line in self.metrics)
+        return next((line for line, s in scored if s is not None and self.metric.meets(s, target)), None)
+
+
+def score_of(line: dict[str, Any]) -> float | None:
+    """A round's score in the primary metric. Runs with the default metrics write it only as `accuracy`."""
+    score = line.get("score", line["accuracy"])
+    return None if score is None else float(score)
 
 
 def evaluations(experiment: Experiment, metrics: Iterable[dict[str, Any]]) -> list[float]:
     """The scores that patience counts, as `Schedule.evaluated` gave them."""
     every = experiment.evaluate_every
-    return [m["accuracy"] for m in metrics if m["accuracy"] is not None and m["round"] % every == 0]
+    counted = (score_of(line) for line in metrics if line["round"] % every == 0)
+    return [score for score in counted if score is not None]
 
 
-def stops_early(experiment: Experiment, metrics: Sequence[dict[str, Any]]) -> bool:
+def stops_early(experiment: Experiment, metrics: Sequence[dict[str, Any]], metric: Primary) -> bool:
     """Whether these rounds met the experiment's target or used up its patience."""
     schedule = Schedule(
         experiment.rounds,
@@ -108,15 +156,31 @@ def stops_early(experiment: Experiment, metrics: Sequence[dict[str, Any]]) -> bo
         lambda client: 0,
         target=experiment.target,
         patience=experiment.patience,
+        higher_is_better=metric.higher_is_better,
     )
-    met = any(schedule.reaches_target(line["accuracy"]) for line in metrics)
+    met = any(schedule.reaches_target(score_of(line)) for line in metrics)
     return met or schedule.has_stalled(evaluations(experiment, metrics))
 
 
 def read_run(path: str | os.PathLike[str]) -> Summary:
     path = Path(path)
     experiment = read_config(path)
-    return Summary(path, experiment, read_lines(path / "metrics.jsonl"), read_lines(path / "timing.jsonl"))
+    metrics, timing = read_lines(path / "metrics.jsonl"), read_lines(path / "timing.jsonl")
+    return Summary(path, experiment, metrics, timing, read_metric(path))
+
+
+def read_metric(folder: Path) -> Primary:
+    """The primary metric of a run: accuracy if its model.json names none, or if an archived run has no such file."""
+    path = folder / "model.json"
+    if not path.exists():
+        return Primary()
+    try:
+        found = json.loads(path.read_bytes()).get("metric")
+        return Primary() if found is None else Primary(str(found["name"]), bool(found["higher_is_better"]))
+    except (ValueError, AttributeError, TypeError, KeyError):
+        raise RunError(
+            f"{path} is damaged: expected a JSON object, in which metric has a name and higher_is_better."
+        ) from None
 
 
 def read_config(path: Path) -> Experiment:

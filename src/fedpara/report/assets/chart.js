@@ -1,5 +1,5 @@
 "use strict";
-/* A line chart in SVG: draw(host, series, axis, options). A series has x, y, low, high, color, dashed, mark, visible. */
+/* A line chart in SVG: draw(host, series, axis, { log, metric, interval }). A series has x, y, low, high, color, dashed, mark, visible. */
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -35,11 +35,28 @@ function short(v) {
   return String(Number(v.toPrecision(size >= 100 ? 4 : 3)));
 }
 
+/* The range of all values; with intervals, of the means and half as much around them, since few seeds have wide ones. */
+function spanned(means, values, interval) {
+  const low = Math.min(...values), high = Math.max(...values), least = Math.min(...means), most = Math.max(...means);
+  const room = interval ? (most - least) / 2 : 0;
+  return room > 0 ? [Math.max(low, least - room), Math.min(high, most + room)] : [low, high];
+}
+
+function limits(shown, values, { metric, interval }) {
+  const [low, high] = spanned(shown.flatMap(s => s.y), values, interval);
+  if (metric.percent) {
+    const pad = Math.max(0.5, (high - low) * 0.05);
+    return [Math.max(0, low - pad), Math.min(100, high + pad)];
+  }
+  const pad = (high - low) * 0.05 || Math.abs(high) * 0.05 || 1;
+  return [low - pad, high + pad];
+}
+
 function draw(host, series, axis, options) {
   host.textContent = "";
   const width = Math.max(280, host.clientWidth), height = Math.round(Math.min(460, Math.max(270, width * 0.46)));
-  const left = 40, right = width < 500 ? 12 : 22, top = 24, bottom = 44;
-  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `accuracy over ${axis.name}` }, host);
+  const left = options.metric.percent ? 40 : 60, right = width < 500 ? 12 : 22, top = 24, bottom = 44;
+  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${options.metric.name} over ${axis.name}` }, host);
   const shown = series.filter(s => s.visible);
   const xs = shown.flatMap(s => s.x), ys = shown.flatMap(s => s.low.length ? s.low.concat(s.high) : s.y);
   for (const s of shown) if (s.mark) ys.push(s.mark.y);
@@ -49,11 +66,12 @@ function draw(host, series, axis, options) {
   }
   const logs = options.log && Math.min(...xs) > 0;
   const x0 = logs ? Math.min(...xs) : 0, x1 = Math.max(...xs, x0 * 1.01 || 1e-9);
-  const ymin = Math.min(...ys), ymax = Math.max(...ys), pad = Math.max(0.5, (ymax - ymin) * 0.05);
-  const y0 = Math.max(0, ymin - pad), y1 = Math.min(100, ymax + pad);
+  const [y0, y1] = limits(shown, ys, options);
   const px = v => left + (width - left - right) * (logs ? Math.log(v / x0) / Math.log(x1 / x0) : (v - x0) / (x1 - x0));
   const py = v => top + (height - top - bottom) * (1 - (v - y0) / (y1 - y0));
 
+  const inside = make("clipPath", { id: "inside" }, svg);
+  make("rect", { x: left, y: top, width: width - left - right, height: height - top - bottom }, inside);
   const grid = make("g", { class: "grid" }, svg);
   for (const t of ticks(y0, y1, height / 60)) {
     make("line", { x1: left, x2: width - right, y1: py(t), y2: py(t) }, grid);
@@ -62,13 +80,13 @@ function draw(host, series, axis, options) {
   for (const t of logs ? logTicks(x0, x1, width / 90) : ticks(x0, x1, width / 110))
     make("text", { x: px(t), y: height - bottom + 20, "text-anchor": "middle", class: "tick" }, svg, short(t));
   make("text", { x: left, y: height - 6, class: "name" }, svg, axis.label);
-  make("text", { x: 2, y: 6, class: "name" }, svg, "%");
+  make("text", { x: 2, y: 6, class: "name" }, svg, options.metric.percent ? "%" : options.metric.name);
 
   for (const s of shown) {
     const at = s.x.map(px);
     if (s.low.length) {
       const edge = s.high.map((v, i) => `${at[i]},${py(v)}`).concat(s.low.map((v, i) => `${at[i]},${py(v)}`).reverse());
-      make("polygon", { points: edge.join(" "), fill: s.color, class: "band" }, svg);
+      make("polygon", { points: edge.join(" "), fill: s.color, class: "band", "clip-path": "url(#inside)" }, svg);
     }
     make("polyline", { points: s.y.map((v, i) => `${at[i].toFixed(1)},${py(v).toFixed(1)}`).join(" "), stroke: s.color, class: "curve" + (s.dashed ? " original" : ""), "data-series": s.label }, svg);
     if (s.x.length === 1) make("circle", { cx: at[0], cy: py(s.y[0]), r: 3, fill: s.color }, svg);
@@ -77,7 +95,7 @@ function draw(host, series, axis, options) {
       make("path", { d: `M${mx},${my - 5.5}L${mx + 5.5},${my}L${mx},${my + 5.5}L${mx - 5.5},${my}Z`, stroke: s.color, class: "mark" }, svg);
     }
   }
-  hover(host, svg, shown, axis, { px, py, x0, x1, left, right, top, bottom, width, height, logs });
+  hover(host, svg, shown, axis, options, { px, py, x0, x1, left, right, top, bottom, width, height, logs });
 }
 
 /* The index of the point nearest to v, or null if v is more than a step outside the series. */
@@ -89,7 +107,8 @@ function at(s, v) {
   return a > 0 && v - s.x[a - 1] < s.x[a] - v ? a - 1 : a;
 }
 
-function hover(host, svg, shown, axis, box) {
+function hover(host, svg, shown, axis, { metric, interval }, box) {
+  const say = v => metric.percent ? v.toFixed(2) : String(Number(v.toPrecision(4)));
   const layer = make("g", { style: "display:none" }, svg);
   const hair = make("line", { class: "hair", y1: box.top, y2: box.height - box.bottom }, layer);
   const dots = shown.map(s => make("circle", { r: 3.6, fill: s.color }, layer));
@@ -114,7 +133,8 @@ function hover(host, svg, shown, axis, box) {
       dots[i].setAttribute("cx", box.px(s.x[found[i]]));
       dots[i].setAttribute("cy", box.py(s.y[found[i]]));
     });
-    const rows = shown.map((s, i) => [s, found[i]]).filter(r => r[1] !== null).sort((a, b) => b[0].y[b[1]] - a[0].y[a[1]]);
+    const sign = metric.higher ? 1 : -1;
+    const rows = shown.map((s, i) => [s, found[i]]).filter(r => r[1] !== null).sort((a, b) => sign * (b[0].y[b[1]] - a[0].y[a[1]]));
     tip.textContent = "";
     const head = document.createElement("b");
     head.textContent = axis.tell(here);
@@ -125,7 +145,8 @@ function hover(host, svg, shown, axis, box) {
       line.style.borderTopColor = s.color;
       if (s.dashed) line.style.borderTopStyle = "dashed";
       name.append(line, s.label);
-      value.textContent = s.y[i].toFixed(2);
+      const half = s.low.length && interval ? s.high[i] - s.y[i] : null;
+      value.textContent = say(s.y[i]) + (half === null ? "" : ` ± ${say(half)}`);
       row.append(name, value);
       tip.appendChild(row);
     }
