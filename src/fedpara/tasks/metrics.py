@@ -83,7 +83,8 @@ def top_5(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _moments(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    y, error = target.double().flatten(1), (fit(output, target) - target).double().flatten(1)
+    parts = (target, fit(output, target) - target)
+    y, error = (part.double().reshape(len(part), -1) for part in parts)  # also [N], which flatten(1) refuses
     sums = torch.stack([error.square().sum(1), y.sum(1), y.square().sum(1)], 1)
     return sums, torch.full_like(sums[:, 0], y.shape[1])
 
