@@ -17,7 +17,7 @@ from fedpara import models
 from fedpara.algorithms import Variables
 from fedpara.choices import CLASSES, REFERENCE
 from fedpara.engines.flower.engine import ACCEPTED
-from fedpara.engines.program import make_program, shared_names
+from fedpara.engines.program import base_digest, make_program, shared_names
 from fedpara.engines.session import PRIVATE
 from fedpara.errors import DataError, FedParaError, RunError, UsageError, in_a_line
 from fedpara.experiments.build import build, build_model, build_scheme
@@ -34,6 +34,7 @@ from fedpara.interop import Preprocessing, SavedState, build_target, read_state
 from fedpara.interop.rebuild import EXPECTED, is_description, refuse_misfit
 from fedpara.parameterization import forms
 from fedpara.parameterization.description import read_form
+from fedpara.parameterization.naming import BASE
 from fedpara.references import OBJECT, is_reference
 from fedpara.state import State
 
@@ -147,12 +148,17 @@ def _from_recorded_run(path: Path, model: str | None, client: int | None) -> Sou
             torch.manual_seed(read_config(path).seed)
             network = models.build(model, classes=described.get("classes"), shape=shape and tuple(shape))
         first = network.state_dict()
-        state |= {name: first[name] for name in fixed & first.keys()}
+        dense = {name: name.removesuffix(f".{BASE}") for name in fixed}  # an adapter's W0 is the plain weight
+        state |= {name: first[weight] for name, weight in dense.items() if weight in first}
     if missing := sorted(fixed - state.keys()):
         name = str(description.get("target", description.get("name")))
         typed = REFERENCE if name.startswith(OBJECT) else shlex.quote(name)
         raise UsageError(
             f"{path} does not hold the frozen {missing[0]}: pass --model {typed} if you trust that code."
+        )
+    if described.get("base") not in (None, base_digest({name: state[name] for name in fixed}, known)):
+        raise UsageError(
+            f"{model} does not build the frozen weights of {path}: pass the function that loads the same weights."
         )
     state |= {twin: state[name] for twin, name in ties.items()}
     return Source(SavedState(state, known, description, preprocessing), network)
