@@ -90,7 +90,8 @@ def _one_logit(output: Tensor, target: Tensor) -> Tensor:
 
 def _moments(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Per example: the squared error, sum and sum of squares of its targets, and how many they are."""
-    y, error = (part.double().reshape(len(target), -1) for part in (target, fit(output, target) - target))
+    parts = (target, fit(output, target) - target)
+    y, error = (part.double().reshape(len(part), -1) for part in parts)  # also [N], which flatten(1) refuses
     sums = torch.stack([error.square().sum(1), y.sum(1), y.square().sum(1)], 1)
     return sums, torch.full_like(sums[:, 0], y.shape[1])
 
