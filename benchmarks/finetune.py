@@ -144,7 +144,7 @@ def best_rate(path: Path, method: str) -> float:
     tried = [row for row in finished(path) if row["stage"] == "tune" and row["method"] == method]
     if not tried:
         raise SystemExit(f"{path} has no tuned rate of {method}: run --stage tune --method {method} first.")
-    return max(tried, key=lambda row: (row["accuracy"], -row["loss"]))["lr"]
+    return float(max(tried, key=lambda row: (row["accuracy"], -row["loss"]))["lr"])
 
 
 def wanted(stage: str, method: str, path: Path, scale: Scale) -> Iterator[tuple[float, int]]:

