@@ -2,8 +2,10 @@
 
     package.module:function                        the function
     package.module:function(width=32, name="a")    the function with keywords, which are Python literals
+    cosine(warmup=5), step_decay(30)               a factory of the library with arguments (`library_call`)
 
-The module may be in the working directory. `parse` only reads the text: the other functions import the module.
+The module may be in the working directory. `parse` and `library_call` only read the text: the other functions import
+the module.
 """
 
 import ast
@@ -11,16 +13,19 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from fedpara.errors import ConfigError, FedParaError, in_a_line
+from fedpara.errors import ConfigError, FedParaError, among, in_a_line
 
+REFERENCE_HINT = "Your own is package.module:function."
 EXPECTED = "expected package.module:function or package.module:function(width=32), with Python literals"
-BUILT_IN = ("generated:", "hub:", "load:", "hybrid:")
+OBJECT = "python:"
+"""How a config names an object that `simulate` was given, such as python:UNet. It cannot be built from its name."""
+BUILT_IN = ("generated:", "hub:", "load:", "hybrid:", OBJECT)
 """How the library's own names with a colon begin, such as the data set generated:mnist."""
 
 
@@ -57,6 +62,43 @@ def parse(text: str) -> Reference:
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module):
         raise ConfigError(f"{text!r}: {EXPECTED}.")
     return Reference(text, module, function, keywords)
+
+
+def library_call(text: str, known: Mapping[str, Callable[..., Any]], what: str) -> tuple[str, dict[str, Any]]:
+    """(name, arguments by name) of a factory of the library, such as step_decay(30) or cosine. Nothing is called."""
+    name, bracket, rest = text.partition("(")
+    name = name.strip()
+    if name not in known:
+        raise ConfigError(f"unknown {what} {text!r}: {among(name, known)} {REFERENCE_HINT}")
+    try:
+        body = ast.parse(f"call({rest}" if bracket else "call()", mode="eval").body
+        if not isinstance(body, ast.Call) or not isinstance(body.func, ast.Name):
+            raise ValueError("expected literals in one pair of parentheses")
+        arguments = [ast.literal_eval(part) for part in body.args]
+        keywords = {str(part.arg): ast.literal_eval(part.value) for part in body.keywords}
+        return name, inspect.signature(known[name]).bind(*arguments, **keywords).arguments
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        signature = ", ".join(map(str, inspect.signature(known[name]).parameters.values()))
+        reason = str(error).partition(" (<unknown>")[0]
+        raise ConfigError(
+            f"{what} is {text!r} ({reason}): expected {name}({signature}), with Python literals."
+        ) from None
+
+
+def split(text: str) -> list[str]:
+    """The parts between commas. A comma inside brackets or quotes does not separate."""
+    parts, depth, quote = [""], 0, ""
+    for char in text:
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        depth += (not quote) * ((char in "([{") - (char in ")]}"))
+        if char == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return [part.strip() for part in parts]
 
 
 def value(text: str) -> Any:

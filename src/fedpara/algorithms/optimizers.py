@@ -66,7 +66,7 @@ def adamw(
     return Optimizer("adamw", _moments, step)
 
 
-NAMES = ("sgd", "adam", "adamw")
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "adam": adam, "adamw": adamw}
 
 
 def build_optimizer(local: "Local") -> Optimizer:
@@ -75,10 +75,9 @@ def build_optimizer(local: "Local") -> Optimizer:
         return local.optimizer
     if local.optimizer == "sgd":
         return sgd(momentum=local.momentum, weight_decay=local.weight_decay)
-    if local.optimizer in NAMES:
-        make = {"adam": adam, "adamw": adamw}[local.optimizer]
-        return make(betas=local.betas, eps=local.eps, weight_decay=local.weight_decay)
-    raise ConfigError(f"unknown optimizer {local.optimizer!r}: {among(str(local.optimizer), NAMES)}")
+    if local.optimizer in OPTIMIZERS:
+        return OPTIMIZERS[local.optimizer](betas=local.betas, eps=local.eps, weight_decay=local.weight_decay)
+    raise ConfigError(f"unknown optimizer {local.optimizer!r}: {among(str(local.optimizer), OPTIMIZERS)}")
 
 
 def move(y: State, direction: State, lr: Rate) -> State:

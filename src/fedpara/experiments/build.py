@@ -6,19 +6,22 @@ from functools import cached_property
 from hashlib import blake2b
 from inspect import signature
 from os import PathLike
+from typing import Any
 
 import torch
 from torch import nn
 
 from fedpara import algorithms, models, parameterization, references
-from fedpara.algorithms import Algorithm, Local
-from fedpara.data import FederatedData
+from fedpara.algorithms import Algorithm, Local, Optimizer
+from fedpara.algorithms.optimizers import OPTIMIZERS
+from fedpara.algorithms.schedules import SCHEDULES, RateSchedule
+from fedpara.data import Examples, FederatedData
 from fedpara.errors import ConfigError, in_a_line
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.federation import load_federation
 from fedpara.parameterization import Scheme
 from fedpara.parameterization.selection import Where
-from fedpara.tasks import Task
+from fedpara.tasks import Metric, Task
 from fedpara.trees import leaves
 from fedpara.wire import Link
 
@@ -68,24 +71,93 @@ def build(experiment: Experiment, data_dir: str | PathLike[str] | None = None) -
     link = Link(up=experiment.link_up, down=experiment.link_down)
     scheme = build_scheme(experiment)
     federation, scored = load_federation(experiment, data_dir)
-    model = build_model(experiment, federation.train.classes or 0, federation.train.shape, scheme)
-    task = Task(model, scored, experiment.augment)  # type: ignore[arg-type]
+    model = build_model(experiment, federation.train.classes, federation.train.shape or None, scheme)
+    task = build_task(experiment, model, scored)
     own_clients = bool(experiment.references.keys() & {"dataset", "split"})
     return Parts(task, federation, algorithm, link, own_clients)
 
 
+def build_task(experiment: Experiment, model: nn.Module, test: Examples | None) -> Task:
+    """The model with its loss and metrics. A metric of yours has the name of its function."""
+    loss: Any = references.value(experiment.loss) if "loss" in experiment.references else experiment.loss
+    if not isinstance(loss, str) and not callable(loss):
+        raise references.wrong_result(experiment.loss, loss, "a function (output, target)")
+    metrics: dict[str, Any] | None = None
+    for text in references.split(experiment.metrics or ""):
+        if text:
+            name, of = _metric(text)
+            metrics = {**(metrics or {}), text if name in (metrics or {}) else name: of}
+    return Task(model, test, experiment.augment, loss, metrics)  # type: ignore[arg-type]
+
+
+def _metric(text: str) -> tuple[str, Any]:
+    if not references.is_reference(text):
+        return text, text
+    of = references.value(text)
+    if not isinstance(of, Metric) and not callable(of):
+        raise references.wrong_result(text, of, "a function (output, target) or a Metric")
+    return references.parse(text).function, of
+
+
+def build_sampler(experiment: Experiment) -> Any:
+    """The sampler's name, or your function."""
+    named = "sampler" in experiment.references
+    return references.value(experiment.sampler) if named else experiment.sampler
+
+
+def build_schedule(experiment: Experiment) -> RateSchedule | None:
+    """The schedule of the learning rate, tried once: it must give a factor."""
+    text = experiment.schedule
+    if text is None:
+        return None
+    if references.is_reference(text):
+        schedule = references.value(text)
+    else:
+        name, arguments = references.library_call(text, SCHEDULES, "schedule")
+        schedule = SCHEDULES[name](**arguments)
+    try:
+        float(schedule(0.0, experiment.rounds))
+    except Exception as error:  # a schedule of the user may raise anything
+        raise ConfigError(
+            f"schedule {text!r} failed ({in_a_line(error)}): expected a function (at, rounds) -> factor."
+        ) from None
+    return schedule  # type: ignore[no-any-return]
+
+
+def _optimizer(experiment: Experiment) -> dict[str, Any]:
+    """The fields of Local for the optimizer. A call such as adamw(eps=1e-6) may also set betas and weight_decay."""
+    text = experiment.optimizer
+    if not references.is_reference(text):
+        name, arguments = references.library_call(text, OPTIMIZERS, "optimizer")
+        return {"optimizer": name, **arguments}
+    made = references.find(text)
+    if not isinstance(made, Optimizer):
+        decay = {"weight_decay": experiment.weight_decay}
+        if experiment.weight_decay and not decay.keys() & references.parameters(text).keys():
+            raise ConfigError(f"weight_decay is {experiment.weight_decay}, which {text!r} does not take.")
+        made = references.call(text, offered=decay)
+    if not isinstance(made, Optimizer):
+        raise references.wrong_result(text, made, "an Optimizer")
+    return {"optimizer": made}
+
+
 def build_algorithm(experiment: Experiment) -> Algorithm:
+    chosen: dict[str, Any] = {"momentum": experiment.momentum, "weight_decay": experiment.weight_decay}
+    chosen |= _optimizer(experiment)
+    schedule = build_schedule(experiment)
     local = Local(
         lr=experiment.lr,
         lr_decay=experiment.lr_decay,
         epochs=experiment.epochs,
         steps=experiment.steps,
         batch_size=experiment.batch_size,
-        momentum=experiment.momentum,
-        weight_decay=experiment.weight_decay,
         clip=experiment.clip,
         jacobian=experiment.jacobian,
         jacobian_norm=experiment.jacobian_norm,  # type: ignore[arg-type]
+        keep_optimizer=experiment.keep_optimizer,
+        schedule=schedule,
+        rounds=None if schedule is None else experiment.rounds,
+        **chosen,
     )
     return algorithms.build(experiment.algorithm, local, **experiment.options)
 
@@ -94,7 +166,7 @@ def build_scheme(experiment: Experiment) -> Scheme | None:
     """The scheme, or None for the original weights."""
     options = {name: getattr(experiment, name) for name in ("gamma", "rank", "ratio", "nonlinearity")}
     if experiment.scheme == "original":
-        given = [name for name in (*options, "init") if getattr(experiment, name) is not None]
+        given = [name for name in (*options, "init", "onto") if getattr(experiment, name) is not None]
         if given:
             raise ConfigError(f"scheme 'original' has no {given[0]}: leave it out.")
         return None
@@ -112,7 +184,13 @@ def build_model(
         model = models.build(experiment.model, classes=classes, shape=shape)
         if scheme is not None:
             parameterization.factorize(
-                model, scheme, build_rule(experiment, model, scheme), init=experiment.init
+                model,
+                scheme,
+                build_rule(experiment, model, scheme),
+                init=experiment.init,
+                onto=experiment.onto,  # type: ignore[arg-type]
+                alpha=experiment.adapter_alpha,
+                train=references.split(experiment.train) if experiment.train else (),
             )
     return model
 

@@ -6,17 +6,20 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from inspect import formatannotation
+from inspect import formatannotation, signature
 from numbers import Real
 from pathlib import Path
 from typing import Any, get_args
 
 from fedpara import algorithms, models, parameterization, references
 from fedpara.algorithms.core import Weighting
+from fedpara.algorithms.optimizers import OPTIMIZERS
+from fedpara.algorithms.schedules import SCHEDULES
 from fedpara.choices import ENGINES, SAMPLERS, SPLITS
 from fedpara.engines.settings import Precision, Share
 from fedpara.errors import ConfigError, among
-from fedpara.tasks import Augment
+from fedpara.references import OBJECT, REFERENCE_HINT
+from fedpara.tasks import LOSSES, METRICS, Augment
 
 OWNED = ("owner", "largest")
 """Splits whose clients are the owners of the examples."""
@@ -28,6 +31,9 @@ CHOICES: dict[str, Sequence[str]] = {
     "split": SPLITS,
     "model": models.names(),
     "algorithm": algorithms.names(),
+    "loss": tuple(LOSSES),
+    "metrics": tuple(METRICS),
+    "onto": ("frozen",),
     "sampler": SAMPLERS,
     "engine": ENGINES,
     "precision": get_args(Precision),
@@ -38,7 +44,13 @@ CHOICES: dict[str, Sequence[str]] = {
 }
 """Accepted values by field. A field with the default None may also be left out."""
 
-REFERENCED = ("dataset", "model", "where", "split", "algorithm")
+CALLS: dict[str, dict[str, Callable[..., Any]]] = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+"""Fields that take a factory of the library with its arguments, such as cosine(warmup=5)."""
+
+REFERENCED = (
+    *("dataset", "model", "where", "split", "algorithm"),
+    *("loss", "metrics", "optimizer", "schedule", "sampler"),
+)
 """Fields that also take a reference to your function, such as mypkg:unet(width=32). See `fedpara.references`."""
 
 # A resumed run may change these fields. They leave the computation as it is: engines and precisions differ only in
@@ -57,9 +69,17 @@ LATER: dict[str, Any] = {
     "bandwidth": None,
     "speed": None,
     "device_deadline": None,
+    "onto": None,
+    "adapter_alpha": None,
+    "train": None,
+    "loss": "cross-entropy",
+    "metrics": None,
+    "optimizer": "sgd",
+    "schedule": None,
+    "keep_optimizer": False,
+    "objects": None,
 }
 
-REFERENCE_HINT = "Your own is package.module:function."
 _FIELD_IN_ERROR = r"^(\w+) is |^unknown key '([^']+)'|^unknown (\w+) |hyper-parameter '([^']+)'"
 
 
@@ -75,6 +95,11 @@ class Experiment:
     conv: str = "tensor"  # or reshape
     init: str | None = None  # fan_out, calibrated, he, he:1.4; the default depends on the scheme
     where: str | None = None  # every, early or hybrid:N override the model's rule (`build_rule`)
+    onto: str | None = None  # frozen: adapters on the model's own weights
+    adapter_alpha: float | None = None  # scale of the adapters, alpha / rank
+    train: str | None = None  # beside the adapters: modules and parameters, such as "classifier, bias"
+    loss: str = "cross-entropy"  # one of LOSSES
+    metrics: str | None = None  # of METRICS, such as "dice, iou"; the first is the primary one
     algorithm: str = "fedavg"
     options: dict[str, float] = field(default_factory=dict, hash=False)  # of the algorithm: mu, alpha, ...
     share: str = "all"  # fedper: all but the last layer; none: Local
@@ -104,6 +129,9 @@ class Experiment:
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip: float | None = None
+    optimizer: str = "sgd"  # adam, adamw(betas=(0.9, 0.95)): of the clients
+    schedule: str | None = None  # of the learning rate: cosine(warmup=5), linear, step_decay(every=30)
+    keep_optimizer: bool = False  # keep the optimizer's state on the client between rounds
     jacobian: float = 0.0  # lambda of the Jacobian correction
     jacobian_norm: str = "plain"
     augment: str = "none"  # or crop-flip
@@ -118,6 +146,7 @@ class Experiment:
     seed: int = 0
     engine: str = "auto"
     precision: str | None = None  # float32, tf32, bfloat16: of the batched engine on a GPU
+    objects: str | None = None  # digests of what `simulate` was given; set by it only (see `objects.py`)
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -128,46 +157,74 @@ class Experiment:
             if not isinstance(value, dict if f.name == "options" else f.type):  # type: ignore[arg-type]
                 expected = formatannotation(f.type).removesuffix(" | None")
                 raise ConfigError(f"{f.name} is {value!r}: expected {expected}.")
-            known = CHOICES.get(f.name)
-            if known and value is not None and value not in known and f.name not in self.references:
-                yours = f" {REFERENCE_HINT}" * (f.name in REFERENCED)
-                raise ConfigError(f"unknown {f.name} {value!r}: {among(str(value), known)}{yours}")
-        for name, text in self.references.items():
-            try:
-                references.parse(text)
-            except ConfigError as error:
-                raise ConfigError(f"{name} is {error}") from None
+            several = f.name == "metrics" and bool(value)
+            for text in references.split(str(value)) if several else [value]:
+                self._check_name(f.name, text)
         for name, (accepted, holds) in RULES.items():
             if not holds(self):
                 raise ConfigError(f"{name} is {getattr(self, name)}: expected {accepted}.")
         given: dict[str, Any] = self.options
         options = {name: float(v) if isinstance(v, Real) else v for name, v in given.items()}
         object.__setattr__(self, "options", options)
-        if "algorithm" not in self.references:  # a config may be read without importing what it names
+        if not is_foreign(self.algorithm):  # a config may be read without importing what it names
             algorithms.build(self.algorithm, algorithms.Local(), **options)
         if self.steps is not None and self.epochs == Experiment.epochs:  # as in `Local`
             object.__setattr__(self, "epochs", None)
 
+    def _check_name(self, field: str, text: Any) -> None:
+        """ConfigError if the field names something of the library that does not exist, or a malformed reference."""
+        if text is None:
+            return
+        if field in REFERENCED and is_foreign(text):
+            try:
+                references.parse(text)
+            except ConfigError as error:
+                raise ConfigError(f"{field} is {error}") from None
+        elif field in CALLS:
+            references.library_call(text, CALLS[field], field)
+        elif field in CHOICES and text not in CHOICES[field]:
+            yours = f" {REFERENCE_HINT}" * (field in REFERENCED)
+            raise ConfigError(f"unknown {field} {text!r}: {among(str(text), CHOICES[field])}{yours}")
+
     @property
     def references(self) -> dict[str, str]:
-        """The fields that name functions of the user. A field with several values has a number per reference."""
+        """The fields that name functions of the user. Those of `metrics` are numbered: metrics.0."""
         found: dict[str, str] = {}
         for name in REFERENCED:
-            value = getattr(self, name)
-            several = isinstance(value, list | tuple)
-            for i, text in enumerate(value if several else [value]):
-                if isinstance(text, str) and references.is_reference(text):
+            value = getattr(self, name) or ""
+            several = name == "metrics"
+            for i, text in enumerate(references.split(value) if several else [value]):
+                if references.is_reference(text):
                     found[f"{name}.{i}" if several else name] = text
         return found
 
     @property
+    def rounds_decide(self) -> bool:
+        """Whether the learning rate depends on `rounds`: the schedule has no `rounds` argument of its own."""
+        if self.schedule is None or self.schedule.startswith(OBJECT):
+            return False
+        if references.is_reference(self.schedule):
+            return "rounds" not in (references.parse(self.schedule).keywords or {})
+        name, arguments = references.library_call(self.schedule, SCHEDULES, "schedule")
+        return "rounds" in signature(SCHEDULES[name]).parameters and arguments.get("rounds") is None
+
+    @property
     def identity(self) -> str:
-        """A digest of the fields that decide the result: without FREE ones, and with LATER ones only if they differ."""
-        values = {name: value for name, value in asdict(self).items() if name not in FREE}
+        """A digest of the fields that decide the result: without FREE ones, and with LATER ones only if they differ.
+
+        `rounds` is free unless a schedule of the learning rate depends on it.
+        """
+        free = {*FREE} - ({"rounds"} if self.rounds_decide else set())
+        values = {name: value for name, value in asdict(self).items() if name not in free}
         if self.split not in OWNED or self.personal:
             values["test_owners"] = LATER["test_owners"]  # the field has no effect on the scores
         decisive = {name: v for name, v in values.items() if name not in LATER or v != LATER[name]}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def is_foreign(text: str) -> bool:
+    """Whether the text names something that is not the library's: a reference, or an object of `simulate`."""
+    return text.startswith(OBJECT) or references.is_reference(text)
 
 
 RULES: dict[str, tuple[str, Callable[[Experiment], bool]]] = {

@@ -23,8 +23,8 @@ from fedpara.engines.server import Engine, run_rounds
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
 from fedpara.engines.simulate import build_engine, prepare, refuse_flower_engine, says_stop
-from fedpara.errors import RunError, in_a_line
-from fedpara.experiments.build import Parts, build
+from fedpara.errors import ConfigError, RunError, in_a_line
+from fedpara.experiments.build import Parts, build, build_sampler
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.follower import Follower, open_on_ranks
 from fedpara.experiments.storage.environment import environment_warning
@@ -145,14 +145,25 @@ def rounds_done(
 
 
 def _changed(path: Path, rounds: int | None, engine: str | None, precision: str | None) -> Experiment:
+    there = read_config(path)
+    if there.objects is not None:
+        raise RunError(
+            f"{path} was started from Python objects: call simulate(..., out={str(path)!r}) again to resume it."
+        )
+    if rounds not in (None, there.rounds) and there.rounds_decide:
+        raise ConfigError(
+            f"rounds is {rounds}, but the schedule {there.schedule!r} of {path} follows its {there.rounds} rounds: "
+            "start a new run, or give the schedule its own `rounds`."
+        )
     given = {"rounds": rounds, "engine": engine, "precision": precision}
-    return replace(read_config(path), **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    return replace(there, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
 def _settings(experiment: Experiment, parts: Parts) -> Settings:
     """The settings of the run. Their fields have the same names in an Experiment."""
     named = {field.name for field in fields(Experiment)}
     same = {field.name: getattr(experiment, field.name) for field in fields(Settings) if field.name in named}
+    same["sampler"] = build_sampler(experiment)
     devices = read_devices(experiment.bandwidth, experiment.speed, experiment.device_deadline)
     return Settings(**same, link=parts.link, devices=devices)
 

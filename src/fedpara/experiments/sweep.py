@@ -22,6 +22,7 @@ from fedpara.experiments.run import lay_out_all, rounds_done
 from fedpara.experiments.seeds import Group
 from fedpara.experiments.storage.run_folder import open_run
 from fedpara.experiments.storage.summary import Summary, read_config, read_run, stops_early
+from fedpara.references import split
 
 OPTION = "options."
 """Prefix of the algorithm's options in a grid, such as options.mu."""
@@ -67,25 +68,13 @@ def read_grid(given: Iterable[str]) -> dict[str, list[Any]]:
     for text in given:
         field, _, values = text.partition("=")
         name = field.strip()
-        texts = [value.strip() for value in _split(values)]
+        texts = split(values)
         if not name or not all(texts):
             raise UsageError(f"--set {text!r}: expected a field and its values, such as lr=0.02,0.1.")
         if name in grid:
             raise UsageError(f"--set {name} is given twice: give all values at once, such as lr=0.02,0.1.")
         grid[name] = [read_value(value) for value in texts]
     return grid
-
-
-def _split(values: str) -> list[str]:
-    """The values between the commas. Commas in brackets, as in mypkg:unet(width=32, depth=4), do not count."""
-    parts, depth = [""], 0
-    for character in values:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts
 
 
 def read_seeds(text: str) -> list[int]:
