@@ -78,11 +78,36 @@ def own_algorithm(found: dict[str, Any], axes: Any) -> None:
     axes.legend(loc="lower right")
 
 
+def regression(found: dict[str, Any], axes: Any) -> None:
+    curves(found, axes, "r2", 1, "R2 on the test patients")
+
+
+def segmentation(found: dict[str, Any], axes: Any) -> None:
+    curves(found, axes, "dice", 100, "dice of the test images [%]")
+
+
+def curves(found: dict[str, Any], axes: Any, metric: str, factor: float, label: str) -> None:
+    for (name, run), colour in zip(found["runs"].items(), (GREY, BLUE), strict=True):
+        sent = [(r.progress.bytes_up + r.progress.bytes_down) / 1e6 for r in run.rounds]
+        axes.plot(sent, [factor * r.scores[metric] for r in run.rounds], color=colour, label=name)
+    axes.set(xlabel="bytes sent in both directions [MB]", ylabel=label)
+    axes.legend(loc="lower right")
+
+
+def larger_than_memory(found: dict[str, Any], axes: Any) -> None:
+    rounds = found["run"].rounds
+    axes.plot([r.number for r in rounds], [r.scores["r2"] for r in rounds], color=BLUE)
+    axes.set(xlabel="round", ylabel="R2 on the test windows")
+
+
 TUTORIALS: dict[str, tuple[str, Callable[[dict[str, Any], Any], None]]] = {
     "factorize": ("01_factorize.py", factorize),
     "compare_schemes": ("03_compare_schemes.py", compare_schemes),
     "personalize": ("04_personalize.py", personalize),
     "own_algorithm": ("02_own_algorithm.py", own_algorithm),
+    "regression": ("regression.py", regression),
+    "segmentation": ("segmentation.py", segmentation),
+    "larger_than_memory": ("larger_than_memory.py", larger_than_memory),
 }
 
 
@@ -91,7 +116,7 @@ def tutorial(name: str, folder: Path) -> None:
     script, draw = TUTORIALS[name]
     printed = StringIO()
     with redirect_stdout(printed):
-        found = runpy.run_path(str(ROOT / "examples" / script))
+        found = runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
     (folder / f"{name}.txt").write_text(printed.getvalue(), encoding="utf-8")
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(6.8, 3.8), layout="constrained")

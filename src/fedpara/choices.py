@@ -11,7 +11,9 @@ MODELS = (
     *("resnet18", "resnet18-gn", "resnet18-tiny", "lstm", "lstm-tiny", "mlp", "deep-mlp", "cnn"),
 )
 SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
-"""Copies of the names in `data`, `models` and `parameterization`, which import torch. A test compares them."""
+LOSSES = ("cross-entropy", "mse", "mae", "bce", "next-token")
+METRICS = ("accuracy", "top-5", "r2", "mse", "mae", "dice", "iou", "perplexity")
+"""Copies of the names in `data`, `models`, `parameterization` and `tasks`, which import torch. A test compares them."""
 SPLITS = ("iid", "dirichlet", "dirichlet-capped", "shards", "owner", "largest")
 ENGINES = ("auto", "sequential", "batched", "flower")
 SAMPLERS = ("uniform", "poisson", "by-data")

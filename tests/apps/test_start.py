@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fedpara import choices, data, models, parameterization
+from fedpara import choices, data, models, parameterization, tasks
 
 HEAVY = {"torch", "numpy", "sklearn", "safetensors", "matplotlib", "flwr"}
 PROGRAM = """
@@ -55,6 +55,7 @@ def test_choices_equal_the_registries():
     assert [*choices.DATASETS] == data.names()
     assert [*choices.MODELS] == models.names()
     assert ("original", *parameterization.SCHEMES) == choices.SCHEMES
+    assert (tuple(tasks.LOSSES), tuple(tasks.METRICS)) == (choices.LOSSES, choices.METRICS)
 
 
 def test_ctrl_c_during_the_import_of_torch(tmp_path):

@@ -118,6 +118,15 @@ OTHER = {
     "speed": 20.0,
     "device_deadline": 60.0,
     "patience": 10,
+    "onto": "frozen",
+    "adapter_alpha": 8.0,
+    "train": "classifier, bias",
+    "loss": "mypkg:focal(gamma=2.0)",
+    "metrics": "top-5, mypkg:worst(k=2, name='a,b')",
+    "optimizer": "adamw(betas=(0.9, 0.95))",
+    "schedule": "step_decay(30)",
+    "keep_optimizer": True,
+    "objects": "model 1234",
 }
 
 

@@ -16,7 +16,7 @@ import click
 import typer
 
 from fedpara import __version__
-from fedpara.apps import commands
+from fedpara.apps import commands, output_commands
 from fedpara.apps.data import app as data_app
 from fedpara.apps.flower.cli import app as flower_app
 from fedpara.apps.terminal.interrupt import NotStarted, starting
@@ -46,8 +46,8 @@ app.command()(commands.run)
 app.command()(commands.resume)
 app.command()(commands.sweep)
 app.command()(commands.reproduce)
-app.command()(commands.report)
-app.command()(commands.export)
+app.command()(output_commands.report)
+app.command()(output_commands.export)
 app.add_typer(data_app, name="data")
 app.add_typer(flower_app, name="flower")
 

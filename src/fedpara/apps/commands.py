@@ -10,10 +10,10 @@ import typer
 
 from fedpara.apps.terminal.interrupt import starting
 from fedpara.choices import (
-    CLASSES,
     DATASETS,
     ENGINES,
-    FORMATS,
+    LOSSES,
+    METRICS,
     MODELS,
     PAPER_RESULTS,
     PAPER_RUNS,
@@ -90,6 +90,18 @@ def run(
         str | None,
         typer.Option(help=f"Weights to factorize: every, early, hybrid:N, or a rule {REFERENCE}."),
     ] = None,
+    onto: Annotated[
+        str | None, typer.Option(help="frozen: train factors as adapters on the model's own frozen weights.")
+    ] = None,
+    adapter_alpha: Annotated[float | None, typer.Option(help="Scale of the adapters: alpha / rank.")] = None,
+    train: Annotated[
+        str | None, typer.Option(help="What else trains beside adapters, such as 'classifier, bias'.")
+    ] = None,
+    loss: Annotated[str | None, typer.Option(help=f"{', '.join(LOSSES)}; or {REFERENCE}")] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(METRICS)}; or {REFERENCE}; repeatable, the first is the primary one."),
+    ] = None,
     algorithm: Annotated[
         str | None, typer.Option(help=f"fedavg, fedprox, scaffold, feddyn, fedadam, ...; or {REFERENCE}")
     ] = None,
@@ -103,7 +115,9 @@ def run(
     alpha: Annotated[float | None, typer.Option(help="Concentration of the Dirichlet splits.")] = None,
     clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
     cohort: Annotated[int | None, typer.Option(help="Clients per round.")] = None,
-    sampler: Annotated[str | None, typer.Option(help=f"Who takes part: {', '.join(SAMPLERS)}.")] = None,
+    sampler: Annotated[
+        str | None, typer.Option(help=f"Who takes part: {', '.join(SAMPLERS)}; or {REFERENCE}")
+    ] = None,
     lost: Annotated[
         float | None, typer.Option(help="Probability that a chosen client is lost in a round, such as 0.3.")
     ] = None,
@@ -123,8 +137,22 @@ def run(
     batch_size: Annotated[int | None, typer.Option(help="Examples per local step.")] = None,
     lr: Annotated[float | None, typer.Option(help="Local learning rate.")] = None,
     lr_decay: Annotated[float | None, typer.Option(help="Factor on the learning rate per round.")] = None,
-    momentum: Annotated[float | None, typer.Option(help="Momentum of local SGD.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Weight decay of local SGD.")] = None,
+    momentum: Annotated[float | None, typer.Option(help="Momentum of sgd.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Weight decay of the local optimizer.")] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help=f"Local optimizer: sgd, adam, adamw, 'adamw(betas=(0.9, 0.95))'; or {REFERENCE}"),
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="Schedule of the learning rate: 'cosine(warmup=5)', linear, constant, 'step_decay(every=30)'; or "
+            f"{REFERENCE}"
+        ),
+    ] = None,
+    keep_optimizer: Annotated[
+        bool | None, typer.Option(help="Keep the optimizer's state on the client between rounds.")
+    ] = None,
     clip: Annotated[float | None, typer.Option(help="Largest gradient norm.")] = None,
     jacobian: Annotated[
         float | None, typer.Option(help="Weight (lambda) of the Jacobian correction.")
@@ -141,7 +169,10 @@ def run(
         str | None, typer.Option(help="Encoding of uploads: float32, float16, bfloat16, int8.")
     ] = None,
     link_down: Annotated[str | None, typer.Option(help="Encoding of downloads: the same choices.")] = None,
-    target: Annotated[float | None, typer.Option(help="Stop at this accuracy, such as 0.8.")] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(help="Stop when the primary metric reaches this, such as an accuracy of 0.8."),
+    ] = None,
     patience: Annotated[
         int | None, typer.Option(help="Stop after this many evaluations without a better score.")
     ] = None,
@@ -172,6 +203,8 @@ def run(
     given = {name: value for name, value in locals().items() if value is not None}
     for name in ("preset", "config", "option", "out", "data_dir", "track", "as_json"):
         given.pop(name, None)
+    if metric:
+        given["metrics"] = ", ".join(given.pop("metric"))
     with starting():
         from fedpara.apps.run import run as work
     work(preset, config, given, option, out, data_dir, track, as_json)
@@ -262,77 +295,3 @@ def reproduce(
     with starting():
         from fedpara.apps.reproduce import reproduce as work
     work(names, list_, seeds, rounds, only, scale, out, results, data_dir, engine, precision, keep, as_json)
-
-
-def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(exists=True, file_okay=False, help="Run folders, or folders that contain them."),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Output file, page.html by default; for png and svg a folder, figures by default. An existing file is "
-            "replaced only if its ending matches the format. Nothing is written into a run folder."
-        ),
-    ] = None,
-    format_: Annotated[
-        str | None, typer.Option("--format", help=", ".join(FORMATS) + "; default: from the file's ending.")
-    ] = None,
-    scale: Annotated[
-        str, typer.Option(help="paper, or tiny (compare miniatures with the paper's tables).")
-    ] = "paper",
-) -> None:
-    """Write tables (paper | ours) and curves of these runs.
-
-    Example: fedpara report results --out page.html
-    """
-    with starting():
-        from fedpara.apps.report import report as work
-    work(runs, out, format_, scale)
-
-
-def export(
-    source: Annotated[Path, typer.Argument(exists=True, help="A run folder, or a .safetensors state.")],
-    client: Annotated[
-        int | None,
-        typer.Option(
-            help="Export this client's own model, from a run with private parts (pFedPara, FedPer, Local): its private "
-            "tensors and the newest shared ones. `before` in metrics.jsonl scores such models."
-        ),
-    ] = None,
-    format: Annotated[str, typer.Option("--format", help="safetensors, onnx or pt2.")] = "safetensors",
-    out: Annotated[Path | None, typer.Option(help="Output file; default: next to the source.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help=f"The model of a .safetensors state: a library model, or {REFERENCE}. ONNX and pt2 also need it for a "
-            "run of a custom model. Your function is imported and called; a function that only a file names is not."
-        ),
-    ] = None,
-    classes: Annotated[
-        int | None,
-        typer.Option(help=f"Number of classes of a library model; default: {CLASSES}."),
-    ] = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(help="Shape of one example, such as 3,32,32; ONNX and pt2 need it."),
-    ] = None,
-    no_normalise: Annotated[
-        bool,
-        typer.Option(
-            "--no-normalise",
-            help="Export the bare network, which takes normalised inputs. By default ONNX and pt2 models of a run take "
-            "raw inputs and normalise them.",
-        ),
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Write the merged model: plain layers without factors.
-
-    Example: fedpara export runs/first --format onnx
-    """
-    with starting():
-        from fedpara.apps.export import export as work
-    work(source, client, format, out, model, classes, shape, not no_normalise, overwrite, as_json)

@@ -5,6 +5,7 @@ numbers, images, or tuples or dicts of them. Items of different lengths need a `
 """
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def as_examples(
     except DataError:
         raise
     except Exception as error:  # a data set may raise anything
-        raise DataError(f"{type(error).__name__}: {in_a_line(error)}") from error
+        raise DataError(in_a_line(error)) from error
     return Examples(inputs, targets, classes, mean=mean, std=std)
 
 
@@ -83,15 +84,27 @@ def _default_collate(items: list[Any]) -> Any:
 
 
 def _plain(item: Any) -> Any:
-    """An item whose images are tensors, uint8 [C, H, W]."""
+    """An item whose fields are tensors: an image uint8 [C, H, W], a list of numbers one tensor."""
     if isinstance(item, dict):
-        return {name: _plain(part) for name, part in item.items()}
+        return {name: _field(part) for name, part in item.items()}
     if isinstance(item, tuple | list):
-        return tuple(map(_plain, item))
+        return tuple(map(_field, item))
+    return _field(item)
+
+
+def _field(item: Any) -> Any:
+    if isinstance(item, dict | tuple):
+        return _plain(item)
+    if type(item) is float or (isinstance(item, list) and _numbers(item)):
+        return torch.tensor(item)  # Python's floats have torch's default type, not float64
     if hasattr(item, "getbands"):  # a Pillow image
         pixels = np.array(item)
         return torch.from_numpy(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1).copy())
     return item
+
+
+def _numbers(item: Any) -> bool:
+    return all(map(_numbers, item)) if isinstance(item, list) else isinstance(item, Real)
 
 
 def _pair(made: Any) -> tuple[Tree, Tree]:
@@ -107,7 +120,8 @@ def _pair(made: Any) -> tuple[Tree, Tree]:
         return _tensors(only), _tensors(made[names[0]])
     if isinstance(made, tuple | list) and len(made) == 2:
         return _tensors(made[0]), _tensors(made[1])
-    raise DataError(f"an item is {type(made).__name__}: expected (input, target) or a dict with a target.")
+    what = f"{len(made)} parts" if isinstance(made, tuple | list) else type(made).__name__
+    raise DataError(f"an item has {what}: expected (input, target) or a dict with a target.")
 
 
 def _is_pair(source: Any) -> bool:
@@ -137,7 +151,8 @@ def _tensors(tree: Any) -> Tree:
         return tree
     array = np.asarray(tree)
     if array.dtype == object or array.dtype.kind in "US":
-        raise DataError(f"a field holds {array.dtype} values: give a `collate` that turns them into tensors.")
+        what = "text" if array.dtype.kind in "US" else "lists of different lengths or other objects"
+        raise DataError(f"a field holds {what}: give a `collate` that turns them into tensors.")
     # A copy: a memory map is read here, and torch warns about sharing read-only arrays.
     return torch.from_numpy(np.array(array))
 

@@ -31,6 +31,8 @@ def federation_of(
             raise ConfigError("sources is a function: give the number of `clients` too.")
         named, total = sources, clients
     else:
+        if not sources:
+            raise ConfigError("there are no sources: expected one per client.")
         named, total = sources.__getitem__, len(sources)
         if sizes is None and all(count(source) is not None for source in sources):
             sizes = [count(source) or 0 for source in sources]
@@ -79,12 +81,20 @@ class LoadedData(FederatedData):
         object.__setattr__(self, "train", self._first())
 
     def _first(self) -> Examples:
-        """A few examples of the first client that has any."""
+        """A few examples of the first client that has any. One that cannot be read is refused later."""
+        problem = "no client holds an example."
         for client in range(len(self)):
-            if self._sizes.get(client) != 0 and len(found := self._read(client)):
+            if self._sizes.get(client) == 0:
+                continue
+            try:
+                found = self._checked_read(client)
+            except DataError as error:
+                problem = f"no client's data could be read: {error}"
+                continue
+            if len(found):
                 self._sizes.setdefault(client, len(found))
                 return found.subset(range(min(64, len(found))))
-        raise ConfigError("no client holds an example.")
+        raise ConfigError(problem)
 
     def size(self, i: int) -> int:
         """The number of client i's examples; 0 if they cannot be read."""
@@ -103,12 +113,7 @@ class LoadedData(FederatedData):
         if i in self._last:
             return self._last[i]
         self._last.clear()
-        try:
-            found = self._read(i)
-        except DataError:
-            raise
-        except Exception as error:  # the user's function may raise anything
-            raise DataError(f"{type(error).__name__}: {in_a_line(error)}") from error
+        found = self._checked_read(i)
         if not same_kind(found, self.train):
             raise DataError(
                 f"its examples are {_described(found)} and the first client's are {_described(self.train)}: expected "
@@ -118,6 +123,14 @@ class LoadedData(FederatedData):
             raise DataError(f"it holds {len(found)} examples: {self._sizes[i]} were stated.")
         self._last[i] = found
         return found
+
+    def _checked_read(self, i: int) -> Examples:
+        try:
+            return self._read(i)
+        except DataError:
+            raise
+        except Exception as error:  # the user's function may raise anything
+            raise DataError(in_a_line(error)) from error
 
     def some(self, most: int) -> Examples:
         return self.train.part(slice(most))
@@ -152,7 +165,11 @@ class LoadedData(FederatedData):
             raise ConfigError(
                 "personal evaluation needs each client's test data: give FederatedData.of `tests`."
             )
-        return self._read_test(i)
+        try:
+            return self._read_test(i)
+        except Exception as error:
+            why = str(error) if isinstance(error, DataError) else in_a_line(error)
+            raise DataError(f"client {i}'s test data could not be read: {why}") from error
 
 
 def _joined(parts: list[Examples], test: Examples | None) -> FederatedData:

@@ -110,6 +110,8 @@ def _training_problems(
     """Problems of a model that cannot train on one example: it may still train on two."""
     message = in_a_line(error).rstrip(".")
     if _failure(program, task, data, local, 2) is not None:
+        if callable(task.loss):
+            yield from _loss_problems(program, task, data)
         advice = _type_advice(program, data) if "type" in message else ""
         yield f"the model cannot train on {_kind(_one_batch(data, 1))}: {message}.{advice}", error
     elif (
@@ -123,11 +125,14 @@ def _training_problems(
 
 
 def _loss_problems(program: Program, task: Task, data: FederatedData) -> Iterator[Problem]:
-    """Calls the loss and the metrics once, on two examples."""
+    """Calls the loss and the metrics once, on two examples. A model that fails itself is reported elsewhere."""
     worker, some = Worker(program, task), _one_batch(data, 2)
     worker.model.eval()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        output = worker.output(some.inputs)
+        try:
+            output = worker.output(some.inputs)
+        except Exception:
+            return
         for name, metric in task.scored.items():
             what = "the loss" if name == "loss" else f"metric {name!r}"
             try:

@@ -70,6 +70,7 @@ class Totals:
 
 def accuracy(output: Tensor, target: Tensor) -> PerExample:
     """The share of correct classes: the largest logit of [N, C, ...], or the sign of one logit per target."""
+    output = _one_logit(output, target)
     right = (output > 0) == target.bool() if output.shape == target.shape else output.argmax(1) == target
     if target.dim() == 1:
         return right
@@ -82,8 +83,15 @@ def top_5(output: Tensor, target: Tensor) -> Tensor:
     return (output.topk(min(5, output.shape[1]), 1).indices == target[:, None]).any(1)
 
 
+def _one_logit(output: Tensor, target: Tensor) -> Tensor:
+    """Logits [N, 1, ...] as [N, ...] if the targets are: a channel of one logit is no class."""
+    return output.squeeze(1) if output.dim() == target.dim() + 1 and output.shape[1] == 1 else output
+
+
 def _moments(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    y, error = target.double().flatten(1), (fit(output, target) - target).double().flatten(1)
+    """Per example: the squared error, sum and sum of squares of its targets, and how many they are."""
+    parts = (target, fit(output, target) - target)
+    y, error = (part.double().reshape(len(part), -1) for part in parts)  # also [N], which flatten(1) refuses
     sums = torch.stack([error.square().sum(1), y.sum(1), y.square().sum(1)], 1)
     return sums, torch.full_like(sums[:, 0], y.shape[1])
 
@@ -96,6 +104,7 @@ def _r2(sums: Tensor, weight: float) -> float:
 
 def _overlap(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sizes of prediction, target and intersection, [N, classes]. Class 0 of several is the background: left out."""
+    output = _one_logit(output, target)
     if output.shape == target.shape:
         predicted, true = (output > 0)[:, None], target.bool()[:, None]
     else:

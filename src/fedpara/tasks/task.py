@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from fedpara.data import Examples
+from fedpara.data.convert import as_examples
 from fedpara.errors import ConfigError, among
 from fedpara.tasks.losses import LOSSES, Loss
 from fedpara.tasks.metrics import METRICS, Metric, as_metric
@@ -22,7 +23,8 @@ class Task:
     """What the federation learns.
 
     model     factorized or plain; called as model(x), model(*x) or model(**x) for a tensor, tuple or dict of inputs
-    test      examples that score the global model; by default those of the FederatedData
+    test      examples that score the global model, in any form that `FederatedData.of` reads; by default those of the
+              FederatedData
     augment   changes training images, with new draws in each epoch
     loss      a name, or a function (output, target) -> one value per example, or (sums, weights) per example
     metrics   names, or a dict of functions with the same contract (`Metric` for one where lower is better). The first
@@ -44,12 +46,14 @@ class Task:
         named = self.metrics or ()
         if isinstance(named, str):
             raise ConfigError(f"metrics is {named!r}: expected a list, such as [{named!r}].")
+        if LOSS in named:
+            raise ConfigError("a metric is called 'loss': the loss is always measured, so leave it out.")
         of = list(named.values() if isinstance(named, Mapping) else named)
         for name in of:
             if isinstance(name, str) and name not in METRICS:
                 raise ConfigError(f"unknown metric {name!r}: {among(name, METRICS)}")
-        if LOSS in named:
-            raise ConfigError("a metric is called 'loss': the loss is always measured, so leave it out.")
+        if self.test is not None:
+            object.__setattr__(self, "test", as_examples(self.test))
 
     @cached_property
     def objective(self) -> Loss:
