@@ -121,6 +121,19 @@ class Examples:
         owners = None if self.owners is None else self.owners[rows_]
         return self._with(rows(self.inputs, rows_), rows(self.targets, rows_), owners)
 
+    def room(self, count: int) -> "Examples":
+        """Uninitialised memory for `count` examples like these."""
+        inputs, targets = (
+            map_tree(lambda tensor: tensor.new_empty((count, *tensor.shape[1:])), tree)
+            for tree in (self.inputs, self.targets)
+        )
+        return self._with(inputs, targets, None)
+
+    def fill(self, others: "Examples") -> None:
+        """Overwrites these examples by as many others."""
+        for here, there in ((self.inputs, others.inputs), (self.targets, others.targets)):
+            map_tree(lambda old, new: old.copy_(new), here, there)
+
     def _with(self, inputs: Tree, targets: Tree, owners: Tensor | None) -> "Examples":
         part = copy(self)  # not `replace`, which would check the examples again
         for name, value in (("inputs", inputs), ("targets", targets), ("owners", owners)):

@@ -114,6 +114,8 @@ class Batched:
 
     def train(self, round: int, clients: Sequence[int], message: Message, personal: bool) -> Iterable[Reply]:
         model, down = self.session.read_down(message, round)
+        if self._lane_state is not None and not self.data.pooled:
+            self._lane_state.release(self.data.train)
         problems = self.examples.read(clients)
         busy = [client for client in clients if self.examples.size(client)]
         own = CohortMemories(self.memory, busy, lambda: self.session.first_memory(model))
@@ -287,7 +289,7 @@ class Batched:
             lane_state is None
             or plan.steps > lane_state.plan.shape[1]
             or plan.width > lane_state.plan.shape[2]
-            or len(self.examples.current) > lane_state.room
+            or (self.on_gpu and len(self.examples.current) > lane_state.room)
         ):
             shape = (self.lanes, max(plan.steps, self.shape.steps), max(plan.width, self.shape.width))
             whole = {**start, **move(private, self.device)}

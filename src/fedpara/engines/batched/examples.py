@@ -36,6 +36,8 @@ class CohortExamples:
 
     def read(self, clients: Sequence[int]) -> dict[int, str]:
         """Reads the cohort's examples. Returns why those of some clients could not be read."""
+        if not self._data.pooled:
+            self.current = self._data.train  # frees the last cohort's examples
         pool, self._rows, problems = self._data.pool(clients)
         if not self._data.pooled:
             self.current = pool
@@ -47,9 +49,9 @@ class CohortExamples:
 
     def allocate(self) -> Examples:
         """The training set on the device; or room for a cohort's examples."""
-        if self._data.pooled:
+        if self._data.pooled or self._device.type == "cpu":
             return self.current
-        return self.current.subset([0] * int(len(self.current) * SPARE_ROOM)).on(self._device)
+        return self.current.on(self._device).room(int(len(self.current) * SPARE_ROOM))
 
     def plan(self, round: int, clients: Sequence[int], lanes: int) -> RoundPlan:
         if self._ahead is not None and self._ahead[:2] == (round, clients):

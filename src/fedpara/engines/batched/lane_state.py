@@ -70,9 +70,17 @@ class LaneState:
         return len(leaves(self.inputs)[0])
 
     def hold(self, examples: Examples) -> None:
-        """Copies in a cohort's examples."""
+        """Takes a cohort's examples: by a copy on a GPU, where addresses must stay."""
+        if examples.device == self.counter.device:
+            self.inputs, self.targets = examples.inputs, examples.targets
+            return
         for room, held in ((self.inputs, examples.inputs), (self.targets, examples.targets)):
             map_tree(lambda there, here: there[: len(here)].copy_(here), room, held)
+
+    def release(self, examples: Examples) -> None:
+        """Drops the last cohort's examples on a CPU, for a few others, before the next ones are read."""
+        if examples.device == self.counter.device:
+            self.hold(examples)
 
     def enter(
         self, lanes: Tensor, start: State, clients: Tensor, private: State, variables: Variables
