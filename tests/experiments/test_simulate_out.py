@@ -119,12 +119,13 @@ def test_another_run_is_refused(tmp_path, changes, says):
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
-def test_the_options_of_a_function_count():
-    """The mean of FedProx and its mu are in no field."""
-    from fedpara.experiments.object_digests import _digest
-
-    assert _digest(algorithms.fedprox(0.1).correct) != _digest(algorithms.fedprox(0.2).correct)
-    assert _digest(algorithms.fedprox(0.1).correct) == _digest(algorithms.fedprox(0.1).correct)
+def test_the_options_of_a_function_count(tmp_path):
+    """No field holds the mu of FedProx: only the digest can tell."""
+    run, again, other = (algorithms.fedprox(mu, lr=0.01) for mu in (0.1, 0.1, 0.2))
+    fp.simulate(task(), federation(), run, **HOW, out=tmp_path)
+    fp.simulate(task(), federation(), again, **HOW, out=tmp_path)
+    with pytest.raises(ConfigError, match="the algorithm differ"):
+        fp.simulate(task(), federation(), other, **HOW, out=tmp_path)
 
 
 def test_a_schedule_fixes_the_rounds(tmp_path):
