@@ -80,7 +80,7 @@ def ours(work: Workload, precision: str | None) -> tuple[float, str]:
         cohort=work.cohort,
         seed=SEED,
         engine="batched",
-        precision=precision,  # type: ignore[arg-type]
+        precision=precision,
         on_round=lambda _: marks.append(time.perf_counter()),
     )
     return work.rounds[0] * work.cohort / (marks[-1] - marks[UNTIMED - 1]), run.engine

@@ -124,7 +124,7 @@ print(fedpara.data.names()[0], fedpara.simulate.__module__, vars(fedpara)["simul
 """
     result = python(code)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == "\ndigits fedpara.engines.simulate True\n"
+    assert result.stdout == "\ndigits fedpara.experiments.simulate True\n"
 
 
 def test_public_names_are_sorted_and_there():

@@ -7,9 +7,9 @@ if TYPE_CHECKING:
     from fedpara.algorithms.schedules import constant, cosine, linear, step_decay
     from fedpara.data import Examples, FederatedData
     from fedpara.engines.participation.devices import Devices, lognormal
-    from fedpara.engines.simulate import simulate
     from fedpara.errors import FedParaError
     from fedpara.experiments import Experiment
+    from fedpara.experiments.simulate import simulate
     from fedpara.parameterization import FedPara, LowRank, PFedPara, factorize, merge
     from fedpara.tasks import Metric, Task, metric
     from fedpara.wire import Link
@@ -64,7 +64,7 @@ _HOMES = {
     "factorize": "parameterization",
     "lognormal": "engines",
     "merge": "parameterization",
-    "simulate": "engines",
+    "simulate": "experiments.simulate",
 }
 
 

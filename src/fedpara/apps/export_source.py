@@ -15,9 +15,9 @@ from torch import nn
 
 from fedpara import models
 from fedpara.algorithms import Variables
-from fedpara.choices import CLASSES
+from fedpara.choices import CLASSES, REFERENCE
 from fedpara.engines.flower.engine import ACCEPTED
-from fedpara.engines.program import make_program, shared_names
+from fedpara.engines.program import base_digest, make_program, shared_names
 from fedpara.engines.session import PRIVATE
 from fedpara.errors import DataError, FedParaError, RunError, UsageError, in_a_line
 from fedpara.experiments.build import build, build_model, build_scheme
@@ -34,7 +34,8 @@ from fedpara.interop import Preprocessing, SavedState, build_target, read_state
 from fedpara.interop.rebuild import EXPECTED, is_description, refuse_misfit
 from fedpara.parameterization import forms
 from fedpara.parameterization.description import read_form
-from fedpara.references import is_reference
+from fedpara.parameterization.naming import BASE
+from fedpara.references import OBJECT, is_reference
 from fedpara.state import State
 
 FEW = 8
@@ -61,7 +62,7 @@ def read_run_or_state(
     is_run = source.is_dir()
     options = {"--model": model, "--classes": classes, "--shape": shape, "--client": client}
     given = [option for option, value in options.items() if value is not None]
-    own = is_run and bool(read_config(source).references.keys() & {"model", "where"})
+    own = is_run and _is_own(read_config(source))
     allowed = (
         ["--client", *["--model"] * own] if is_run else ["--model", "--classes", "--shape"] if model else []
     )
@@ -77,6 +78,11 @@ def read_run_or_state(
         return _from_run(source, client)
     saved = read_state(source)
     return Source(saved) if model is None else _as_model(saved, model, classes, shape)
+
+
+def _is_own(experiment: Experiment) -> bool:
+    """Whether only the user's code can build the run's network."""
+    return experiment.objects is not None or bool(experiment.references.keys() & {"model", "where"})
 
 
 def _as_model(saved: SavedState, model: str, classes: int | None, shape: str | None) -> Source:
@@ -128,7 +134,7 @@ def _from_recorded_run(path: Path, model: str | None, client: int | None) -> Sou
         entry, shape = described.get("normalise"), described.get("shape")
         preprocessing = None if entry is None else Preprocessing.from_entry(entry)
         description = {key: described[key] for key in DESCRIBED if key in described}
-        if is_reference(description["name"]):
+        if is_reference(description["name"]) or description["name"].startswith(OBJECT):
             description["target"] = description.pop("name")
         if not is_description(description):
             raise ValueError(EXPECTED)
@@ -142,11 +148,17 @@ def _from_recorded_run(path: Path, model: str | None, client: int | None) -> Sou
             torch.manual_seed(read_config(path).seed)
             network = models.build(model, classes=described.get("classes"), shape=shape and tuple(shape))
         first = network.state_dict()
-        state |= {name: first[name] for name in fixed & first.keys()}
+        dense = {name: name.removesuffix(f".{BASE}") for name in fixed}  # an adapter's W0 is the plain weight
+        state |= {name: first[weight] for name, weight in dense.items() if weight in first}
     if missing := sorted(fixed - state.keys()):
+        name = str(description.get("target", description.get("name")))
+        typed = REFERENCE if name.startswith(OBJECT) else shlex.quote(name)
         raise UsageError(
-            f"{path} does not hold the frozen {missing[0]}: pass --model "
-            f"{shlex.quote(str(description.get('target', description.get('name'))))} if you trust that code."
+            f"{path} does not hold the frozen {missing[0]}: pass --model {typed} if you trust that code."
+        )
+    if described.get("base") not in (None, base_digest({name: state[name] for name in fixed}, known)):
+        raise UsageError(
+            f"{model} does not build the frozen weights of {path}: pass the function that loads the same weights."
         )
     state |= {twin: state[name] for twin, name in ties.items()}
     return Source(SavedState(state, known, description, preprocessing), network)

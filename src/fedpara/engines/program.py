@@ -10,6 +10,7 @@
 Frozen tensors belong to the model's definition: they are neither trained nor sent. Both ends compare their digest.
 """
 
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,14 +68,9 @@ class Program:
         """A digest of the frozen tensors and of the adapters' scales; "" if nothing is frozen."""
         if not self.frozen:
             return ""
-        forms = sorted(parameterization.forms(self.model).items())
-        scales = [f"{weight} {form.scale}" for weight, form in forms if form.scale is not None]
-        digest = blake2b("\n".join(scales).encode(), digest_size=8)
-        for name in sorted(self.frozen):
-            tensor = self.initial[name].cpu().contiguous()
-            digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        return base_digest(
+            {name: self.initial[name] for name in self.frozen}, parameterization.forms(self.model)
+        )
 
     @cached_property
     def forms(self) -> dict[str, Form]:
@@ -117,6 +113,17 @@ def make_program(model: nn.Module, share: Share = "all") -> Program:
         private = frozenset(parameters)
     initial = {name: tensor.detach().clone() for name, tensor in named.items()}
     return Program(model, parameters, buffers, private & set(parameters), describe(model), initial)
+
+
+def base_digest(frozen: State, forms: Mapping[str, Form]) -> str:
+    """A digest of the frozen tensors and of the adapters' scales."""
+    scales = [f"{weight} {form.scale}" for weight, form in sorted(forms.items()) if form.scale is not None]
+    digest = blake2b("\n".join(scales).encode(), digest_size=8)
+    for name in sorted(frozen):
+        tensor = frozen[name].cpu().contiguous()
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

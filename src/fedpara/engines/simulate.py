@@ -192,8 +192,7 @@ def simulate(
         patience=patience,
     )
     refuse_flower_engine(engine)
-    if task.test is None and data.test is not None:
-        task = replace(task, test=data.test)
+    task = with_own_test(task, data)
     session, schedule, scored = prepare(task, data, algorithm, settings)
     memory = InMemory() if memory is None else memory
     results: list[Round] = []
@@ -201,7 +200,7 @@ def simulate(
         chosen = build_engine(settings, session, task, data, memory)
         for result in run_rounds(session, chosen, schedule, scored):
             if results:
-                results[-1] = _without_tensors(results[-1])
+                results[-1] = without_tensors(results[-1])
             results.append(result)
             if on_round is not None and says_stop(on_round(result)):
                 if scored and result.everyone is None:
@@ -212,13 +211,18 @@ def simulate(
     return Run(session, memory, tuple(results), f"{chosen.name}: {chosen.why}")
 
 
+def with_own_test(task: Task, data: FederatedData) -> Task:
+    """The task, scored on the test set of the data if it has none itself."""
+    return replace(task, test=data.test) if task.test is None and data.test is not None else task
+
+
 def says_stop(answer: object) -> bool:
     """Whether `on_round` returned False on some rank, so that all ranks stop in the same round."""
     stop = isinstance(answer, bool | np.bool_) and not answer
     return any(part.header["stop"] for part in join().gather("on_round", lambda: Part({"stop": stop})))
 
 
-def _without_tensors(result: Round) -> Round:
+def without_tensors(result: Round) -> Round:
     """The result without the server's tensors, which would take 12 GB over 200 rounds of VGG16."""
     return replace(result, progress=replace(result.progress, x={}, buffers={}, server={}))
 

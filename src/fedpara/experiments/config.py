@@ -146,7 +146,7 @@ class Experiment:
     seed: int = 0
     engine: str = "auto"
     precision: str | None = None  # float32, tf32, bfloat16: of the batched engine on a GPU
-    objects: str | None = None  # digests of what `simulate` was given; set by it only (see `objects.py`)
+    objects: str | None = None  # digests of what `simulate` was given; set by it only (`object_digests.py`)
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -177,7 +177,8 @@ class Experiment:
             return
         if field in REFERENCED and is_foreign(text):
             try:
-                references.parse(text)
+                if not text.startswith(OBJECT):
+                    references.parse(text)
             except ConfigError as error:
                 raise ConfigError(f"{field} is {error}") from None
         elif field in CALLS:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,7 +49,17 @@ OnRound = Callable[[Round, dict[str, float]], object]
 
 If it returns False, the run stops after this round, which is saved: `resume` continues it.
 """
-Prepared = tuple[Session, Schedule, bool]
+
+
+class Prepared(NamedTuple):
+    """What `prepare` returned, and the settings that it was given."""
+
+    session: Session
+    schedule: Schedule
+    personal: bool
+    settings: Settings
+
+
 Host = Callable[[Session, Parts, RunFolder, Schedule], tuple[Engine, Schedule]]
 """Makes an engine whose clients live outside this process (Flower), and the schedule that it can follow."""
 
@@ -70,9 +80,9 @@ def run(
     with group.in_step(f"the end of {path}"):
         parts = build(experiment, data_dir)
         prepared = _prepared(experiment, parts)
-        described = _described(experiment, parts, prepared[0])
+        described = describe_run(experiment, parts, prepared[0])
         folder = open_on_ranks(group, path, experiment, lambda: create(path, experiment, *described))
-        _run_folder(group, parts, prepared, folder, on_round)
+        run_folder(group, parts, prepared, folder, on_round)
     return read_run(path)
 
 
@@ -92,7 +102,7 @@ def lay_out_all(runs: Mapping[Path, Experiment], *, data_dir: Path | None = None
                 refuse_used(path)
                 parts = build(experiment, data_dir)
                 session, *_ = _prepared(experiment, parts)
-                described[path] = _described(experiment, parts, session)
+                described[path] = describe_run(experiment, parts, session)
             for path, experiment in runs.items():
                 create(path, experiment, *described[path]).close()
         return Part()
@@ -125,7 +135,7 @@ def resume(
         prepared = _prepared(experiment, parts)
         refuse_other_base(path, prepared[0].program.base)
         folder = open_on_ranks(group, path, experiment, lambda: open_run(path, experiment, parts.digest))
-        _run_folder(group, parts, prepared, folder, on_round, host)
+        run_folder(group, parts, prepared, folder, on_round, host)
     return read_run(path)
 
 
@@ -169,20 +179,21 @@ def _settings(experiment: Experiment, parts: Parts) -> Settings:
 
 
 def _prepared(experiment: Experiment, parts: Parts) -> Prepared:
-    return prepare(parts.task, parts.data, parts.algorithm, _settings(experiment, parts))
+    settings = _settings(experiment, parts)
+    return Prepared(*prepare(parts.task, parts.data, parts.algorithm, settings), settings)
 
 
-def _described(
+def describe_run(
     experiment: Experiment, parts: Parts, session: Session
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the folder's model.json and data.json hold."""
     data: dict[str, Any] = {"blake2b": parts.digest}
-    if "dataset" in experiment.references:  # a FederatedData brings its own clients
+    if experiment.objects or "dataset" in experiment.references:  # a FederatedData brings its own clients
         data["clients"] = len(parts.data)
     return describe_model(experiment, parts, session.program), data
 
 
-def _run_folder(
+def run_folder(
     group: ProcessGroup,
     parts: Parts,
     prepared: Prepared,
@@ -259,12 +270,11 @@ def _run_rounds(
     host: Host | None = None,
 ) -> None:
     experiment = folder.experiment
-    session, schedule, personal = prepared
+    session, schedule, personal, settings = prepared
     if host is not None:
         assert isinstance(folder, RunFolder), "Flower under torchrun"
         engine, schedule = host(session, parts, folder, schedule)
     else:
-        settings = _settings(experiment, parts)
         engine = build_engine(settings, session, parts.task, parts.data, folder.memory)
     chosen = f"engine {engine.name} ({experiment.engine} was requested): {engine.why}"
     (logger.info if _is_unexpected(experiment.engine, engine.name) else folder.log)(chosen)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from fedpara.experiments.object_digests import without_weights
 from fedpara.experiments.storage.summary import Primary, Summary
 
 
@@ -97,7 +98,8 @@ def group(runs: Iterable[Summary]) -> list[Group]:
     for run in runs:
         if not run.metrics:
             continue
-        same = found.setdefault((replace(run.experiment, seed=0).identity, run.metric), {})
+        setting = replace(run.experiment, seed=0, objects=without_weights(run.experiment.objects))
+        same = found.setdefault((setting.identity, run.metric), {})
         known = same.get(run.experiment.seed)
         if known is None or known.rounds < run.rounds:
             same[run.experiment.seed] = run

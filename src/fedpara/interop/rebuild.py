@@ -16,7 +16,7 @@ from fedpara import models
 from fedpara.errors import StateError, UsageError
 from fedpara.parameterization.naming import mismatch
 from fedpara.references import EXPECTED as EXPECTED_REFERENCE
-from fedpara.references import is_reference
+from fedpara.references import OBJECT, is_reference
 
 Description = Mapping[str, object]
 
@@ -45,7 +45,12 @@ def is_description(value: object) -> bool:
 def rebuild(description: Description) -> nn.Module:
     """The described model of this package, with fresh weights. A target is a UsageError and is never called."""
     if "target" in description:
-        target = description["target"]
+        target = str(description["target"])
+        if target.startswith(OBJECT):
+            raise UsageError(
+                f"the run's model was a Python object ({target}): pass --model package.module:function, which builds "
+                "it."
+            )
         raise UsageError(
             f"the state names {target!r} as its model, and code that a file names is never run: pass --model "
             f"{shlex.quote(str(target))} if you trust it. In Python, pass model=build_target({target!r})."

@@ -1,10 +1,15 @@
 """`fedpara run` with another loss, metrics, optimizer and schedule."""
 
 import sys
+from importlib import import_module
 
 import pytest
+import torch
 from own_task import NAME, write_module
+from safetensors.torch import load_file
 
+import fedpara as fp
+from fedpara import algorithms
 from fedpara.experiments import read_run
 
 RUN = [
@@ -14,8 +19,9 @@ RUN = [
 
 
 @pytest.fixture
-def module(tmp_path):
+def module(tmp_path, monkeypatch):
     write_module(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
     sys.modules.pop(NAME, None)
 
@@ -44,3 +50,37 @@ def test_a_wrong_schedule_is_one_sentence(cli, module):
     code, _, err = cli(*RUN, "--schedule", "cosin", "--out", "runs/one")
     assert (code, "did you mean 'cosine'" in err) == (2, True)
     assert not (module / "runs").exists()
+
+
+def test_a_folder_of_simulate_is_reported_and_exported(cli, module):
+    module_of = import_module(NAME)
+    torch.manual_seed(0)
+    task = fp.Task(module_of.net(), loss="mse", metrics=["r2"])
+    run = fp.simulate(
+        task, module_of.table(), algorithms.fedavg(lr=0.01), rounds=2, cohort=2, out="runs/mine"
+    )
+    code, _, err = cli("report", "runs", "--out", "table.md", "--format", "markdown")
+    assert code == 0, err
+    assert "r2" in (module / "table.md").read_text()
+    code, _, err = cli("resume", "runs/mine")
+    assert (code, "call simulate(..., out='runs/mine') again" in err) == (1, True)
+    assert cli("export", "runs/mine", "--out", "a.safetensors")[0] == 0
+    exported = load_file(module / "a.safetensors")
+    assert all(torch.equal(exported[name], value) for name, value in run.state.items())
+    code, _, err = cli("export", "runs/mine", "--format", "onnx")
+    assert (code, "pass --model package.module:function" in err) == (2, True), err
+    code, _, err = cli("export", "runs/mine", "--format", "onnx", "--model", f"{NAME}:net")
+    assert code == 0, err
+
+
+def test_adapters_run_and_are_exported(cli, module):
+    adapters = ["--scheme", "lowrank", "--rank", 2, "--onto", "frozen", "--adapter-alpha", 4, "--train", 2]
+    code, _, err = cli(*RUN, *adapters, "--out", "runs/one")
+    assert code == 0, err
+    code, _, err = cli("export", "runs/one", "--out", "a.safetensors")
+    assert (code, "--model" in err) == (2, True), err
+    code, _, err = cli("export", "runs/one", "--out", "a.safetensors", "--model", f"{NAME}:moved")
+    assert (code, "does not build the frozen weights" in err) == (2, True), err
+    code, _, err = cli("export", "runs/one", "--out", "a.safetensors", "--model", f"{NAME}:net(width=16)")
+    assert code == 0, err
+    assert load_file(module / "a.safetensors").keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}

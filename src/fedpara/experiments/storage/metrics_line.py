@@ -1,10 +1,10 @@
-"""A round's line of metrics.jsonl."""
+"""A round's line of metrics.jsonl, and the round that a line describes."""
 
 import math
 from dataclasses import asdict
 from typing import Any
 
-from fedpara.engines.progress import Round
+from fedpara.engines.progress import Everyone, Progress, Round, Schedule
 
 
 def metrics_of(result: Round) -> dict[str, Any]:
@@ -26,6 +26,31 @@ def metrics_of(result: Round) -> dict[str, Any]:
         **({"clock": result.clock} if result.clock is not None else {}),
         **({"everyone": _everyone(result)} if result.everyone else {}),
     }
+
+
+def round_of(line: dict[str, Any], schedule: Schedule, seed: int) -> Round:
+    """The round of a line, without the server's tensors and without what the line does not hold."""
+    number, everyone = line["round"], None
+    if found := line.get("everyone"):
+        values = {"worst_tenth": math.nan, "spread": math.nan, **found, "by_client": {}}
+        score = values.pop("accuracy", None)
+        everyone = Everyone(**{"score": score, **values})
+    scores = line.get("scores") or {name: line[name] for name in ("accuracy", "loss")}
+    measured = any(value is not None for value in scores.values())
+    return Round(
+        Progress(number, {}, {}, {}, line["total_up"], line["total_down"], line.get("clock")),
+        tuple(schedule.cohorts(seed).draw(number)),
+        math.nan if line["train_loss"] is None else line["train_loss"],
+        line["up"],
+        line["down"],
+        tuple((refused["client"], refused["reason"]) for refused in line["refused"]),
+        scores={name: math.nan if v is None else v for name, v in scores.items()} if measured else {},
+        before=line["before"],
+        after=line["after"],
+        notes=tuple(line["notes"]),
+        everyone=everyone,
+        primary=schedule.primary,
+    )
 
 
 def _own_scores(result: Round) -> dict[str, Any]:

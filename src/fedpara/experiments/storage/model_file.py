@@ -5,7 +5,8 @@
     base                    a digest of the frozen tensors, if there are any
     metric                  name and direction of the primary metric, if it is not the accuracy
 
-If the config references a model or a rule, the file also has what only that code could tell:
+If the config references a model or a rule, or `simulate` wrote the folder, the file also has what only that code could
+tell:
 
     forms                   how each factorized weight is written
     ties                    further names of shared tensors
@@ -39,7 +40,7 @@ def describe_model(experiment: Experiment, parts: Parts, program: Program) -> di
     task = parts.task
     if task.primary != "accuracy":
         model["metric"] = {"name": task.primary, "higher_is_better": task.higher_is_better}
-    if experiment.references.keys() & {"model", "where"}:
+    if experiment.objects or experiment.references.keys() & {"model", "where"}:
         model |= _structure(parts.task.model, program)
     # Nodes that read their own data may normalise it although the server's examples have no mean.
     unknown = normalise is None and is_own(experiment.dataset)
