@@ -61,8 +61,8 @@ if __name__ == "__main__":
         torch.manual_seed(0)
         task = fp.Task(fp.factorize(network(), fp.FedPara(gamma=0.1)), loss="mse", metrics=["r2"])
         algorithm = algorithms.fedavg(lr=0.2, steps=50, batch_size=32)
-        before = peak()
-        run = fp.simulate(task, load(folder), algorithm, rounds=15, cohort=3)
+        before, data = peak(), load(folder)
+        run = fp.simulate(task, data, algorithm, rounds=15, cohort=3)
     print(f"R2 {run.score:.3f} after {len(run.rounds)} rounds on {stored:.0f} MB of data")
     print(f"the peak memory grew by less than {-(-(peak() - before) // 20) * 20:.0f} MB")
 # --8<-- [end:run]

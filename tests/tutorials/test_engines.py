@@ -133,7 +133,8 @@ def test_a_killed_run_resumes_to_the_same_bits(name, engine, tmp_path):
     assert same_results(tmp_path / "whole", tmp_path / "killed")
 
 
-def test_the_command_of_a_page_runs_is_reported_and_exported(name, tmp_path):
+def test_the_command_of_a_page_runs_and_its_folder_is_resumed_reported_and_exported(name, tmp_path):
+    pytest.importorskip("onnxscript")
     words, small = command(name), experiment(name)
     for option in ("dataset", "clients", "cohort", "rounds"):
         words[words.index(f"--{option}") + 1] = str(getattr(small, option))
@@ -142,14 +143,14 @@ def test_the_command_of_a_page_runs_is_reported_and_exported(name, tmp_path):
         ["run", *words],
         ["resume", folder, "--rounds", "4"],
         ["report", "runs", "--out", "page.html"],
-        ["export", folder, "--out", "model.safetensors"],
+        ["export", folder, "--format", "onnx", "--model", small.model, "--out", "model.onnx"],
     ):
         done = CliRunner().invoke(app, line)
         assert done.exit_code == 0, done.output
     found = read_run(tmp_path / folder)
     assert found.metric.name == small.metrics.split(",")[0]
     assert len(found.metrics) == 4
-    assert {"page.html", "model.safetensors"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"page.html", "model.onnx"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_the_command_of_a_page_repeats_the_numbers_of_its_script(name):
