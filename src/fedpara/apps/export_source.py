@@ -34,6 +34,7 @@ from fedpara.interop import Preprocessing, SavedState, build_target, read_state
 from fedpara.interop.rebuild import EXPECTED, is_description, refuse_misfit
 from fedpara.parameterization import forms
 from fedpara.parameterization.description import read_form
+from fedpara.parameterization.naming import BASE
 from fedpara.references import is_reference
 from fedpara.state import State
 
@@ -142,6 +143,7 @@ def _from_recorded_run(path: Path, model: str | None, client: int | None) -> Sou
             torch.manual_seed(read_config(path).seed)
             network = models.build(model, classes=described.get("classes"), shape=shape and tuple(shape))
         first = network.state_dict()
+        first |= {f"{weight}.{BASE}": first[weight] for weight in known if weight in first}  # of adapters
         state |= {name: first[name] for name in fixed & first.keys()}
     if missing := sorted(fixed - state.keys()):
         raise UsageError(
