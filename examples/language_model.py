@@ -62,7 +62,8 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        # Without a bias: the keys' bias cancels in the softmax, and AdamW would amplify its rounding errors.
+        self.qkv, self.mix = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x, later):

@@ -20,6 +20,8 @@ PRINTED = {
     "regression": ["FedPara   R2 0.", "MAE"],
     "segmentation": ["FedPara   dice", "IoU"],
     "larger_than_memory": ["MB of data", "the peak memory grew by less than"],
+    "language_model": ["FedPara   perplexity", "MB sent"],
+    "adapters": ["FedPara's form", "merged into plain layers"],
 }
 PAGES = [
     "index.md",

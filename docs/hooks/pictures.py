@@ -100,6 +100,11 @@ def larger_than_memory(found: dict[str, Any], axes: Any) -> None:
     axes.set(xlabel="round", ylabel="R2 on the test windows")
 
 
+def language_model(found: dict[str, Any], axes: Any) -> None:
+    curves(found, axes, "perplexity", 1, "perplexity on the test documents")
+    axes.legend(loc="upper right")
+
+
 TUTORIALS: dict[str, tuple[str, Callable[[dict[str, Any], Any], None]]] = {
     "factorize": ("01_factorize.py", factorize),
     "compare_schemes": ("03_compare_schemes.py", compare_schemes),
@@ -108,6 +113,8 @@ TUTORIALS: dict[str, tuple[str, Callable[[dict[str, Any], Any], None]]] = {
     "regression": ("regression.py", regression),
     "segmentation": ("segmentation.py", segmentation),
     "larger_than_memory": ("larger_than_memory.py", larger_than_memory),
+    "language_model": ("language_model.py", language_model),
+    "adapters": ("adapters.py", compare_schemes),
 }
 
 

@@ -109,7 +109,7 @@ def test_a_killed_run_resumes_to_the_same_bits_and_is_exported(name, engine, tmp
     assert len(read_run(tmp_path / "runs" / "killed").metrics) == 3
     for line in (
         ["report", "runs", "--out", "page.html"],
-        ["export", "runs/killed", "--out", "model.safetensors"],
+        ["export", "runs/killed", "--out", "model.safetensors", "--model", EXPERIMENTS[name]["model"]],
     ):
         done = CliRunner().invoke(app, line)
         assert done.exit_code == 0, done.output
