@@ -40,7 +40,7 @@ CASES = {
     "pfedpara-scaffold-batched": ("pfedpara", "scaffold", "batched"),
     "scaffold-poisson": ("original", "scaffold", "batched"),
     "ditto-batched": ("original", "ditto", "batched"),
-    "cosine": ("original", "fedavg", "sequential"),
+    "fedavg-cosine": ("original", "fedavg", "sequential"),
 }
 FACTS = ("number", "refused", "clock", "train_loss", "bytes_up", "bytes_down", "accuracy", "loss", "before")
 OPTIONS = {
@@ -75,7 +75,7 @@ def simulated(case="fedavg", poison=False, **options):
     if poison:
         train = replace(train, inputs=torch.full_like(train.inputs, float("nan"), dtype=torch.float32))
     federation = fp.FederatedData(train, [row[:-2] for row in rows], test_clients=[row[-2:] for row in rows])
-    schedule = fp.cosine(warmup=1) if case == "cosine" else None
+    schedule = fp.cosine(warmup=1) if case == "fedavg-cosine" else None
     local = algorithms.Local(lr=0.05, batch_size=4, schedule=schedule)
     return fp.simulate(
         fp.Task(model, test=test.subset(range(50))),
