@@ -89,6 +89,9 @@ def test_local_rejects(fields: dict[str, Any], text: str) -> None:
         (algorithms.fedprox, {"mu": -0.1}, "mu is -0.1: expected a number of 0 or more"),
         (algorithms.scaffold, {"server_lr": 0.0}, "server_lr is 0.0: expected a number above 0"),
         (algorithms.feddyn, {"alpha": 0}, "alpha is 0"),
+        (algorithms.ditto, {"lambda_": -1}, "lambda_ is -1: expected a number of 0 or more"),
+        (algorithms.ditto, {"personal_lr": 0.0}, "lr is 0.0"),
+        (algorithms.ditto, {"personal_steps": 2.5}, "personal_steps is 2.5: expected a whole number"),
         (algorithms.feddyn, {"alpha": NAN}, "alpha is nan"),
         (algorithms.fedadam, {"beta1": 1.0}, "beta1 is 1.0"),
         (algorithms.fedadam, {"beta2": -0.1}, "beta2 is -0.1"),
@@ -120,6 +123,7 @@ def test_published_defaults() -> None:
     assert defaults(algorithms.fedprox) == {"mu": 0.1}
     assert defaults(algorithms.scaffold) == {"server_lr": 1.0}
     assert defaults(algorithms.feddyn) == {"alpha": 0.1}
+    assert defaults(algorithms.ditto) == {"lambda_": 0.1, "personal_lr": None, "personal_steps": None}
     assert defaults(algorithms.fedadam) == defaults(algorithms.fedyogi) == adam
     assert defaults(algorithms.fedadagrad) == {"server_lr": 0.01, "beta1": 0.0, "tau": 1e-3}
 

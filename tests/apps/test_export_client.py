@@ -153,3 +153,27 @@ def test_an_older_file_does_not_replace_a_missing_newest_one(cli, tmp_path):
     code, _, err = cli("export", "run", "--client", client)
     assert code == 1
     assert f"{client}-3.safetensors cannot be read" in "".join(err.split("\n"))
+
+
+def test_a_personal_model_is_exported_by_client_and_the_servers_without(cli, tmp_path):
+    fields = {"model": "mlp", "algorithm": "ditto", "engine": "sequential", "epochs": None, "steps": 2}
+    experiment = Experiment(**fields, clients=4, cohort=2, rounds=2, lr=0.01)
+    run(experiment, tmp_path / "run")
+    parts = build(experiment)
+    result = fp.simulate(
+        parts.task,
+        parts.data,
+        parts.algorithm,
+        rounds=2,
+        cohort=2,
+        share=experiment.share,
+        engine="sequential",
+    )
+    client = result.rounds[-1].cohort[0]
+    for words, state in (((), result.state), (("--client", client), result.client_state(client))):
+        code, out, err = cli("export", "run", *words, "--json")
+        assert code == 0, err
+        exported = load_file(tmp_path / json.loads(out)["path"])
+        merged = fp.merge(parts.task.model, state).state_dict()
+        assert exported.keys() == merged.keys()
+        assert all(torch.allclose(exported[name], merged[name], atol=1e-6) for name in merged)

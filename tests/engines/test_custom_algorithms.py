@@ -88,7 +88,7 @@ def test_variables_keep_the_models_type_in_both_engines(name):
         torch.testing.assert_close(b.state[key], tensor, rtol=0.05, atol=0.02)
 
 
-@pytest.mark.parametrize("name", ["private", ""])
+@pytest.mark.parametrize("name", ["private", "personal", ""])
 def test_a_variable_cannot_have_a_reserved_name(name):
     mine = replace(
         algorithms.fedavg(lr=0.1),

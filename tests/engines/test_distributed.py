@@ -39,6 +39,8 @@ CASES = {
     "fedavg-batched": ("original", "fedavg", "batched"),
     "pfedpara-scaffold-batched": ("pfedpara", "scaffold", "batched"),
     "scaffold-poisson": ("original", "scaffold", "batched"),
+    "ditto-batched": ("original", "ditto", "batched"),
+    "fedavg-cosine": ("original", "fedavg", "sequential"),
 }
 FACTS = ("number", "refused", "clock", "train_loss", "bytes_up", "bytes_down", "accuracy", "loss", "before")
 OPTIONS = {
@@ -73,7 +75,8 @@ def simulated(case="fedavg", poison=False, **options):
     if poison:
         train = replace(train, inputs=torch.full_like(train.inputs, float("nan"), dtype=torch.float32))
     federation = fp.FederatedData(train, [row[:-2] for row in rows], test_clients=[row[-2:] for row in rows])
-    local = algorithms.Local(lr=0.05, batch_size=4)
+    schedule = fp.cosine(warmup=1) if case == "fedavg-cosine" else None
+    local = algorithms.Local(lr=0.05, batch_size=4, schedule=schedule)
     return fp.simulate(
         fp.Task(model, test=test.subset(range(50))),
         federation,

@@ -43,7 +43,7 @@ def run(world, clients, algorithm="scaffold", scheme="pfedpara", **options):
     return result, lazy, memory
 
 
-@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "feddyn"])
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "feddyn", "ditto"])
 def test_a_million_clients_cost_as_much_as_a_thousand(world, algorithm):
     few, few_looks, few_memory = run(world, 1_000, algorithm)
     many, many_looks, many_memory = run(world, 1_000_000, algorithm)

@@ -17,6 +17,7 @@ CASES = {
     "fedavg": {},
     "scaffold": {"algorithm": "scaffold"},
     "feddyn": {"algorithm": "feddyn"},
+    "ditto": {"algorithm": "ditto", "options": {"lambda_": 0.5, "personal_steps": 3}, "personal": True},
     "pfedpara": {"scheme": "pfedpara", "personal": True, "link_up": "float16"},
     "fedper": {"scheme": "original", "share": "fedper", "link_up": "int8", "link_down": "bfloat16"},
     "local": {"scheme": "original", "share": "none", "personal": True},

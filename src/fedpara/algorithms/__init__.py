@@ -8,12 +8,14 @@ from fedpara.algorithms.core import (
     Algorithm,
     FromMean,
     Mean,
+    Personal,
     Update,
     Variables,
     Visit,
     clip_by_norm,
     on_any_device,
 )
+from fedpara.algorithms.ditto import ditto
 from fedpara.algorithms.fedavg import fedavg, fedprox
 from fedpara.algorithms.feddyn import feddyn
 from fedpara.algorithms.fednova import fednova
@@ -28,6 +30,7 @@ __all__ = [
     "Local",
     "Mean",
     "Optimizer",
+    "Personal",
     "Update",
     "Variables",
     "Visit",
@@ -35,6 +38,7 @@ __all__ = [
     "adamw",
     "build",
     "clip_by_norm",
+    "ditto",
     "fedadagrad",
     "fedadam",
     "fedavg",

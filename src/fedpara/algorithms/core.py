@@ -6,6 +6,7 @@
             K times:  g = clip_by_norm(gradient of the loss at y)
                       y = optimizer step with correct(g, y, x, down, client_i)
             up_i, client_i = finish(x, y, down, client_i, K, eta);   y_i = send(x, y, visit)
+            with `personal`, the same steps again from v_i, with personal.correct; v_i stays with the client
         x, server = aggregate(x, server, [Update(y_i, up_i, n_i) for i in S], N)
 
 Every algorithm here needs only the mean of the updates, so its `aggregate` is `FromMean(step)`:
@@ -19,7 +20,7 @@ The states hold the shared, trainable parameters only, without private parameter
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -136,6 +137,23 @@ def as_trained(x: State, y: State, visit: Visit) -> State:
 
 
 @dataclass(frozen=True)
+class Personal:
+    """A second local objective: in each round a client also trains a model v, which never leaves it.
+
+        v = x in the client's first round
+        K times:  g = clip_by_norm(gradient of the loss at v);  v = optimizer step with correct(g, v, x, down, client)
+
+    All parameters of v train, and v has its own buffers. `correct` gets the shared part of the gradient and of v. Both
+    trainings of a round draw from the same random streams: with the same `local` they see the same batches.
+    """
+
+    correct: Callable[[State, State, State, Variables, Variables], State]
+    """(gradient, v, x, down, client) -> gradient, as `Algorithm.correct`; `client` is as before the round"""
+    local: Local | None = None
+    """the steps on v; by default the algorithm's `local`"""
+
+
+@dataclass(frozen=True)
 class Algorithm:
     """A federated learning algorithm. A state is a dict of tensors by name; Variables are a dict of states by name.
 
@@ -159,6 +177,16 @@ class Algorithm:
     """(x, server's variables, updates, N) -> the new x, the server's new variables; `FromMean` saves memory"""
     send: Callable[[State, State, Visit], State] = as_trained
     """(x, y, visit) -> what the client sends in place of y, such as a noisy or a normalised model"""
+    personal: Personal | None = None
+    """a second model that each client trains and keeps, as in Ditto"""
+
+    @property
+    def of_personal(self) -> "Algorithm | None":
+        """The algorithm by which a client trains its personal model."""
+        if self.personal is None:
+            return None
+        local = replace(self.personal.local or self.local, rounds=self.local.rounds)
+        return replace(self, local=local, correct=self.personal.correct, personal=None)
 
     @property
     def on_any_device(self) -> bool:

@@ -32,7 +32,7 @@ def fedavg(*, local: Local | None = None, **fields: Any) -> Algorithm:
 def fedprox(mu: float = 0.1, *, local: Local | None = None, **fields: Any) -> Algorithm:
     """FedAvg with the penalty mu/2 ||y - x||^2 on each client. The other keywords are fields of Local."""
     check(NOT_NEGATIVE, mu=mu)
-    return replace(fedavg(local=local, **fields), name="fedprox", correct=partial(_proximal, mu=mu))
+    return replace(fedavg(local=local, **fields), name="fedprox", correct=partial(proximal, mu=mu))
 
 
 def _nothing(_: object) -> Variables:
@@ -43,7 +43,8 @@ def _as_is(gradient: State, y: State, x: State, down: Variables, client: Variabl
     return gradient
 
 
-def _proximal(gradient: State, y: State, x: State, down: Variables, client: Variables, *, mu: float) -> State:
+def proximal(gradient: State, y: State, x: State, down: Variables, client: Variables, *, mu: float) -> State:
+    """g + mu (y - x)"""
     return add(gradient, subtract(y, x), mu)
 
 

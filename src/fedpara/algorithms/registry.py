@@ -8,6 +8,7 @@ from typing import Any
 from fedpara import references
 from fedpara.algorithms.adaptive import fedadagrad, fedadam, fedyogi
 from fedpara.algorithms.core import Algorithm
+from fedpara.algorithms.ditto import ditto
 from fedpara.algorithms.fedavg import fedavg, fedprox
 from fedpara.algorithms.feddyn import feddyn
 from fedpara.algorithms.fednova import fednova
@@ -21,6 +22,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "scaffold": scaffold,
     "feddyn": feddyn,
     "fednova": fednova,
+    "ditto": ditto,
     "fedadam": fedadam,
     "fedyogi": fedyogi,
     "fedadagrad": fedadagrad,
@@ -32,7 +34,7 @@ def names() -> list[str]:
 
 
 def build(name: str, local: Local, **hyper: Any) -> Algorithm:
-    """The named algorithm with its hyper-parameters (mu, alpha, server_lr, beta1, beta2, tau)."""
+    """The named algorithm with its hyper-parameters (mu, alpha, lambda_, server_lr, beta1, beta2, tau)."""
     if references.is_reference(name):
         return _referenced(name, local, hyper)
     if name not in ALGORITHMS:

@@ -18,7 +18,7 @@ from fedpara.algorithms import Variables
 from fedpara.choices import CLASSES, REFERENCE
 from fedpara.engines.flower.engine import ACCEPTED
 from fedpara.engines.program import base_digest, make_program, shared_names
-from fedpara.engines.session import PRIVATE
+from fedpara.engines.session import own_part
 from fedpara.errors import DataError, FedParaError, RunError, UsageError, in_a_line
 from fedpara.experiments.build import build, build_model, build_scheme
 from fedpara.experiments.config import Experiment
@@ -109,7 +109,7 @@ def _sides(shape: str) -> list[int]:
 
 
 def _from_run(path: Path, client: int | None) -> Source:
-    """The global model, or the client's own model if parts of it are private."""
+    """The global model, or the client's own model if parts of it are private or it has a personal one."""
     experiment = read_config(path)
     newest = final_checkpoint(path)
     network, description, preprocessing, recorded = _initial(path, experiment)
@@ -165,12 +165,14 @@ def _from_recorded_run(path: Path, model: str | None, client: int | None) -> Sou
 
 
 def _state(path: Path, client: int | None, newest: Checkpoint, private: bool) -> State:
-    """The trained tensors: the client's own if parts of the model are private."""
+    """The trained tensors: the client's own if parts of the model are private, or if it has a personal model."""
     if private:
         return _own_state(path, client, newest)
-    if client is not None:
+    if client is None:
+        return newest.state
+    if not newest.memories or not _private_state(path, client, newest):
         raise UsageError(f"{path} trained one model without private parts: leave out --client.")
-    return newest.state
+    return _own_state(path, client, newest)
 
 
 def _misdescribed(path: Path, error: Exception) -> RunError:
@@ -242,7 +244,7 @@ def _private_state(path: Path, client: int | None, newest: Checkpoint) -> State:
     memory = read_memory(file, (client, rounds[client]), newest.digests.get(client))
     if ACCEPTED in memory:
         memory = _node_memory(path, client, int(memory[ACCEPTED]["round"]))
-    return memory[PRIVATE]
+    return own_part(memory)
 
 
 def _node_memory(path: Path, client: int, round: int) -> Variables:

@@ -18,7 +18,7 @@ from fedpara.algorithms.core import expect_like, expect_variables
 from fedpara.data import Examples, FederatedData
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import Program, named_tensors
-from fedpara.engines.session import PRIVATE, Session
+from fedpara.engines.session import PERSONAL, PRIVATE, Session
 from fedpara.engines.settings import Settings
 from fedpara.errors import ConfigError, in_a_line
 from fedpara.parameterization import covered
@@ -91,13 +91,16 @@ def _algorithm_problems(a: Algorithm, x: State) -> Iterator[Problem]:
     broadcast = expect_variables(a.name, "broadcast", a.broadcast(server))
     first = expect_variables(a.name, "client_init", a.client_init(x))
     expect_like(a.name, "correct", a.correct(zeros_like(x), x, x, broadcast, first), x)
+    if a.personal is not None:
+        personal = a.personal.correct(zeros_like(x), x, x, broadcast, first)
+        expect_like(a.name, "personal.correct", personal, x)
     expect_like(a.name, "send", a.send(x, x, Visit(0, 1, 1, 1.0, 0)), x)
     made: Any = a.finish(x, x, broadcast, first, 1, 1.0)
     if not (isinstance(made, tuple) and len(made) == 2):
         what = "expected a pair of dicts, what the client sends and its new variables."
         yield f"algorithm {a.name!r}: finish returned {type(made).__name__}: {what}", None
     extra, own = (expect_variables(a.name, "finish", part) for part in made)
-    if taken := {PRIVATE, ""} & {*first, *own, *broadcast, *extra}:
+    if taken := {PRIVATE, PERSONAL, ""} & {*first, *own, *broadcast, *extra}:
         yield f"algorithm {a.name!r} names a variable {taken.pop()!r}, which is reserved: rename it.", None
     if any(state.keys() != first.get(name, {}).keys() for name, state in own.items()):
         what = "client variables with other names than client_init: expected the same names."

@@ -1,9 +1,12 @@
 """One client's part of a round: a message in, a message out. The client sees nothing else of the server.
 
 x, down <- message;  y = local steps from (x, its private part);  message <- y's shared part, extras
+
+With a personal model v: v = local steps from v, after those of y and from the same message.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fedpara.algorithms import Variables, Visit
@@ -11,7 +14,16 @@ from fedpara.algorithms.optimizers import Slots
 from fedpara.data import Examples
 from fedpara.engines.local.worker import Trained, Worker
 from fedpara.engines.rng import torch_rng, torch_seed
-from fedpara.engines.session import PRIVATE, SLOT, Session, named_slots
+from fedpara.engines.session import (
+    PERSONAL,
+    PERSONAL_SLOT,
+    PRIVATE,
+    SLOT,
+    Session,
+    memory_of,
+    named_slots,
+    own_part,
+)
 from fedpara.errors import UpdateRejected
 from fedpara.state import State, finite
 from fedpara.tasks import Score
@@ -52,27 +64,31 @@ def client_round(
     client: int,
     test: Examples | None = None,
 ) -> tuple[Reply, Variables]:
-    """(the client's reply, its new memory: private parameters and the algorithm's variables)
+    """(the client's reply, its new memory: private parameters, the algorithm's variables and the personal model)
 
     With `test`, the client's own model is scored before and after the local steps.
     """
     model, down = received
     memory = memory or session.first_memory(model)
-    state = {**model, **memory[PRIVATE]}
-    before = worker.evaluate(state, test) if test is not None else None
-    trained = worker.train(
-        state,
-        examples,
-        session.algorithm,
-        {name: model[name] for name in session.program.shared},
-        down,
-        own_variables(memory),
-        seed=session.seed,
-        round=round,
-        who=client,
-        slots=own_slots(memory),
-    )
-    after = worker.evaluate(trained.state, test) if test is not None else None
+    before = worker.evaluate({**model, **own_part(memory)}, test) if test is not None else None
+    trained = []
+    for training, one in enumerate(session.trainings):
+        own = memory_of(memory, training)
+        trained += [
+            worker.train(
+                {**model, **own[PRIVATE]},
+                examples,
+                one.algorithm,
+                {name: model[name] for name in session.program.shared},
+                down,
+                own_variables(own),
+                seed=session.seed,
+                round=round,
+                who=client,
+                slots=own_slots(own),
+            )
+        ]
+    after = worker.evaluate(trained[-1].state, test) if test is not None else None
     reply = reply_of(
         session, trained, model, down, memory, round=round, client=client, examples=len(examples)
     )
@@ -81,7 +97,7 @@ def client_round(
 
 def reply_of(
     session: Session,
-    trained: Trained,
+    trainings: Sequence[Trained],
     model: State,
     down: Variables,
     memory: Variables,
@@ -90,19 +106,24 @@ def reply_of(
     client: int,
     examples: int,
 ) -> tuple[Reply, Variables]:
-    """(the trained client's reply, its new memory). A client that diverged sends nothing and keeps its old memory."""
+    """(the trained client's reply, its new memory). A client that diverged sends nothing and keeps its old memory.
+
+    `trainings` are the results of the session's trainings, in their order.
+    """
     program, algorithm = session.program, session.algorithm
-    problem = "" if math.isfinite(trained.loss) else f"its loss is {trained.loss}"
-    if not problem and not (finite(trained.parameters) if trained.finite is None else trained.finite):
-        problem = "its parameters are no longer finite"
-    if problem:
-        return Reply(client, reason=f"it diverged: {problem}", diverged=True), memory
+    for whose, one in zip(("its", "its personal model's"), trainings, strict=False):
+        if problem := _divergence(one, whose):
+            return Reply(client, reason=f"it diverged: {problem}", diverged=True), memory
+    trained, *personal = trainings
     x = {name: model[name] for name in program.shared}
     y = {name: trained.parameters[name] for name in program.shared}
     eta = algorithm.local.of(client).mean_lr(round, trained.steps)
     extra, own = algorithm.finish(x, y, down, own_variables(memory), trained.steps, eta)
     if algorithm.local.keep_optimizer:
         own = {**own, **named_slots(trained.slots)}
+    for one, second in zip(personal, session.trainings[1:], strict=True):
+        slots = named_slots(one.slots, PERSONAL_SLOT) if second.algorithm.local.keep_optimizer else {}
+        own = {**own, PERSONAL: one.state, **slots}
     seed = torch_seed(session.seed, "send", round, client)
     y = algorithm.send(x, y, Visit(client, round, trained.steps, eta, seed))
     sent = {**y, **{name: trained.buffers[name] for name in program.shared_buffers}}
@@ -115,8 +136,16 @@ def reply_of(
 
 
 def own_model(session: Session, model: State, memory: Variables | None) -> State:
-    """A client's whole model: the shared part it received and its private part."""
-    return {**model, **(memory or session.first_memory(model))[PRIVATE]}
+    """A client's own model: the shared part it received and its private part, or its personal model."""
+    return {**model, **own_part(memory or session.first_memory(model))}
+
+
+def _divergence(trained: Trained, whose: str) -> str:
+    """Why the trained model is unusable, or ""."""
+    if not math.isfinite(trained.loss):
+        return f"{whose} loss is {trained.loss}"
+    sound = finite(trained.parameters) if trained.finite is None else trained.finite
+    return "" if sound else f"{whose} parameters are no longer finite"
 
 
 def own_variables(memory: Variables) -> Variables:

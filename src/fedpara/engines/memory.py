@@ -1,4 +1,4 @@
-"""What clients keep between rounds: private parameters and control variates."""
+"""What clients keep between rounds: private parameters, control variates, optimizer slots, personal models."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable

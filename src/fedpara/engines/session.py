@@ -1,6 +1,6 @@
 """Session: what the server and its clients agree on before the first message."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fedpara.algorithms import Algorithm, Variables
@@ -13,6 +13,10 @@ PRIVATE = "private"
 """The name under which a client's memory holds its private parameters, beside the algorithm's variables."""
 SLOT = "optimizer."
 """The prefix of the names under which it holds the optimizer's slots, if they are kept."""
+PERSONAL = "personal"
+"""The name under which it holds the personal model, if the algorithm has one; its slots have `PERSONAL_SLOT`."""
+PERSONAL_SLOT = f"{PERSONAL}.{SLOT}"
+_SLOTS = (SLOT, PERSONAL_SLOT)
 
 
 @dataclass(frozen=True)
@@ -75,12 +79,22 @@ class Session:
         """A client's memory before its first round."""
         x = {name: model[name] for name in self.program.shared}
         private = self.program.start(self.program.retained)
-        slots = {}
-        if self.algorithm.local.keep_optimizer:
-            slots = build_optimizer(self.algorithm.local).init(
-                {**self.program.start(self.program.parameters), **x}
-            )
-        return {PRIVATE: private, **self.algorithm.client_init(x), **named_slots(slots)}
+        memory = {PRIVATE: private, **self.algorithm.client_init(x)}
+        parameters = {**self.program.start(self.program.parameters), **x}
+        for session, prefix in zip(self.trainings, _SLOTS, strict=False):
+            local = session.algorithm.local
+            if local.keep_optimizer:
+                memory |= named_slots(build_optimizer(local).init(parameters), prefix)
+        if self.algorithm.personal is not None:
+            memory[PERSONAL] = {**self.program.start(self.program.buffers), **parameters}
+            memory[PERSONAL] |= {name: model[name] for name in self.program.buffers if name in model}
+        return memory
+
+    @cached_property
+    def trainings(self) -> tuple["Session", ...]:
+        """The trainings of a client in a round: of the server's model, and of its personal one if there is one."""
+        own = self.algorithm.of_personal
+        return (self,) if own is None else (self, replace(self, algorithm=own))
 
     @property
     def extras(self) -> bool:
@@ -96,6 +110,19 @@ class Session:
         return Header(round, self.algorithm.name, self.program.scheme, sender, examples)
 
 
-def named_slots(slots: Slots) -> Variables:
+def named_slots(slots: Slots, prefix: str = SLOT) -> Variables:
     """The optimizer's slots by their names in a client's memory."""
-    return {SLOT + name: state for name, state in slots.items()}
+    return {prefix + name: state for name, state in slots.items()}
+
+
+def memory_of(memory: Variables, training: int) -> Variables:
+    """What one of the `trainings` reads of a client's memory. The second one starts from the whole personal model."""
+    own = {name: state for name, state in memory.items() if name != PERSONAL and not name.startswith(_SLOTS)}
+    prefix = _SLOTS[training]
+    slots = {name.removeprefix(prefix): s for name, s in memory.items() if name.startswith(prefix)}
+    return {**own, **({PRIVATE: memory[PERSONAL]} if training else {}), **named_slots(slots)}
+
+
+def own_part(memory: Variables) -> State:
+    """The client's part of its own model: its private parameters, or the whole of its personal model."""
+    return {**memory.get(PRIVATE, {}), **memory.get(PERSONAL, {})}

@@ -23,7 +23,7 @@ from fedpara.engines.participation.devices import Devices
 from fedpara.engines.program import make_program, shared_names
 from fedpara.engines.progress import Progress, Round, Schedule
 from fedpara.engines.server import Engine, run_rounds, with_everyone
-from fedpara.engines.session import PRIVATE, Session
+from fedpara.engines.session import Session, own_part
 from fedpara.engines.settings import Precision, Settings, Share
 from fedpara.errors import ConfigError, RunError
 from fedpara.state import State
@@ -58,10 +58,11 @@ class Run:
     def client_state(self, client: int) -> State:
         """One client's own model: the shared part after the last aggregation, and the client's private part.
 
+        If the algorithm has personal models, as Ditto has, it is the client's personal model.
         The client would begin its next round with this model. `Round.before` scores such a model; `Round.after` scores
         it after training, before aggregation.
         """
-        return self._whole((self.memory.get(client) or {}).get(PRIVATE, {}))
+        return self._whole(own_part(self.memory.get(client) or {}))
 
     def _whole(self, private: State) -> State:
         """Every name of `model.state_dict()`, including those of tied weights."""

@@ -45,7 +45,7 @@ def test_lost_clients_are_not_asked_and_slow_ones_are_refused(tmp_path):
     assert any("usable update" in note or "no clients" in note for line in metrics for note in line["notes"])
 
 
-@pytest.mark.parametrize("case", ["scaffold", "pfedpara", "local"])
+@pytest.mark.parametrize("case", ["scaffold", "pfedpara", "local", "ditto"])
 def test_only_an_accepted_update_changes_a_clients_memory(tmp_path, case):
     """A reply is lost in round 2 of 4; its client continues from its earlier memory."""
     experiment = replace(BASE, rounds=4, cohort=5, **CASES[case])
@@ -67,7 +67,7 @@ class Crash(Exception):
     pass
 
 
-@pytest.mark.parametrize("case", ["fedavg", "pfedpara-scaffold"])
+@pytest.mark.parametrize("case", ["fedavg", "pfedpara-scaffold", "ditto"])
 @pytest.mark.parametrize("sent", [False, True])
 def test_a_killed_server_resumes_to_the_same_bits(tmp_path, case, sent):
     """Killed in round 3, before or after its clients trained. The nodes return with other ids."""

@@ -26,10 +26,10 @@ class Small(Batched):
 
     room = 2
 
-    def _tick(self, plan, lane_state):
+    def _tick(self, *given):
         if self.lanes > self.room:
             raise torch.OutOfMemoryError("no room")
-        return super()._tick(plan, lane_state)
+        return super()._tick(*given)
 
 
 def rounds_of(engine, session, clients, cohort):
@@ -52,7 +52,26 @@ def test_a_cohort_larger_than_memory_trains_in_fewer_lanes_to_the_same_model(dig
         assert torch.allclose(a[name], b[name], rtol=1e-5, atol=1e-6), name
 
 
-@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
+@pytest.mark.parametrize("algorithm", ["fedavg", "ditto"])
+def test_a_cohort_larger_than_the_lanes_trains_completely_if_memory_runs_out(digits, algorithm):
+    train, test = digits
+    federation = fp.FederatedData(train, data.iid(train.targets, 8, 0))
+    task = fp.Task(models.mlp(64, 24, 10), test=test)
+    method = algorithms.build(algorithm, Local(lr=0.1, batch_size=8))
+    session = Session(make_program(task.model), method, fp.Link(), 0)
+    cohorts = Cohorts(0, len(federation), 7)
+    shape = typical_shape(session, federation, cohorts, 4)
+    few, whole = (
+        kind(session, task, federation, InMemory(), cohorts=cohorts, shape=shape) for kind in (Small, Batched)
+    )
+    (first, last), (_, expected) = (rounds_of(engine, session, 8, 7) for engine in (few, whole))
+    assert (whole.lanes, few.lanes) == (4, 2)
+    assert not first.refused
+    for name, tensor in expected.progress.x.items():
+        assert torch.allclose(last.progress.x[name], tensor, rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "ditto"])
 @pytest.mark.parametrize("scheme", [None, fp.PFedPara(gamma=0.3)])
 def test_moving_states_to_the_host_when_clients_end_gives_the_same_bits(
     digits, monkeypatch, caplog, algorithm, scheme

@@ -19,12 +19,12 @@ import fedpara
 from fedpara.algorithms import Variables
 from fedpara.apps.flower.run_config import served
 from fedpara.data import Examples
-from fedpara.engines.client import client_round
+from fedpara.engines.client import client_round, own_model
 from fedpara.engines.flower.engine import digest
 from fedpara.engines.flower.rpc import Hello, Packet, Request, Response, from_packet, size_limit, to_packet
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import make_program
-from fedpara.engines.session import PRIVATE, Session
+from fedpara.engines.session import Session
 from fedpara.errors import ConfigError, FedParaError, RunError, WireError
 from fedpara.experiments.build import Parts, build
 from fedpara.experiments.config import Experiment, with_values
@@ -122,8 +122,8 @@ def score(request: Request, node_config: NodeConfig) -> Response:
     if test is None:
         return Response(request.client, request.round, reason="it has no test data")
     stored = memory.get(request.accepted) if site.session.stateful else None
-    own = (stored or site.session.first_memory(model))[PRIVATE]
-    return Response(request.client, request.round, before=site.worker.evaluate({**model, **own}, test))
+    own = own_model(site.session, model, stored)
+    return Response(request.client, request.round, before=site.worker.evaluate(own, test))
 
 
 def _begin(request: Request, node_config: NodeConfig) -> tuple[Site, tuple[State, Variables], NodeMemory]:

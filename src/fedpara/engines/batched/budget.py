@@ -25,7 +25,7 @@ def cannot_wait(session: Session, device: torch.device, size: int) -> str:
     """
     program, room = session.program, memory_of(device)
     state = {name: program.initial[name] for name in (*program.parameters, *program.buffers)}
-    needed = size * (3 * nbytes(state) + _memory_bytes(session))
+    needed = size * (3 * len(session.trainings) * nbytes(state) + _memory_bytes(session))
     if 2 * needed <= room:
         return ""
     return (
@@ -44,11 +44,15 @@ def host_memory() -> float:
 
 
 def _lane_bytes(session: Session) -> int:
-    """A lane's state, gradient, stepped state, correction and leaving state, and its client's memory."""
+    """A lane's state, gradient, stepped state, correction and leaving state, and its client's memory.
+
+    A second training has its own lanes.
+    """
     program = session.program
     parameters = {name: program.initial[name] for name in program.parameters}
-    slots = build_optimizer(session.algorithm.local).init(parameters)
-    return 5 * nbytes(parameters) + 2 * sum(map(nbytes, slots.values())) + 3 * _memory_bytes(session)
+    slots = [build_optimizer(one.algorithm.local).init(parameters) for one in session.trainings]
+    of_slots = sum(nbytes(state) for one in slots for state in one.values())
+    return 5 * len(slots) * nbytes(parameters) + 2 * of_slots + 3 * _memory_bytes(session)
 
 
 def _memory_bytes(session: Session) -> int:

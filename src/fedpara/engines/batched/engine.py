@@ -19,16 +19,17 @@ from fedpara.engines.batched.device import precision_on
 from fedpara.engines.batched.drive import Event, Owned, drive, joined, trained_clients
 from fedpara.engines.batched.examples import CohortExamples
 from fedpara.engines.batched.kernels.install import install_kernels
-from fedpara.engines.batched.lane_state import LaneState, allocate_lanes
+from fedpara.engines.batched.lane_state import LaneState
+from fedpara.engines.batched.passes import LanePass
 from fedpara.engines.batched.round_plan import LaneShape, RoundPlan, typical_shape
 from fedpara.engines.batched.scoring import scores
 from fedpara.engines.batched.step import make_tick, one_step
-from fedpara.engines.client import Reply, own_model, own_variables, reply_of
+from fedpara.engines.client import Reply, own_model, reply_of
 from fedpara.engines.local.worker import Trained, Worker
 from fedpara.engines.memory import ClientMemory, CohortMemories, PendingMemory
 from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.rng import LayerRng
-from fedpara.engines.session import PRIVATE, Session
+from fedpara.engines.session import Session
 from fedpara.engines.settings import Precision
 from fedpara.engines.transfer import move, move_variables, stack_on
 from fedpara.errors import RunError, in_a_line
@@ -87,8 +88,7 @@ class Batched:
             self.waits = False
             self._note(reason)
         self._steps_done = self._steps_run = 0
-        self._lane_state: LaneState | None = None
-        self._ticks: dict[bool, Callable[[], None]] = {}
+        self._passes = [LanePass(one, training) for training, one in enumerate(session.trainings)]
 
     @property
     def lanes(self) -> int:
@@ -114,8 +114,9 @@ class Batched:
 
     def train(self, round: int, clients: Sequence[int], message: Message, personal: bool) -> Iterable[Reply]:
         model, down = self.session.read_down(message, round)
-        if self._lane_state is not None and not self.data.pooled:
-            self._lane_state.release(self.data.train)
+        for one_pass in self._passes:
+            if one_pass.lane_state is not None and not self.data.pooled:
+                one_pass.lane_state.release(self.data.train)
         problems = self.examples.read(clients)
         busy = [client for client in clients if self.examples.size(client)]
         own = CohortMemories(self.memory, busy, lambda: self.session.first_memory(model))
@@ -139,16 +140,18 @@ class Batched:
     ) -> Iterator[Reply]:
         """One reply per client, in order. Holds at most one state per lane, and those that ended out of order."""
         seen = (move(model, self.device), move_variables(down, self.device)) if self.stays else (model, down)
-        trained = self._train(round, clients, model, down, own)
-        for start in range(0, len(clients), self.lanes):
-            some = clients[start : start + self.lanes]
-            before = self._scores(some, [{**model, **own[c][PRIVATE]} for c in some]) if personal else []
-            ended = [next(trained) for _ in some]
-            after = self._scores(some, [one.state for one in ended]) if personal else []
+        trained = [self._train(one, round, clients, model, down, own) for one in self._passes]
+        width = self.lanes  # fewer once the device is out of memory
+        for start in range(0, len(clients), width):
+            some = clients[start : start + width]
+            mine = [own_model(self.session, model, own[c]) for c in some] if personal else []
+            before = self._scores(some, mine) if personal else []
+            ended = [[next(one) for _ in some] for one in trained]
+            after = self._scores(some, [one.state for one in ended[-1]]) if personal else []
             for position, client in enumerate(some):
                 made, memory = reply_of(  # frees each state as its reply is made
                     self.session,
-                    ended.pop(0),
+                    [one.pop(0) for one in ended],
                     *seen,
                     own[client],
                     round=round,
@@ -196,13 +199,19 @@ class Batched:
         return found
 
     def _train(
-        self, round: int, clients: Sequence[int], model: State, down: Variables, own: CohortMemories
+        self,
+        of: LanePass,
+        round: int,
+        clients: Sequence[int],
+        model: State,
+        down: Variables,
+        own: CohortMemories,
     ) -> Iterator[Trained]:
         """Halves the lanes when the device is out of memory; trained states then no longer wait there."""
         done = 0
         while done < len(clients):
             try:
-                for one in self._in_lanes(round, clients[done:], model, down, own):
+                for one in self._in_lanes(of, round, clients[done:], model, down, own):
                     done += 1
                     yield one
                 continue
@@ -219,27 +228,32 @@ class Batched:
             )
             self.waits = False
             self.shape = typical_shape(self.session, self.data, self.cohorts, fewer)
-            self._lane_state, self._ticks = None, {}
+            for one_pass in self._passes:
+                one_pass.forget()
             self.examples.forget_plan()
             if self.on_gpu:
                 torch.cuda.empty_cache()
 
     def _in_lanes(
-        self, round: int, clients: Sequence[int], model: State, down: Variables, own: CohortMemories
+        self,
+        of: LanePass,
+        round: int,
+        clients: Sequence[int],
+        model: State,
+        down: Variables,
+        own: CohortMemories,
     ) -> Iterator[Trained]:
-        plan = self.examples.plan(round, clients, self.lanes)
-        start, first = move(model, self.device), own[clients[0]]
-        lane_state = self._prepare(plan, start, first[PRIVATE], down, own_variables(first))
-        tick = self._tick(plan, lane_state)
+        plan = self.examples.plan(round, clients, self.lanes, of.session)
+        start = move(model, self.device)
+        lane_state = of.prepare(plan, start, own[clients[0]], down, self.shape, self.examples)
+        tick = self._tick(plan, lane_state, of)
 
-        def load_owned(of: Sequence[int]) -> Owned:
-            parts = own.of([clients[position] for position in of])
-            stacked = {name: stack_on([part[name] for part in parts], self.device) for name in parts[0]}
-            return stacked.pop(PRIVATE), stacked
+        def load_owned(positions: Sequence[int]) -> Owned:
+            return of.owned(own, [clients[position] for position in positions], lane_state)
 
         # Created after the warm-up, which also draws numbers, and in a resumed run happens in another round.
         layers = LayerRng(self.session.seed, round, self.stream, self.device)
-        kept = self.session.algorithm.local.keep_optimizer
+        kept = of.session.algorithm.local.keep_optimizer
         events = drive(tick, lane_state, plan, start, load_owned, self.waits, kept)
         self._steps_done += sum(segment.steps for segment in plan.segments)
         self._steps_run += self.lanes * plan.steps
@@ -268,11 +282,11 @@ class Batched:
         program, algorithm = self.session.program, self.session.algorithm
         model = program.initial
         self.examples.read(range(self.lanes))
-        plan = self.examples.plan(1, range(self.lanes), self.lanes)
-        first = self.session.first_memory(model)
+        plan = self.examples.plan(1, range(self.lanes), self.lanes, self.session)
+        first, of = self.session.first_memory(model), self._passes[0]
         down = algorithm.broadcast(algorithm.server_init(program.start(program.shared)))
-        lane_state = self._prepare(plan, move(model, self.device), first[PRIVATE], down, own_variables(first))
-        tick = self._tick(plan, lane_state)
+        lane_state = of.prepare(plan, move(model, self.device), first, down, self.shape, self.examples)
+        tick = self._tick(plan, lane_state, of)
 
         def step() -> None:
             lane_state.counter.zero_()
@@ -280,51 +294,21 @@ class Batched:
 
         return step
 
-    def _prepare(
-        self, plan: RoundPlan, start: State, private: State, down: Variables, own: Variables
-    ) -> LaneState:
-        """The lane state, allocated once and refilled each round; a longer or wider plan needs a new one."""
-        lane_state = self._lane_state
-        if (
-            lane_state is None
-            or plan.steps > lane_state.plan.shape[1]
-            or plan.width > lane_state.plan.shape[2]
-            or (self.on_gpu and len(self.examples.current) > lane_state.room)
-        ):
-            shape = (self.lanes, max(plan.steps, self.shape.steps), max(plan.width, self.shape.width))
-            whole = {**start, **move(private, self.device)}
-            there = move_variables(own, self.device)
-            self._ticks = {}
-            self._lane_state = lane_state = allocate_lanes(
-                self.session,
-                whole,
-                down,
-                there,
-                shape,
-                self.task.augment == "crop-flip",
-                self.examples.allocate(),
-            )
-        x = {name: start[name] for name in self.session.program.shared}
-        lane_state.fill(plan, x, move_variables(down, self.device))
-        if not self.data.pooled:
-            lane_state.hold(self.examples.current)
-        return lane_state
-
-    def _tick(self, plan: RoundPlan, lane_state: LaneState) -> Callable[[], None]:
+    def _tick(self, plan: RoundPlan, lane_state: LaneState, of: LanePass) -> Callable[[], None]:
         masked = bool((plan.sizes < lane_state.plan.shape[2]).any())
-        if masked not in self._ticks:
+        if masked not in of.ticks:
             program = self.session.program
             step = one_step(
                 self.plain,
                 self.forms,
                 self.task.objective,
-                self.session.algorithm,
+                of.session.algorithm,
                 self.precision,
                 program.shared,
                 masked,
             )
-            self._ticks[masked] = self._ready(make_tick(step), lane_state)
-        return self._ticks[masked]
+            of.ticks[masked] = self._ready(make_tick(step), lane_state)
+        return of.ticks[masked]
 
     def _ready(self, tick: Callable[[LaneState], None], lane_state: LaneState) -> Callable[[], None]:
         """The tick on this lane state: captured as a CUDA graph on a GPU, eager on a CPU."""

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedpara.data import Examples, FederatedData
+from fedpara.engines.batched.lane_state import LaneState
 from fedpara.engines.batched.round_plan import RoundPlan, plan_round
 from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.session import Session
@@ -34,6 +35,10 @@ class CohortExamples:
         self._rows: Mapping[int, NDArray[np.int64]] = {}
         self._ahead: tuple[int, Sequence[int], RoundPlan] | None = None
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
     def read(self, clients: Sequence[int]) -> dict[int, str]:
         """Reads the cohort's examples. Returns why those of some clients could not be read."""
         if not self._data.pooled:
@@ -53,10 +58,16 @@ class CohortExamples:
             return self.current
         return self.current.on(self._device).room(int(len(self.current) * SPARE_ROOM))
 
-    def plan(self, round: int, clients: Sequence[int], lanes: int) -> RoundPlan:
-        if self._ahead is not None and self._ahead[:2] == (round, clients):
+    def put_into(self, lane_state: LaneState) -> None:
+        """Copies a cohort's examples into their room, unless they are always on the device."""
+        if not self._data.pooled:
+            lane_state.hold(self.current)
+
+    def plan(self, round: int, clients: Sequence[int], lanes: int, session: Session) -> RoundPlan:
+        """The plan of one training. Only that of the server's model is made ahead."""
+        if session is self._session and self._ahead is not None and self._ahead[:2] == (round, clients):
             return self._ahead[2]
-        return self._plan(round, clients, lanes, self._rows)
+        return self._plan(session, round, clients, lanes, self._rows)
 
     def plan_ahead(self, round: int, clients: Sequence[int], lanes: int) -> None:
         """Plans the next round while the device still works on this one.
@@ -64,6 +75,8 @@ class CohortExamples:
         Skipped if these clients are only a part of the drawn cohort (ranks, clients without examples).
         """
         if self._device.type == "cpu" or not self._data.pooled:
+            return
+        if self._ahead is not None and self._ahead[0] == round + 1:  # by the first training of this round
             return
         chosen = self._cohorts.present(round + 1)
         if (
@@ -73,15 +86,18 @@ class CohortExamples:
         ):
             return
         rows = {client: self._data.indices(client) for client in chosen}
-        self._ahead = (round + 1, chosen, self._plan(round + 1, chosen, lanes, rows))
+        self._ahead = (round + 1, chosen, self._plan(self._session, round + 1, chosen, lanes, rows))
 
     def forget_plan(self) -> None:
         """The number of lanes changes: a plan that was made ahead no longer fits."""
         self._ahead = None
 
     def _plan(
-        self, round: int, clients: Sequence[int], lanes: int, rows: Mapping[int, NDArray[np.int64]]
+        self,
+        session: Session,
+        round: int,
+        clients: Sequence[int],
+        lanes: int,
+        rows: Mapping[int, NDArray[np.int64]],
     ) -> RoundPlan:
-        return plan_round(
-            self._session, [rows[client] for client in clients], self._augment, round, clients, lanes
-        )
+        return plan_round(session, [rows[client] for client in clients], self._augment, round, clients, lanes)

@@ -21,6 +21,11 @@ LANES_THAT_PAY = 5
 
 def unsupported(session: Session, task: Task, data: FederatedData) -> str:
     """Why this run cannot be batched, or ""."""
+    reasons = (_unsupported(one, task, data) for one in session.trainings)
+    return next(filter(None, reasons), "")
+
+
+def _unsupported(session: Session, task: Task, data: FederatedData) -> str:
     program, local = session.program, session.algorithm.local
     if local.jacobian and program.buffers:
         return "the Jacobian correction has no batched form for a model with buffers"

@@ -9,9 +9,10 @@ client's memory stays on its rank.
 
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
-from fedpara.algorithms import Variables
+from fedpara.algorithms import Local, Variables
 from fedpara.engines.client import Reply
 from fedpara.engines.distributed.process_group import Part, ProcessGroup
 from fedpara.engines.memory import ClientMemory
@@ -27,7 +28,8 @@ class Distributed:
     def __init__(self, group: ProcessGroup, inner: Engine, session: Session) -> None:
         self.group, self.inner = group, inner
         self.by_number = session.stateful
-        settings = (session.algorithm.name, session.algorithm.local, session.link, session.seed)
+        local = [_numbers(one.algorithm.local) for one in session.trainings]
+        settings = (session.algorithm.name, *local, session.link, session.seed)
         self._settings = zlib.crc32(repr(settings).encode())
         self._mine: list[int] = []
 
@@ -148,3 +150,9 @@ def _score_numbers(score: Score | None) -> list[Any] | None:
 
 def _score(numbers: list[Any] | None) -> Score | None:
     return None if numbers is None else Score(*numbers)
+
+
+def _numbers(local: Local) -> list[object]:
+    """The settings that have the same repr on every rank; a function's has its address."""
+    values = [getattr(local, field.name) for field in fields(local)]
+    return [value for value in values if value is None or isinstance(value, str | int | float | tuple)]
