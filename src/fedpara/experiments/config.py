@@ -43,7 +43,7 @@ REFERENCED = ("dataset", "model", "where", "split", "algorithm")
 
 # A resumed run may change these fields. They leave the computation as it is: engines and precisions differ only in
 # rounding, and the last round of a run is always evaluated.
-FREE = ("rounds", "engine", "precision", "target", "patience")
+FREE = ("rounds", "engine", "precision", "device", "target", "patience")
 
 # Fields that were added after some runs had finished, with the value that those runs used. Such a field enters the
 # identity only if its value differs, so that the identities of the older runs stay valid.
@@ -117,7 +117,8 @@ class Experiment:
     patience: int | None = None  # stop after this many evaluations without a better score
     seed: int = 0
     engine: str = "auto"
-    precision: str | None = None  # float32, tf32, bfloat16: of the batched engine on a GPU
+    precision: str | None = None  # float32, tf32, bfloat16: on a GPU
+    device: str | None = None  # cpu, cuda, cuda:1; the GPU if there is one
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -106,6 +106,7 @@ def resume(
     rounds: int | None = None,
     engine: str | None = None,
     precision: str | None = None,
+    device: str | None = None,
     data_dir: str | PathLike[str] | None = None,
     on_round: OnRound | None = None,
     host: Host | None = None,
@@ -115,7 +116,7 @@ def resume(
     With the same engine and number of threads the results are bit for bit those of an uninterrupted run.
     """
     path = Path(path)
-    experiment = _changed(path, rounds, engine, precision)
+    experiment = _changed(path, rounds, engine, precision, device)
     if host is None:
         refuse_flower_engine(experiment.engine)
         _refuse_on_nodes(path)
@@ -130,13 +131,18 @@ def resume(
 
 
 def rounds_done(
-    path: Path, rounds: int | None, engine: str | None, precision: str | None, data_dir: Path | None
+    path: Path,
+    rounds: int | None,
+    engine: str | None,
+    precision: str | None,
+    data_dir: Path | None,
+    device: str | None = None,
 ) -> tuple[int, bool]:
     """(the number of finished rounds, whether these are all), from the checkpoint.
 
     Raises what `resume` on a host would raise, before the host is started. The folder is not changed.
     """
-    experiment = _changed(path, rounds, engine, precision)
+    experiment = _changed(path, rounds, engine, precision, device)
     parts = build(experiment, data_dir)
     _prepared(experiment, parts)
     folder = load_run(path, experiment, parts.digest)
@@ -144,8 +150,10 @@ def rounds_done(
     return folder.progress.round if folder.progress else 0, folder.finished
 
 
-def _changed(path: Path, rounds: int | None, engine: str | None, precision: str | None) -> Experiment:
-    given = {"rounds": rounds, "engine": engine, "precision": precision}
+def _changed(
+    path: Path, rounds: int | None, engine: str | None, precision: str | None, device: str | None
+) -> Experiment:
+    given = {"rounds": rounds, "engine": engine, "precision": precision, "device": device}
     return replace(read_config(path), **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
-from torch.utils._pytree import tree_map
 
 from fedpara.algorithms import Algorithm, Variables, clip_by_norm
 from fedpara.algorithms.optimizers import Slots, build_optimizer
 from fedpara.data import normalise, unit_scale
 from fedpara.engines.batched.lane_state import LaneState
+from fedpara.engines.device import widened
 from fedpara.engines.local.augment import crop_flip
 from fedpara.engines.local.dropout import layer_seed, seeded_dropouts
 from fedpara.engines.settings import Precision
@@ -29,7 +29,6 @@ from fedpara.trees import Tree, arguments, leaves, map_tree, take
 
 # All arguments of a step are stacked except x and down.
 LANES_OF_A_STEP = (0, 0, 0, 0, 0, 0, 0, 0, 0, None, None)
-NARROW = (torch.bfloat16, torch.float16)
 Step = Callable[..., tuple[State, Slots, State, Tensor]]
 
 
@@ -152,11 +151,6 @@ def make_tick(step: Step) -> Callable[[LaneState], None]:
         lanes.counter.add_(1)
 
     return tick
-
-
-def widened(output: Tree) -> Tree:
-    """The output with its 16-bit numbers in float32."""
-    return tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype in NARROW else t, output)
 
 
 def gather(lanes: LaneState, index: Tensor) -> Tree:
