@@ -51,7 +51,8 @@ class Attention(nn.Module):
         if self.causal:
             later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
             scores = scores.masked_fill(later, float("-inf"))
-        return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, width))
+        mixed: Tensor = self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, width))
+        return mixed
 
 
 class Block(nn.Module):
@@ -63,7 +64,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.mlp(self.norm2(x))
+        return x
 
 
 class ViT(nn.Module):
@@ -78,7 +80,8 @@ class ViT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.patches(x).flatten(2).transpose(1, 2) + self.position
-        return self.head(self.norm(self.blocks(x)).mean(1))
+        logits: Tensor = self.head(self.norm(self.blocks(x)).mean(1))
+        return logits
 
 
 class LanguageModel(nn.Module):

@@ -214,7 +214,8 @@ def _report_reached_target(name: str, run: Summary, rounds: int) -> None:
         return
     if reached:
         say(
-            f"{name}: the target {run.metric.name} of {target:g} was reached in round {reached['round']}: nothing to run."
+            f"{name}: the target {run.metric.name} of {target:g} was reached in round {reached['round']}: nothing to "
+            "run."
         )
     elif stops_early(run.experiment, run.metrics, run.metric):
         say(f"{name}: no better score in {run.experiment.patience} evaluations: nothing to run.")

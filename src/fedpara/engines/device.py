@@ -48,6 +48,13 @@ def eager_precision_on(device: torch.device, asked: Precision | None) -> Precisi
     return chosen
 
 
+def eager_device(asked: str | None) -> torch.device:
+    """`find_device`, with torch configured for float32."""
+    device = find_device(asked)
+    eager_precision_on(device, "float32")
+    return device
+
+
 def widened(output: Tree) -> Tree:
     """The output with its 16-bit numbers in float32."""
     return tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype in NARROW else t, output)
