@@ -64,8 +64,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        x = x + self.mlp(self.norm2(x))
-        return x
+        made: Tensor = x + self.mlp(self.norm2(x))
+        return made
 
 
 class ViT(nn.Module):
