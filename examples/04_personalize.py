@@ -43,7 +43,7 @@ for name, (scheme, share) in methods.items():
 
 # --8<-- [start:print]
 for name, run in runs.items():
-    accuracy = run.rounds[-1].everyone.accuracy
+    accuracy = run.rounds[-1].everyone.score
     print(f"{name:8}  {accuracy:.1%} on each client's own digits, {run.bytes / 1e6:5.2f} MB sent")
 # --8<-- [end:print]
 

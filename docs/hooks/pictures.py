@@ -61,7 +61,7 @@ def compare_schemes(found: dict[str, Any], axes: Any) -> None:
 
 def personalize(found: dict[str, Any], axes: Any) -> None:
     runs = found["runs"]
-    scores = [100 * run.rounds[-1].everyone.accuracy for run in runs.values()]
+    scores = [100 * run.rounds[-1].everyone.score for run in runs.values()]
     sent = [run.bytes / 1e6 for run in runs.values()]
     bars = axes.bar(list(runs), scores, width=0.6, color=[GREY, AMBER, GREEN, BLUE])
     axes.bar_label(bars, [f"{s:.1f}%\n{b:.1f} MB" for s, b in zip(scores, sent, strict=True)], padding=3)

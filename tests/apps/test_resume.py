@@ -98,7 +98,7 @@ def no_simulation(monkeypatch):
 def test_flower_computes_in_float32_only(cli, runs, no_simulation):
     code, _, err = cli("resume", "runs/a", "--rounds", 2, "--engine", "flower", "--precision", "bfloat16")
     assert code == 2
-    assert "precision 'bfloat16' needs the batched engine on a GPU" in err
+    assert "precision 'bfloat16' needs the batched or the sequential engine on a GPU" in err
 
 
 def test_a_folder_in_use_is_reported_before_flower_starts(cli, runs, no_simulation):

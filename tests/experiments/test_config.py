@@ -107,6 +107,7 @@ OTHER = {
     "seed": 1,
     "engine": "sequential",
     "precision": "tf32",
+    "device": "cpu",
     "where": "every",
     "validation": 0.1,
     "weights": "uniform",

@@ -12,11 +12,12 @@ only, so that every engine can stack and compile it. lr = 0 leaves y as it is: a
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fedpara.algorithms.in_place import adam_in_place, sgd_in_place
 from fedpara.errors import ConfigError, among
 from fedpara.state import State, add, zeros_like
 
@@ -34,7 +35,9 @@ class Optimizer:
     name: str
     init: Callable[[State], Slots]
     step: Callable[[State, State, Slots, Rate], tuple[State, Slots]]
-    plain: bool = False  # the step is y - lr g
+    in_place: Callable[[State, State, Slots, float], None] | None = (
+        None  # the same step, writing to y and slots
+    )
 
 
 def sgd(*, momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizer:
@@ -49,21 +52,22 @@ def sgd(*, momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizer:
     def init(y: State) -> Slots:
         return {"velocity": zeros_like(y)} if momentum else {}
 
-    return Optimizer("sgd", init, step, plain=not (momentum or weight_decay))
+    in_place = partial(sgd_in_place, momentum=momentum, weight_decay=weight_decay)
+    return Optimizer("sgd", init, step, in_place)
 
 
 def adam(
     *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0
 ) -> Optimizer:
-    step = partial(_adam_step, betas=betas, eps=eps, l2=weight_decay)
-    return Optimizer("adam", _moments, step)
+    options: dict[str, Any] = {"betas": betas, "eps": eps, "l2": weight_decay}
+    return Optimizer("adam", _moments, partial(_adam_step, **options), partial(adam_in_place, **options))
 
 
 def adamw(
     *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
 ) -> Optimizer:
-    step = partial(_adam_step, betas=betas, eps=eps, decay=weight_decay)
-    return Optimizer("adamw", _moments, step)
+    options: dict[str, Any] = {"betas": betas, "eps": eps, "decay": weight_decay}
+    return Optimizer("adamw", _moments, partial(_adam_step, **options), partial(adam_in_place, **options))
 
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "adam": adam, "adamw": adamw}

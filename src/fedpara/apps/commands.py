@@ -29,6 +29,7 @@ DataDir = Annotated[
     typer.Option("--data-dir", help="Folder of the data sets; default: FEDPARA_DATA, then the cache."),
 ]
 Track = Annotated[str, typer.Option(help="Also log to tensorboard, mlflow or wandb.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; default: the GPU if there is one.")]
 
 
 def inspect(
@@ -191,6 +192,7 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Seed of every random draw.")] = None,
     engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
     precision: Annotated[str | None, typer.Option(help="float32, tf32, bfloat16 (default on a GPU)")] = None,
+    device: Device = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; default: a new one under runs/.")] = None,
     data_dir: DataDir = None,
     track: Track = "none",
@@ -215,6 +217,7 @@ def resume(
     rounds: Annotated[int | None, typer.Option(help="Run up to this round instead.")] = None,
     engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
     precision: Annotated[str | None, typer.Option(help="float32, tf32, bfloat16")] = None,
+    device: Device = None,
     data_dir: DataDir = None,
     track: Track = "none",
     as_json: Json = False,
@@ -227,7 +230,7 @@ def resume(
     """
     with starting():
         from fedpara.apps.run import resume as work
-    work(folder, rounds, engine, precision, data_dir, track, as_json)
+    work(folder, rounds, engine, precision, device, data_dir, track, as_json)
 
 
 def sweep(

@@ -62,6 +62,7 @@ def resume(
     rounds: int | None,
     engine: str | None,
     precision: str | None,
+    device: str | None,
     data_dir: Path | None,
     track: str,
     as_json: bool,
@@ -72,7 +73,7 @@ def resume(
         paths = {path.parent.name: path.parent for path in sorted(folder.glob("*/config.toml"))}
     if not paths:
         raise ConfigError(f"{folder} holds no run: give a folder that `fedpara run` made.")
-    finish(folder, _run_all_or_raise(paths, data_dir, track, rounds, engine, precision), as_json)
+    finish(folder, _run_all_or_raise(paths, data_dir, track, rounds, engine, precision, device), as_json)
 
 
 def _folder(out: Path | None, name: str, runs: list[str]) -> Path:
@@ -146,6 +147,7 @@ def run_all(
     rounds: int | None = None,
     engine: str | None = None,
     precision: str | None = None,
+    device: str | None = None,
 ) -> tuple[dict[str, Summary], dict[str, FedParaError]]:
     """The finished runs and the errors of the failed ones. If a run fails, the others still run."""
     summaries: dict[str, Summary] = {}
@@ -169,7 +171,7 @@ def run_all(
     for name in [name for name in before if engines[name] == "flower"]:
         with trying(name):
             # Flower would only log the error.
-            rounds_done(paths[name], rounds, engine, precision, data_dir)
+            rounds_done(paths[name], rounds, engine, precision, data_dir, device)
     left = [name for name in before if name not in failed]
     by_flower = [paths[name] for name in left if engines[name] == "flower"]
     with _simulation(by_flower, rounds, data_dir) as simulated:
@@ -186,7 +188,11 @@ def run_all(
                     show(result, timing)
                     log(result, timing)
 
-                play = simulated if path in by_flower else partial(resume_run, precision=precision)
+                play = (
+                    simulated
+                    if path in by_flower
+                    else partial(resume_run, precision=precision, device=device)
+                )
                 summaries[name] = play(
                     path, rounds=rounds, engine=engine, data_dir=data_dir, on_round=on_round
                 )

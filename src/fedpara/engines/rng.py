@@ -43,7 +43,9 @@ class LayerRng:
         # Not torch.manual_seed: it stores a traceback for each GPU that might exist.
         self._generator = torch.default_generator
         if device is not None and device.type == "cuda":
-            self._generator = torch.cuda.default_generators[device.index or torch.cuda.current_device()]
+            self._generator = torch.cuda.default_generators[
+                torch.cuda.current_device() if device.index is None else device.index
+            ]
         self._seed = torch_seed(seed, "layers", round, client)
         self._state: torch.Tensor | None = None
 

@@ -28,6 +28,7 @@ class Settings:
     share: Share = "all"
     engine: str = "auto"
     precision: Precision | None = None
+    device: str | None = None
     evaluate_every: int = 1
     personal: bool | None = None
     max_norm: float | None = None
@@ -55,15 +56,27 @@ class Settings:
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: expected one of {', '.join(known)}.")
-        check_precision(self.precision, self.engine)
+        check_device(self.device)
+        check_precision(self.precision, self.engine, self.device)
 
 
-def check_precision(precision: str | None, engine: str) -> None:
+def check_device(device: str | None) -> None:
+    """ConfigError unless this machine has the device."""
+    if device in (None, "cpu"):
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    there = ["cpu", *["cuda"] * (count > 0), *(f"cuda:{i}" for i in range(count))]
+    if device not in there:
+        missing = " torch finds no GPU here." if not count else ""
+        raise ConfigError(f"device is {device!r}: expected one of {', '.join(there)}.{missing}")
+
+
+def check_precision(precision: str | None, engine: str, device: str | None) -> None:
     if precision in (None, "float32"):
         return
     if precision not in get_args(Precision):
         raise ConfigError(f"precision is {precision!r}: expected one of {', '.join(get_args(Precision))}.")
-    if engine not in ("auto", "batched") or not torch.cuda.is_available():
+    if engine == "flower" or device == "cpu" or not torch.cuda.is_available():
         raise ConfigError(
-            f"precision {precision!r} needs the batched engine on a GPU: leave it out for float32."
+            f"precision {precision!r} needs the batched or the sequential engine on a GPU: leave it out for float32."
         )

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from textwrap import shorten
 
 import numpy as np
-import torch
 
 from fedpara.algorithms import Algorithm
 from fedpara.algorithms.core import Weighting
@@ -14,6 +13,7 @@ from fedpara.engines.batched.engine import Batched
 from fedpara.engines.batched.round_plan import typical_shape
 from fedpara.engines.batched.support import slower_on_cpu, unsupported
 from fedpara.engines.checks import check_run
+from fedpara.engines.device import find_device
 from fedpara.engines.distributed.engine import Distributed, RankMemory
 from fedpara.engines.distributed.process_group import Part, ProcessGroup, join
 from fedpara.engines.local.engine import Sequential
@@ -123,6 +123,7 @@ def simulate(
     share: Share = "all",
     engine: str = "auto",
     precision: Precision | None = None,
+    device: str | None = None,
     evaluate_every: int = 1,
     personal: bool | None = None,
     max_norm: float | None = None,
@@ -152,7 +153,9 @@ def simulate(
     share           what clients send: "all", "fedper" (all but the last layer) or "none"; pFedPara's second factors
                     are never sent
     engine          "auto", "batched" or "sequential"
-    precision       of the batched engine on a GPU: "float32", "tf32" or "bfloat16"; by default the fastest
+    precision       on a GPU: "float32", "tf32" or "bfloat16"; by default the fastest in the batched engine, and float32
+                    in the sequential one
+    device          "cuda", "cuda:1" or "cpu"; by default the GPU if there is one
     evaluate_every  score the model after every this many rounds, and after the last
     personal        score each client's own model on its own test data; by default if the clients have any
     max_norm        refuse an update farther than this from the model that was sent, counting changes of control
@@ -181,6 +184,7 @@ def simulate(
         share=share,
         engine=engine,
         precision=precision,
+        device=device,
         evaluate_every=evaluate_every,
         personal=personal,
         max_norm=max_norm,
@@ -289,18 +293,27 @@ def _build_on_this_rank(
     memory: ClientMemory,
     group: ProcessGroup,
 ) -> Engine:
+    device = find_device(settings.device)
+    if group.device is not None and device.type == "cuda":
+        device = group.device
+    alone = group.size == 1  # ranks exchange updates, so they must be on the host
+
+    def sequential(reason: str = "") -> Engine:
+        return Sequential(
+            session, task, data, memory, reason, device=device, precision=settings.precision, stay=alone
+        )
+
     if settings.engine == "sequential":
-        return Sequential(session, task, data, memory)
+        return sequential()
     reason = unsupported(session, task, data)
     size = -(-settings.cohort // group.size)
     sampler = find_sampler(settings.sampler, lambda: data.sizes)
     cohorts = Cohorts(session.seed, len(data), size, sampler, settings.lost)
     shape = None if reason else typical_shape(session, data, cohorts)
-    if shape is not None and settings.engine == "auto" and not torch.cuda.is_available():
+    if shape is not None and settings.engine == "auto" and device.type == "cpu":
         reason = slower_on_cpu(session, shape.lanes)
     if reason:
-        why = f"one client after another on the CPU; not batched: {reason}"
-        return Sequential(session, task, data, memory, why)
+        return sequential(f"not batched: {reason}")
     return Batched(
         session,
         task,
@@ -308,8 +321,8 @@ def _build_on_this_rank(
         memory,
         cohorts=cohorts,
         shape=shape,
-        device=str(group.device) if group.device is not None else None,
+        device=str(device),
         precision=settings.precision,
         stream=group.rank,
-        stay=group.size == 1,  # ranks exchange updates, so they must be on the host
+        stay=alone,
     )

@@ -55,7 +55,7 @@ REFERENCED = (
 
 # A resumed run may change these fields. They leave the computation as it is: engines and precisions differ only in
 # rounding, and the last round of a run is always evaluated.
-FREE = ("rounds", "engine", "precision", "target", "patience")
+FREE = ("rounds", "engine", "precision", "device", "target", "patience")
 
 # Fields that were added after some runs had finished, with the value that those runs used. Such a field enters the
 # identity only if its value differs, so that the identities of the older runs stay valid.
@@ -145,7 +145,8 @@ class Experiment:
     patience: int | None = None  # stop after this many evaluations without a better score
     seed: int = 0
     engine: str = "auto"
-    precision: str | None = None  # float32, tf32, bfloat16: of the batched engine on a GPU
+    precision: str | None = None  # float32, tf32, bfloat16: on a GPU
+    device: str | None = None  # cpu, cuda, cuda:1; the GPU if there is one
     objects: str | None = None  # digests of what `simulate` was given; set by it only (`object_digests.py`)
 
     def __post_init__(self) -> None:

@@ -116,6 +116,7 @@ def resume(
     rounds: int | None = None,
     engine: str | None = None,
     precision: str | None = None,
+    device: str | None = None,
     data_dir: str | PathLike[str] | None = None,
     on_round: OnRound | None = None,
     host: Host | None = None,
@@ -125,7 +126,7 @@ def resume(
     With the same engine and number of threads the results are bit for bit those of an uninterrupted run.
     """
     path = Path(path)
-    experiment = _changed(path, rounds, engine, precision)
+    experiment = _changed(path, rounds, engine, precision, device)
     if host is None:
         refuse_flower_engine(experiment.engine)
         _refuse_on_nodes(path)
@@ -140,13 +141,18 @@ def resume(
 
 
 def rounds_done(
-    path: Path, rounds: int | None, engine: str | None, precision: str | None, data_dir: Path | None
+    path: Path,
+    rounds: int | None,
+    engine: str | None,
+    precision: str | None,
+    data_dir: Path | None,
+    device: str | None = None,
 ) -> tuple[int, bool]:
     """(the number of finished rounds, whether these are all), from the checkpoint.
 
     Raises what `resume` on a host would raise, before the host is started. The folder is not changed.
     """
-    experiment = _changed(path, rounds, engine, precision)
+    experiment = _changed(path, rounds, engine, precision, device)
     parts = build(experiment, data_dir)
     _prepared(experiment, parts)
     folder = load_run(path, experiment, parts.digest)
@@ -154,7 +160,9 @@ def rounds_done(
     return folder.progress.round if folder.progress else 0, folder.finished
 
 
-def _changed(path: Path, rounds: int | None, engine: str | None, precision: str | None) -> Experiment:
+def _changed(
+    path: Path, rounds: int | None, engine: str | None, precision: str | None, device: str | None
+) -> Experiment:
     there = read_config(path)
     if there.objects is not None:
         raise RunError(
@@ -165,7 +173,7 @@ def _changed(path: Path, rounds: int | None, engine: str | None, precision: str 
             f"rounds is {rounds}, but the schedule {there.schedule!r} of {path} follows its {there.rounds} rounds: "
             "start a new run, or give the schedule its own `rounds`."
         )
-    given = {"rounds": rounds, "engine": engine, "precision": precision}
+    given = {"rounds": rounds, "engine": engine, "precision": precision, "device": device}
     return replace(there, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 

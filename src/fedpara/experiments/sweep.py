@@ -129,7 +129,7 @@ def take_up(runs: Mapping[Path, Experiment], data_dir: Path | None = None) -> di
     """The finished runs. Every other run gets a folder that `resume` continues.
 
     All runs are checked before the first folder is made. A folder that is already there takes over the experiment's
-    rounds, engine, precision and target; its other fields must be the same.
+    rounds, engine, precision, device and target; its other fields must be the same.
     """
     there = [path for path in runs if (path / "config.toml").exists()]
     finished = {path: run for path in there if _is_finished(run := read_run(path), runs[path])}
@@ -140,7 +140,8 @@ def take_up(runs: Mapping[Path, Experiment], data_dir: Path | None = None) -> di
 
     def look() -> Part:
         for path in changed if group.rank == 0 else ():
-            rounds_done(path, runs[path].rounds, runs[path].engine, runs[path].precision, data_dir)
+            new = runs[path]
+            rounds_done(path, new.rounds, new.engine, new.precision, data_dir, new.device)
         return Part()
 
     def change() -> Part:

@@ -57,15 +57,15 @@ class Totals:
     """Adds up one metric over batches."""
 
     def __init__(self, metric: Metric) -> None:
-        self._metric, self._sums, self._weight = metric, torch.zeros((), dtype=torch.float64), 0.0
+        self._metric = metric
+        self._sums, self._weight = (torch.zeros((), dtype=torch.float64) for _ in range(2))
 
     def add(self, sums: Tensor, weight: Tensor) -> None:
-        """Adds a batch, from `summed`."""
-        self._sums = self._sums + sums.cpu()
-        self._weight += float(weight)
+        """Adds a batch, from `summed`. The sums stay on their device until `score`, which waits for it."""
+        self._sums, self._weight = self._sums + sums, self._weight + weight
 
     def score(self) -> float:
-        return float(self._metric.finish(self._sums, self._weight))
+        return float(self._metric.finish(self._sums.cpu(), float(self._weight)))
 
 
 def accuracy(output: Tensor, target: Tensor) -> PerExample:

@@ -73,18 +73,15 @@ class Centred(nn.Module):
         return self.fc(x - x.mean(0))
 
 
-@pytest.mark.parametrize(
-    "model", [Centred(), nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))]
-)
 @pytest.mark.parametrize(("sizes", "ran"), [([8] * 1100, "batched"), ([8] * 1099 + [9], "sequential")])
-def test_a_layer_that_mixes_the_batch_sees_no_padding(digits, model, sizes, ran):
-    train, _ = digits
+def test_a_layer_that_mixes_the_batch_sees_no_padding(digits, sizes, ran):
+    train, model = digits[0], Centred()
     federation = fp.FederatedData(train, [list(range(size)) for size in sizes])
     session = Session(make_program(model), algorithms.fedavg(lr=0.1, batch_size=4), fp.Link(), 0)
     engine = build_engine(BATCHED, session, fp.Task(model), federation, InMemory())
     assert engine.name == ran
     if ran == "sequential":
-        assert "on the CPU; not batched: short batches are padded" in engine.why
+        assert "; not batched: short batches are padded" in engine.why
 
 
 class Noisy(Centred):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import fedpara
+from fedpara.engines.device import eager_device
 from fedpara.engines.flower.engine import Flower
 from fedpara.engines.flower.example_counts import ExampleCounts
 from fedpara.engines.flower.policy import Policy
@@ -53,6 +54,7 @@ def host_on(
             clients=schedule.clients,
             cohort=schedule.cohort,
             sources=combined_digest(folder.experiment.references.values()),
+            device=eager_device(folder.experiment.device),
             keys=keys,
             counts=ExampleCounts(folder.path / EXAMPLES) if own else None,
             clock=clock,

@@ -20,11 +20,13 @@ from fedpara.algorithms import Variables
 from fedpara.apps.flower.run_config import served
 from fedpara.data import Examples
 from fedpara.engines.client import client_round, own_model
+from fedpara.engines.device import eager_device
 from fedpara.engines.flower.engine import digest
 from fedpara.engines.flower.rpc import Hello, Packet, Request, Response, from_packet, size_limit, to_packet
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import make_program
 from fedpara.engines.session import Session
+from fedpara.engines.settings import check_device
 from fedpara.errors import ConfigError, FedParaError, RunError, WireError
 from fedpara.experiments.build import Parts, build
 from fedpara.experiments.config import Experiment, with_values
@@ -39,8 +41,11 @@ MEMORY = "FEDPARA_MEMORY"
 RUNS = "FEDPARA_RUNS"
 """Run folders on this machine, one per line. They hold the memory of their clients, as in a simulation."""
 DATA_DIR = "data-dir"
+DEVICE = "device"
 SPARE = 0.9
 """Share of the server's seconds that the work may take; the rest is for sending the response."""
+GPU = "FEDPARA_DEVICE"
+"""The device of a node whose config has no `device`."""
 
 NodeConfig = Mapping[str, Any]
 T = TypeVar("T")
@@ -167,9 +172,8 @@ def memory_folder(node_config: NodeConfig, run: str) -> Path:
 
 def _site_of(request: Request, node_config: NodeConfig) -> Site:
     own = is_own(_experiment(request.experiment).dataset)
-    return _site(
-        request.experiment, tuple(sorted((k, v) for k, v in node_config.items() if own or k == DATA_DIR))
-    )
+    kept = {k: v for k, v in node_config.items() if own or k in (DATA_DIR, DEVICE)}
+    return _site(request.experiment, tuple(sorted(kept.items())))
 
 
 def _experiment(text: str) -> Experiment:
@@ -186,7 +190,15 @@ def _site(experiment_toml: str, node_config: tuple[tuple[str, Any], ...]) -> Sit
     program = make_program(parts.task.model, experiment.share)  # type: ignore[arg-type]
     own = read_own(experiment.dataset, config) if is_own(experiment.dataset) else None
     session = Session(program, parts.algorithm, parts.link, experiment.seed)
-    return Site(session, Worker(program, parts.task), parts, own)
+    return Site(session, Worker(program, parts.task, node_device(config, experiment.device)), parts, own)
+
+
+def node_device(node_config: NodeConfig, asked: str | None) -> torch.device:
+    """The device on which a node trains: its config's, else FEDPARA_DEVICE, else the experiment's, else its GPU."""
+    given = node_config.get(DEVICE) or os.environ.get(GPU)
+    name = str(given) if given else asked
+    check_device(name)
+    return eager_device(name)
 
 
 def _in_time(request: Request, work: Callable[[], T], failed: Callable[[str], T]) -> T:

@@ -15,7 +15,6 @@ from fedpara.algorithms import Variables
 from fedpara.data import FederatedData
 from fedpara.engines.batched.budget import cannot_wait, lanes_that_fit
 from fedpara.engines.batched.capture import capture
-from fedpara.engines.batched.device import precision_on
 from fedpara.engines.batched.drive import Event, Owned, drive, joined, trained_clients
 from fedpara.engines.batched.examples import CohortExamples
 from fedpara.engines.batched.kernels.install import install_kernels
@@ -25,6 +24,7 @@ from fedpara.engines.batched.round_plan import LaneShape, RoundPlan, typical_sha
 from fedpara.engines.batched.scoring import scores
 from fedpara.engines.batched.step import make_tick, one_step
 from fedpara.engines.client import Reply, own_model, reply_of
+from fedpara.engines.device import find_device, precision_on
 from fedpara.engines.local.worker import Trained, Worker
 from fedpara.engines.memory import ClientMemory, CohortMemories, PendingMemory
 from fedpara.engines.participation.cohorts import Cohorts
@@ -35,7 +35,7 @@ from fedpara.engines.transfer import move, move_variables, stack_on
 from fedpara.errors import RunError, in_a_line
 from fedpara.state import State
 from fedpara.tasks import Score, Task
-from fedpara.wire import Link, Message
+from fedpara.wire import Message
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Batched:
         """
         self.stream, self.stay, self.cohorts = stream, stay, cohorts
         self.session, self.task, self.data, self.memory = session, task, data, PendingMemory(memory)
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = find_device(device)
         self.on_gpu = self.device.type == "cuda"
         self.notes: list[str] = []
         self.precision = precision_on(self.device, precision)
@@ -97,8 +97,7 @@ class Batched:
     @property
     def stays(self) -> bool:
         """Whether the server checks and aggregates updates on the device. Memories and lossy links need the host."""
-        alone = not self.session.stateful and not self.session.extras and self.session.link == Link()
-        return self.stay and self.waits and alone and self.session.algorithm.on_any_device
+        return self.stay and self.waits and self.session.updates_may_stay
 
     @property
     def waste(self) -> float:

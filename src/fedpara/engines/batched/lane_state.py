@@ -139,6 +139,7 @@ def allocate_lanes(
     trained = {name: whole[name] for name in program.parameters}
     first_slots = build_optimizer(session.algorithm.local).init(trained)
     exact = any(tensor.dtype == torch.float64 for tensor in trained.values())
+    dtype = torch.float64 if exact else torch.float32
     return LaneState(
         parameters=room(trained),
         slots={slot: room(state) for slot, state in first_slots.items()},
@@ -151,8 +152,8 @@ def allocate_lanes(
         sizes=torch.zeros(shape[:2], dtype=torch.int64, device=device),
         seeds=torch.zeros(shape[:2], dtype=torch.int64, device=device),
         counter=torch.zeros(1, dtype=torch.int64, device=device),
-        rates=torch.zeros(shape[:2], dtype=torch.float64 if exact else torch.float32, device=device),
-        losses=torch.zeros(lanes, device=device),
+        rates=torch.zeros(shape[:2], dtype=dtype, device=device),
+        losses=torch.zeros(lanes, dtype=dtype, device=device),
         crops=torch.zeros((*shape[:2], 3, shape[2]), dtype=torch.uint8, device=device) if crops else None,
         inputs=examples.inputs,
         targets=examples.targets,

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedpara.data import Examples, normalise
-from fedpara.engines.batched.step import widened
+from fedpara.engines.device import widened
 from fedpara.engines.local.worker import EVALUATION_BATCH
 from fedpara.engines.transfer import HOST
 from fedpara.parameterization import Form, compose_state

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
-from torch.utils._pytree import tree_map
 
 from fedpara.algorithms import Algorithm, Variables, clip_by_norm
 from fedpara.algorithms.optimizers import Slots, build_optimizer
 from fedpara.data import normalise, unit_scale
 from fedpara.engines.batched.lane_state import LaneState
+from fedpara.engines.batched.masked_norm import masked_norms
+from fedpara.engines.device import widened
 from fedpara.engines.local.augment import crop_flip
 from fedpara.engines.local.dropout import layer_seed, seeded_dropouts
 from fedpara.engines.settings import Precision
@@ -29,7 +30,6 @@ from fedpara.trees import Tree, arguments, leaves, map_tree, take
 
 # All arguments of a step are stacked except x and down.
 LANES_OF_A_STEP = (0, 0, 0, 0, 0, 0, 0, 0, 0, None, None)
-NARROW = (torch.bfloat16, torch.float16)
 Step = Callable[..., tuple[State, Slots, State, Tensor]]
 
 
@@ -43,7 +43,7 @@ def one_step(
     masked: bool,
 ) -> Step:
     """A pure function of one lane, for `vmap`. Unless `masked`, every batch is full."""
-    local, dropouts = algorithm.local, seeded_dropouts(plain)
+    local, dropouts, norms = algorithm.local, seeded_dropouts(plain), masked_norms(plain)
     optimizer = build_optimizer(local)
     device = next(plain.parameters()).device.type
 
@@ -52,16 +52,19 @@ def one_step(
     ) -> tuple[Tensor, State]:
         fresh = {name: tensor.clone() for name, tensor in buffers.items()}
         seeds = {f"{name}.seed": layer_seed(seed, i) for i, name in enumerate(dropouts)}
-        given = {**weights, **fresh, **seeds}
+        sizes = {f"{name}.size": size for name in norms}
+        given = {**weights, **fresh, **seeds, **sizes}
+        width = len(leaves(inputs)[0])
         for dropout in dropouts.values():
             dropout.calls = 0
+        for norm in norms.values():
+            norm.width = width if masked else None
         with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
             output = functional_call(plain, given, *arguments(inputs))
         fresh = {name: given[name].detach() for name in fresh}  # updated in place, or replaced
         each = objective(widened(output), targets)
         if not masked:
             return mean_loss(each), fresh
-        width = len(leaves(inputs)[0])
         return mean_loss(each, torch.arange(width, device=size.device) < size), fresh
 
     def composed(parameters: State, *rest: object) -> tuple[Tensor, State]:
@@ -152,11 +155,6 @@ def make_tick(step: Step) -> Callable[[LaneState], None]:
         lanes.counter.add_(1)
 
     return tick
-
-
-def widened(output: Tree) -> Tree:
-    """The output with its 16-bit numbers in float32."""
-    return tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype in NARROW else t, output)
 
 
 def gather(lanes: LaneState, index: Tensor) -> Tree:

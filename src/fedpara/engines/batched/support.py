@@ -56,7 +56,7 @@ def _unsupported(session: Session, task: Task, data: FederatedData) -> str:
         return "short batches are padded, and the model has random layers other than nn.Dropout"
     return (
         "short batches are padded, and this model's output for an example depends on the others in its batch, as with "
-        "BatchNorm"
+        "a custom batch normalisation"
     )
 
 

@@ -70,6 +70,7 @@ class Flower:
         clients: int,
         cohort: int,
         sources: str = "",
+        device: torch.device | None = None,
         keys: Keys | None = None,
         counts: ExampleCounts | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -77,11 +78,12 @@ class Flower:
     ) -> None:
         """`experiment` is the TOML from which each node builds its part; `run` names the run on the nodes' disks.
 
-        `sources` is the digest of the source files that the experiment references; each node must have the same.
+        The server scores on `device`. `sources` is the digest of the source files that the experiment references; each
+        node must have the same.
         """
         self.session, self.task, self.memory, self.policy = session, task, memory, policy
         self.transport, self.cohort = transport, cohort
-        self.worker = Worker(session.program, task)
+        self.worker = Worker(session.program, task, device)
         self._template = Request("hello", experiment, version, run, policy.hello, policy.threads)
         self._limit = size_limit(session.up)
         self._counts, self._clock, self._sleep = counts, clock, sleep

@@ -1,12 +1,18 @@
-"""The sequential engine: clients train one after another, on one copy of the model."""
+"""The sequential engine: clients train one after another, on one copy of the model, on the CPU or a GPU."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
 
 from fedpara.data import FederatedData
 from fedpara.engines.client import Reply, client_round, own_model
+from fedpara.engines.device import eager_precision_on, shown
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.memory import ClientMemory, PendingMemory
 from fedpara.engines.session import Session
+from fedpara.engines.settings import Precision
+from fedpara.engines.transfer import HOST, move, move_variables
 from fedpara.errors import DataError
 from fedpara.state import State
 from fedpara.tasks import Score, Task
@@ -22,17 +28,32 @@ class Sequential:
         task: Task,
         data: FederatedData,
         memory: ClientMemory,
-        why: str = "one client after another on the CPU",
+        reason: str = "",
+        *,
+        device: torch.device = HOST,
+        precision: Precision | None = None,
+        stay: bool = True,
     ) -> None:
-        self.why = why
+        """`reason` says why this engine was chosen. `stay`: trained states may stay on the device (`stays`)."""
         self.session = session
-        self.task = task
         self.data = data
         self.memory = PendingMemory(memory)
-        self.worker = Worker(session.program, task)
+        self.test_set = task.test
+        on_gpu = device.type == "cuda"
+        if on_gpu:
+            self.test_set = task.test.on(device) if task.test is not None else None
+            if data.pooled:
+                self.data = replace(data, train=data.train.on(device))
+        chosen = eager_precision_on(device, precision)
+        self.stays = stay and on_gpu and session.updates_may_stay
+        self.worker = Worker(session.program, task, device, chosen, self.stays)
+        where = f"{shown(device)}, {chosen}" if on_gpu else shown(device)
+        self.why = "; ".join(filter(None, [f"one client after another on {where}", reason]))
 
     def train(self, round: int, clients: Sequence[int], message: Message, personal: bool) -> Iterator[Reply]:
-        received = self.session.read_down(message, round)
+        model, down = self.session.read_down(message, round)
+        if self.stays:
+            model, down = move(model, self.worker.device), move_variables(down, self.worker.device)
         for client in clients:
             try:
                 examples = self.data.client(client)
@@ -47,7 +68,7 @@ class Sequential:
             reply, memory = client_round(
                 self.session,
                 self.worker,
-                received,
+                (model, down),
                 self.memory.get(client),
                 examples,
                 round=round,
@@ -62,7 +83,7 @@ class Sequential:
 
     def evaluate(self, state: State) -> Score | None:
         """The global model on the task's test set."""
-        return self.worker.evaluate(state, self.task.test) if self.task.test is not None else None
+        return self.worker.evaluate(state, self.test_set) if self.test_set is not None else None
 
     def score_clients(self, round: int, clients: Sequence[int], message: Message) -> Iterator[Reply]:
         model, _ = self.session.read_down(message, round)

@@ -20,18 +20,21 @@ from fedpara import parameterization
 from fedpara.algorithms import Algorithm, Local, Variables, clip_by_norm
 from fedpara.algorithms.optimizers import Optimizer, Slots, build_optimizer
 from fedpara.data import Examples
+from fedpara.engines.device import widened
 from fedpara.engines.local.augment import crop_flip, draw
 from fedpara.engines.local.batches import batches
 from fedpara.engines.local.buffers import BufferSlots
 from fedpara.engines.local.dropout import layer_seed, seeded_dropouts, step_seed
 from fedpara.engines.program import Program, named_tensors
 from fedpara.engines.rng import LayerRng, numpy_rng, torch_seed
-from fedpara.engines.transfer import HOST, device_of, move, move_variables
+from fedpara.engines.settings import Precision
+from fedpara.engines.transfer import HOST, move, move_variables
+from fedpara.layout import by_type, cut
 from fedpara.state import State, clone
 from fedpara.tasks import Score, Task
 from fedpara.tasks.losses import mean_loss
 from fedpara.tasks.metrics import Totals, summed
-from fedpara.trees import Tree, arguments, take
+from fedpara.trees import Tree, arguments, map_tree, take
 
 EVALUATION_BATCH = 500
 GPU_FACTOR = 4
@@ -53,7 +56,16 @@ class Trained:
 
 
 class Worker:
-    def __init__(self, program: Program, task: Task, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        task: Task,
+        device: torch.device | None = None,
+        precision: Precision = "float32",
+        stay: bool = False,
+    ) -> None:
+        """With `stay`, trained states stay on the device; otherwise they move to the host."""
+        self.precision, self.stay = precision, stay
         self.program = program
         self.task = task
         self.device = device or HOST
@@ -97,8 +109,11 @@ class Worker:
         crops = numpy_rng(seed, "augment", round, who) if self.task.augment == "crop-flip" else None
         y = {name: self.parameters[name].detach() for name in x}  # updated in place, so it stays current
         whole = {name: tensor.detach() for name, tensor in self.parameters.items()}
-        slots = move_variables(slots, self.device) if slots else optimizer.init(whole)
-        total, steps = torch.zeros((), device=self.device), 0
+        # Copies: steps in place must not write to the client's memory.
+        slots = map_tree(torch.clone, move_variables(slots, self.device)) if slots else optimizer.init(whole)
+        exact = any(tensor.dtype == torch.float64 for tensor in whole.values())
+        total = torch.zeros((), device=self.device, dtype=torch.float64 if exact else torch.float32)
+        steps = 0
         with LayerRng(seed, round, who, self.device):
             for index, eta in zip(
                 _on_device(batches(len(examples), local, order), self.device), rates, strict=True
@@ -116,10 +131,9 @@ class Worker:
                 total += loss
                 steps += 1
         buffers = {name: self.slots.now(tensor).detach() for name, tensor in self.buffers.items()}
-        parameters, buffers = (_on_host(state) for state in (whole, buffers))
-        return Trained(
-            parameters, buffers, float(total) / max(1, steps), steps, slots=move_variables(slots, HOST)
-        )
+        parameters, buffers = (self._copied(state) for state in (whole, buffers))
+        kept = move_variables(slots, HOST) if local.keep_optimizer else {}
+        return Trained(parameters, buffers, float(total) / max(1, steps), steps, slots=kept)
 
     @torch.no_grad()
     def evaluate(self, state: Mapping[str, Tensor], examples: Examples) -> Score:
@@ -147,8 +161,22 @@ class Worker:
     def _load(self, state: Mapping[str, Tensor]) -> None:
         self.slots.restore()
         with torch.no_grad():
-            tensors = self.parameters | self.buffers
+            tensors, state = self.parameters | self.buffers, move(state, self.device)
             torch._foreach_copy_(list(tensors.values()), [state[name] for name in tensors])
+
+    def _copied(self, state: State) -> State:
+        """A copy of the state, on the host unless it may `stay`; from a GPU in one block per type."""
+        if self.device == HOST:
+            return clone(state)
+        if not self.stay:
+            return move(state, HOST)
+        copied: State = {}
+        for names in by_type(state):
+            copied |= cut(torch.cat([state[name].reshape(-1) for name in names]), state, names)
+        return {name: copied[name] for name in state}
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
     def _seed(self, step: int) -> None:
         for layer, dropout in enumerate(self.dropouts):
@@ -159,7 +187,9 @@ class Worker:
         """(the gradient of the loss on one batch, the loss)"""
         if local.jacobian:
             return self._jacobian_gradient(inputs, targets, local, eta)
-        loss = mean_loss(self.task.objective(self.output(inputs), targets))
+        with self._autocast():
+            output = self.output(inputs)
+        loss = mean_loss(self.task.objective(widened(output), targets))
         gradients = torch.autograd.grad(
             loss, list(self.parameters.values()), allow_unused=True, materialize_grads=True
         )
@@ -180,8 +210,9 @@ class Worker:
         def loss(state: State) -> Tensor:
             # Copies: a functional transform must not write to outside tensors.
             buffers = {name: self.slots.now(tensor).clone() for name, tensor in self.buffers.items()}
-            output = functional_call(plain, {**state, **buffers}, *arguments(inputs))
-            return mean_loss(self.task.objective(output, targets))
+            with self._autocast():
+                output = functional_call(plain, {**state, **buffers}, *arguments(inputs))
+            return mean_loss(self.task.objective(widened(output), targets))
 
         parameters = {name: tensor.detach() for name, tensor in self.parameters.items()}
         plain.train()
@@ -190,15 +221,14 @@ class Worker:
         )
         if self.buffers:
             # The transform discarded the new statistics: one more forward pass computes them.
-            with torch.no_grad():
+            with torch.no_grad(), self._autocast():
                 self.output(inputs)
         return gradient, value.detach()
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, gradient: State, slots: Slots, eta: float) -> Slots:
-        if optimizer.plain:
-            tensors = list(self.parameters.values())
-            torch._foreach_add_(tensors, [gradient[name] for name in self.parameters], alpha=-eta)
+        if optimizer.in_place is not None:
+            optimizer.in_place(self.parameters, gradient, slots, eta)
             return slots
         y, slots = optimizer.step(self.parameters, gradient, slots, eta)
         torch._foreach_copy_(list(self.parameters.values()), [y[name] for name in self.parameters])
@@ -212,8 +242,3 @@ def _on_device(plan: Iterable[NDArray[np.int64]], device: torch.device) -> tuple
         return ()
     order = torch.from_numpy(np.concatenate(batches)).to(device)
     return torch.split(order, [len(batch) for batch in batches])
-
-
-def _on_host(state: State) -> State:
-    """A copy of the state."""
-    return move(state, HOST) if device_of([state]) != HOST else clone(state)

@@ -64,9 +64,10 @@ def pays_on(device: torch.device) -> bool:
 
 
 def computed_in(input: Tensor) -> torch.dtype:
-    """The type of a layer's products: autocast's, if enabled."""
+    """The type of a layer's products: autocast's, if enabled. Autocast leaves float64 as it is."""
     kind = input.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+    narrows = torch.is_autocast_enabled(kind) and input.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if narrows else input.dtype
 
 
 def fold(tensor: Tensor, dim: int | None, size: int, at: int = 0) -> Tensor:
