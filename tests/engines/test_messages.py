@@ -203,7 +203,7 @@ class Idle:
         for client in clients:
             reply, _ = reply_of(
                 self.session,
-                trained,
+                [trained],
                 model,
                 down,
                 self.session.first_memory(model),
@@ -269,7 +269,7 @@ def test_int8_rounds_with_new_draws_for_every_client_and_round(world):
     memory = session.first_memory(model)
 
     def sent(client, round):
-        reply, _ = reply_of(session, trained, model, {}, memory, round=round, client=client, examples=1)
+        reply, _ = reply_of(session, [trained], model, {}, memory, round=round, client=client, examples=1)
         return decode(reply.message)[1]["fc1.weight"]
 
     assert not torch.equal(sent(0, 1), sent(1, 1))
@@ -297,7 +297,7 @@ def test_a_control_variate_uses_the_learning_rate_of_its_round(world):
     trained = Trained({name: t + 0.01 for name, t in model.items()}, {}, 0.0, 2)
     down = {"control": {name: torch.zeros_like(t) for name, t in model.items()}}
     _, kept = reply_of(
-        session, trained, model, down, session.first_memory(model), round=3, client=0, examples=1
+        session, [trained], model, down, session.first_memory(model), round=3, client=0, examples=1
     )
     for tensor in kept["control"].values():
         torch.testing.assert_close(tensor, torch.full_like(tensor, -0.2), rtol=1e-4, atol=1e-4)

@@ -153,9 +153,9 @@ def test_a_sweep_over_models(cli, own):
 
 def test_the_guide(cli, tmp_path):
     page = (Path(__file__).parents[3] / "docs" / "guides" / "your-code.md").read_text()
-    (source,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    source, *_ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "mypkg.py").write_text(source)
-    (command,) = re.findall(
+    command, *_ = re.findall(
         r"^\$ fedpara (run --dataset .*?--out runs/mine)$", page, re.MULTILINE | re.DOTALL
     )
     code, _, err = cli(*shlex.split(command.replace("\\\n", " ")), "--rounds", 2)

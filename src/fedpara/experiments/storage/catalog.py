@@ -24,7 +24,7 @@ from fedpara.experiments.storage.sources import SOURCES
 from fedpara.experiments.storage.summary import Summary, read_run
 from fedpara.files import write_bytes
 
-ARCHIVED = ("config.toml", "metrics.jsonl", "timing.jsonl", "model.json", SOURCES)
+ARCHIVED = ("config.toml", "metrics.jsonl", "timing.jsonl", SOURCES)
 RUN_FILES = ("environment.json", "model.json", "data.json", "metrics.jsonl", CHECKPOINT, PREVIOUS)
 """A run folder has at least one of these files beside its config."""
 OWN = (*ARCHIVED, *RUN_FILES, LOCK, "log.txt", "clients", "nodes*")
