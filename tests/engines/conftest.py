@@ -16,7 +16,7 @@ from fedpara.data import Examples
 from fedpara.engines import Run, Task
 from fedpara.engines.client import Reply
 from fedpara.engines.program import make_program
-from fedpara.engines.server import Engine
+from fedpara.engines.server.engine import Engine
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
 from fedpara.engines.simulate import build_engine

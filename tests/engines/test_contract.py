@@ -14,7 +14,7 @@ from fedpara.engines.memory import InMemory
 from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.progress import Schedule
 from fedpara.engines.rng import numpy_rng
-from fedpara.engines.server import run_rounds
+from fedpara.engines.server.rounds import run_rounds
 from fedpara.state import mean, nbytes, norm, subtract
 from fedpara.wire import decode
 

@@ -25,7 +25,7 @@ from fedpara.apps import cli
 from fedpara.engines.distributed.process_group import all_gather
 from fedpara.errors import FedParaError, RunError
 from fedpara.experiments import Experiment, read_run, resume, run
-from fedpara.experiments.config import to_toml
+from fedpara.experiments.config_file import to_toml
 from fedpara.experiments.storage.tensor_files import read_tensors
 
 BIN = Path(sys.executable).parent

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import fedpara as fp
-from fedpara.engines import server as loop
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import make_program
+from fedpara.engines.server import scores
 
 
 @pytest.mark.parametrize("share", ["all", "fedper", "none"])
@@ -37,7 +37,7 @@ def test_the_final_score_adds_no_bytes_to_a_round_and_changes_nothing(world, eng
 
 
 def test_a_large_federation_is_sampled_and_the_sample_size_is_reported(world, engine, monkeypatch):
-    monkeypatch.setattr(loop, "MAX_SCORED", 4)
+    monkeypatch.setattr(scores, "MAX_SCORED", 4)
     runs = [world.simulate(world.model(), federation=world.personal, engine=engine) for _ in range(2)]
     assert (runs[0].rounds[-1].everyone.clients, runs[0].rounds[-1].everyone.of) == (4, 6)
     assert runs[0].rounds[-1].everyone == runs[1].rounds[-1].everyone, "the seed decides the sample"

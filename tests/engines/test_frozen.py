@@ -14,7 +14,7 @@ from fedpara.engines.flower.rpc import Hello, Request, to_packet
 from fedpara.engines.memory import InMemory
 from fedpara.engines.program import make_program
 from fedpara.engines.progress import Schedule
-from fedpara.engines.server import run_rounds
+from fedpara.engines.server.rounds import run_rounds
 from fedpara.errors import ConfigError
 from fedpara.wire import decode
 

@@ -16,7 +16,8 @@ from fedpara.engines.local.worker import Trained
 from fedpara.engines.memory import InMemory
 from fedpara.engines.program import make_program
 from fedpara.engines.progress import Schedule
-from fedpara.engines.server import _broadcast, initial_progress, run_rounds
+from fedpara.engines.server.broadcast import broadcast
+from fedpara.engines.server.rounds import initial_progress, run_rounds
 from fedpara.engines.session import Session
 from fedpara.errors import ConfigError, PrivacyError
 from fedpara.wire import Message, decode
@@ -258,7 +259,7 @@ def test_the_server_rounds_int8_with_new_draws_in_every_round(world):
     """If all rounds shared one draw, its bias would never average out."""
     session = world.session(world.model(), link=fp.Link(down="int8"))
     start = initial_progress(session)
-    first, second = (_broadcast(session, start, round)[1]["fc1.weight"] for round in (1, 2))
+    first, second = (broadcast(session, start, round)[1]["fc1.weight"] for round in (1, 2))
     assert not torch.equal(first, second)
 
 

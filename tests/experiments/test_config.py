@@ -15,7 +15,8 @@ from fedpara.data import FederatedData
 from fedpara.errors import ConfigError, SchemeError
 from fedpara.experiments import Experiment
 from fedpara.experiments.build import build, build_algorithm, build_scheme
-from fedpara.experiments.config import FREE, read_toml, to_toml, with_values
+from fedpara.experiments.config import FREE
+from fedpara.experiments.config_file import read_toml, to_toml, with_values
 from fedpara.experiments.presets import PRESETS, preset
 from fedpara.parameterization import FedPara, LowRank, PFedPara
 

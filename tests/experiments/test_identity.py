@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from fedpara.experiments import Experiment
-from fedpara.experiments.config import LATER, read_toml
+from fedpara.experiments.config import LATER
+from fedpara.experiments.config_file import read_toml
 from fedpara.experiments.storage.summary import read_config
 
 RESULTS = Path(__file__).parents[2] / "results"

@@ -11,7 +11,7 @@ from torch import nn
 from fedpara.errors import ConfigError
 from fedpara.experiments import Experiment, read_run, resume, run
 from fedpara.experiments.build import build
-from fedpara.experiments.config import read_toml, to_toml
+from fedpara.experiments.config_file import read_toml, to_toml
 from fedpara.experiments.storage.catalog import Library, archive_run
 from fedpara.experiments.storage.checkpoint import final_checkpoint
 from fedpara.parameterization import forms

@@ -6,7 +6,7 @@ import pytest
 
 from fedpara.errors import ConfigError
 from fedpara.experiments import Experiment, read_run, resume, run
-from fedpara.experiments.config import read_toml, to_toml
+from fedpara.experiments.config_file import read_toml, to_toml
 from fedpara.experiments.storage.checkpoint import final_checkpoint
 from fedpara.experiments.storage.tensor_files import read_tensors
 

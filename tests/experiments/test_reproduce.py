@@ -9,7 +9,7 @@ import pytest
 
 from fedpara.errors import ConfigError, RunError, UsageError
 from fedpara.experiments import Experiment, paper, read_run, resume
-from fedpara.experiments.config import to_toml
+from fedpara.experiments.config_file import to_toml
 from fedpara.experiments.reproduce import archive_finished, carry_out, jobs
 from fedpara.experiments.storage.catalog import Library, archive_run, cut, refuse_own
 from fedpara.experiments.storage.summary import Summary

@@ -10,7 +10,7 @@ from torch import nn
 from fedpara.errors import ConfigError
 from fedpara.experiments import Experiment, read_run, resume, run
 from fedpara.experiments.build import build, build_algorithm
-from fedpara.experiments.config import read_toml, to_toml
+from fedpara.experiments.config_file import read_toml, to_toml
 from fedpara.experiments.run import rounds_done
 from fedpara.parameterization import forms
 

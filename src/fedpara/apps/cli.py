@@ -16,7 +16,7 @@ import click
 import typer
 
 from fedpara import __version__
-from fedpara.apps import commands, output_commands
+from fedpara.apps import commands, output_commands, study_commands
 from fedpara.apps.data import app as data_app
 from fedpara.apps.flower.cli import app as flower_app
 from fedpara.apps.terminal.interrupt import NotStarted, starting
@@ -44,8 +44,8 @@ app = typer.Typer(
 app.command()(commands.inspect)
 app.command()(commands.run)
 app.command()(commands.resume)
-app.command()(commands.sweep)
-app.command()(commands.reproduce)
+app.command()(study_commands.sweep)
+app.command()(study_commands.reproduce)
 app.command()(output_commands.report)
 app.command()(output_commands.export)
 app.add_typer(data_app, name="data")

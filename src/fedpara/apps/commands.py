@@ -15,8 +15,6 @@ from fedpara.choices import (
     LOSSES,
     METRICS,
     MODELS,
-    PAPER_RESULTS,
-    PAPER_RUNS,
     REFERENCE,
     SAMPLERS,
     SCHEMES,
@@ -231,70 +229,3 @@ def resume(
     with starting():
         from fedpara.apps.run import resume as work
     work(folder, rounds, engine, precision, device, data_dir, track, as_json)
-
-
-def sweep(
-    preset: Annotated[str | None, typer.Argument(help="A preset with a single run.")] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="A TOML file of fields; the values of --set override it.")
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="A field and its values, such as lr=0.02,0.1; repeatable. options.mu=0.1,1 varies an option of the "
-            "algorithm.",
-        ),
-    ] = None,
-    seeds: Annotated[
-        str | None, typer.Option(help="Seeds, such as 0-4 or 0,2,5; default: the experiment's.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the run folders.")] = Path("runs/sweep"),
-    data_dir: DataDir = None,
-    track: Track = "none",
-    as_json: Json = False,
-) -> None:
-    """Run every combination of some values and seeds, and compare the settings in a table.
-
-    The same command resumes interrupted runs and skips finished ones.
-
-    Example: fedpara sweep --config base.toml --set lr=0.02,0.1 --set scheme=fedpara,lowrank --seeds 0-4
-    """
-    with starting():
-        from fedpara.apps.sweep import sweep as work
-    work(preset, config, set_ or [], seeds, out, data_dir, track, as_json)
-
-
-def reproduce(
-    names: Annotated[
-        list[str] | None, typer.Argument(help="Names of tables and figures; --list shows them.")
-    ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="List all names and what they cost.")] = False,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds; default: the paper's.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds; default: the paper's.")] = None,
-    only: Annotated[
-        str | None, typer.Option(help="Run only runs whose name contains this text or matches this pattern.")
-    ] = None,
-    scale: Annotated[str, typer.Option(help="paper, or tiny (a miniature on generated data).")] = "paper",
-    out: Annotated[Path, typer.Option(help="Folder for new run folders and the figure.")] = PAPER_RUNS,
-    results: Annotated[
-        Path, typer.Option(help="Folder of finished runs, which are not repeated.")
-    ] = PAPER_RESULTS,
-    data_dir: DataDir = None,
-    engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
-    precision: Annotated[str | None, typer.Option(help="float32, tf32, bfloat16 (default on a GPU)")] = None,
-    keep: Annotated[
-        Path | None,
-        typer.Option(help="Copy every finished run here, without checkpoints and client memories."),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Run what a table or figure of the paper needs, print paper | ours, and draw the figure.
-
-    Finished runs are skipped; interrupted runs are resumed.
-
-    Example: fedpara reproduce capacity-cnn --only cifar10-iid
-    """
-    with starting():
-        from fedpara.apps.reproduce import reproduce as work
-    work(names, list_, seeds, rounds, only, scale, out, results, data_dir, engine, precision, keep, as_json)

@@ -19,7 +19,7 @@ from fedpara.engines.distributed.process_group import Part, join
 from fedpara.errors import ConfigError, FedParaError, UsageError, of_several
 from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments import resume as resume_run
-from fedpara.experiments.config import read_options, read_toml, read_value, with_values
+from fedpara.experiments.config_file import read_options, read_toml, read_value, with_values
 from fedpara.experiments.presets import preset as find_preset
 from fedpara.experiments.run import lay_out_all, rounds_done
 from fedpara.experiments.storage.run_folder import refuse_used

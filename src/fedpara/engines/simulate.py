@@ -22,7 +22,9 @@ from fedpara.engines.participation.cohorts import Cohorts, Sampler, find_sampler
 from fedpara.engines.participation.devices import Devices
 from fedpara.engines.program import make_program, shared_names
 from fedpara.engines.progress import Progress, Round, Schedule
-from fedpara.engines.server import Engine, run_rounds, with_everyone
+from fedpara.engines.server.engine import Engine
+from fedpara.engines.server.rounds import run_rounds
+from fedpara.engines.server.scores import with_everyone
 from fedpara.engines.session import Session, own_part
 from fedpara.engines.settings import Precision, Settings, Share
 from fedpara.errors import ConfigError, RunError

@@ -9,7 +9,8 @@ from pathlib import Path
 from fedpara.choices import PAPER_RESULTS, PAPER_RUNS
 from fedpara.engines.distributed.process_group import join
 from fedpara.errors import ConfigError, FedParaError, RunError, of_several
-from fedpara.experiments.config import Experiment, with_values
+from fedpara.experiments.config import Experiment
+from fedpara.experiments.config_file import with_values
 from fedpara.experiments.paper import changes, merged, run_name, study
 from fedpara.experiments.run import OnRound, resume, run
 from fedpara.experiments.storage.catalog import Library, archive_run, cut, finished

@@ -19,7 +19,8 @@ import torch
 from fedpara.engines.distributed.process_group import Part, ProcessGroup, join
 from fedpara.engines.participation.devices import read_devices
 from fedpara.engines.progress import Round, Schedule
-from fedpara.engines.server import Engine, run_rounds
+from fedpara.engines.server.engine import Engine
+from fedpara.engines.server.rounds import run_rounds
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
 from fedpara.engines.simulate import build_engine, prepare, refuse_flower_engine, says_stop

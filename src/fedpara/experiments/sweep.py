@@ -17,7 +17,8 @@ from urllib.parse import quote
 from fedpara.engines.distributed.process_group import Part, join
 from fedpara.errors import UsageError
 from fedpara.experiments.build import build
-from fedpara.experiments.config import Experiment, read_value, with_values
+from fedpara.experiments.config import Experiment
+from fedpara.experiments.config_file import read_value, with_values
 from fedpara.experiments.run import lay_out_all, rounds_done
 from fedpara.experiments.seeds import Group
 from fedpara.experiments.storage.run_folder import open_run

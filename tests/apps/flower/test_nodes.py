@@ -13,7 +13,7 @@ from fedpara.engines.flower.policy import Policy
 from fedpara.engines.flower.rpc import Hello, Packet, Request, from_packet, to_packet
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import read_run, run
-from fedpara.experiments.config import to_toml
+from fedpara.experiments.config_file import to_toml
 from fedpara.experiments.run import lay_out, resume
 
 HELLOS = {

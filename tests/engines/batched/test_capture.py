@@ -25,7 +25,7 @@ from fedpara.engines.memory import InMemory
 from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.program import make_program
 from fedpara.engines.progress import Schedule
-from fedpara.engines.server import run_rounds
+from fedpara.engines.server.rounds import run_rounds
 from fedpara.engines.session import Session
 
 

@@ -12,7 +12,7 @@ from fedpara.algorithms import Personal
 from fedpara.engines.batched.budget import _lane_bytes, cannot_wait
 from fedpara.engines.memory import InMemory
 from fedpara.engines.progress import Schedule
-from fedpara.engines.server import run_rounds
+from fedpara.engines.server.rounds import run_rounds
 from fedpara.engines.session import PERSONAL, PRIVATE
 from fedpara.errors import ConfigError, RunError
 from fedpara.state import nbytes, norm, subtract

@@ -8,7 +8,7 @@ from fedpara import algorithms
 from fedpara.algorithms import Local
 from fedpara.engines.memory import InMemory
 from fedpara.engines.progress import Schedule
-from fedpara.engines.server import run_rounds
+from fedpara.engines.server.rounds import run_rounds
 from fedpara.errors import ConfigError
 from fedpara.wire import decode
 

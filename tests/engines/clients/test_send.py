@@ -11,7 +11,7 @@ from fedpara.algorithms import Visit
 from fedpara.engines.memory import InMemory
 from fedpara.engines.progress import Schedule
 from fedpara.engines.rng import torch_seed
-from fedpara.engines.server import run_rounds
+from fedpara.engines.server.rounds import run_rounds
 from fedpara.errors import ConfigError
 from fedpara.state import subtract
 from fedpara.wire import decode

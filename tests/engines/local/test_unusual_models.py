@@ -10,7 +10,7 @@ from fedpara.engines.checks import smallest_batch
 from fedpara.engines.memory import InMemory
 from fedpara.engines.program import make_program
 from fedpara.engines.progress import Schedule
-from fedpara.engines.server import run_rounds
+from fedpara.engines.server.rounds import run_rounds
 from fedpara.errors import ConfigError, SchemeError
 
 EVEN = [range(12 * i, 12 * i + 12) for i in range(5)]

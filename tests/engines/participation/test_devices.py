@@ -8,7 +8,7 @@ import fedpara as fp
 from fedpara.engines.memory import InMemory
 from fedpara.engines.participation.devices import Devices, Lognormal, read_amount, read_devices
 from fedpara.engines.progress import Schedule
-from fedpara.engines.server import run_rounds
+from fedpara.engines.server.rounds import run_rounds
 from fedpara.errors import ConfigError
 
 BANDWIDTH = (1000.0, 2000.0, 500.0, 4000.0, 800.0, 100.0)

@@ -12,7 +12,8 @@ from fedpara.engines.client import Reply
 from fedpara.engines.memory import InMemory
 from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.progress import Schedule
-from fedpara.engines.server import LARGE_MESSAGE, _is_large, run_rounds
+from fedpara.engines.server.collect import LARGE_MESSAGE, is_large
+from fedpara.engines.server.rounds import run_rounds
 from fedpara.engines.session import PRIVATE
 from fedpara.engines.threads import checked_in_order
 from fedpara.state import State, mean
@@ -294,6 +295,6 @@ def test_replies_of_any_size_are_checked_in_order():
     replies = [Reply(client, bytes(size)) for client, size in enumerate(sizes)]
     checked = [
         (reply.client, verdict)
-        for reply, verdict in checked_in_order(replies, lambda reply: len(reply.message), _is_large)
+        for reply, verdict in checked_in_order(replies, lambda reply: len(reply.message), is_large)
     ]
     assert checked == list(enumerate(sizes))

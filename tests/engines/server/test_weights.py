@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from fedpara import algorithms
 from fedpara.algorithms import Update
-from fedpara.engines.aggregation import Aggregator, capped
 from fedpara.engines.memory import InMemory
 from fedpara.engines.progress import Schedule
-from fedpara.engines.server import run_rounds
+from fedpara.engines.server.aggregation import Aggregator, capped
+from fedpara.engines.server.rounds import run_rounds
 from fedpara.wire import decode, encode
 
 COUNTS = st.lists(st.integers(0, 2**62), min_size=1, max_size=12).filter(any)

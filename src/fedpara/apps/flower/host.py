@@ -13,10 +13,10 @@ from fedpara.engines.flower.policy import Policy
 from fedpara.engines.flower.roster import Keys
 from fedpara.engines.flower.rpc import Transport
 from fedpara.engines.progress import Schedule
-from fedpara.engines.server import Engine
+from fedpara.engines.server.engine import Engine
 from fedpara.engines.session import Session
 from fedpara.experiments.build import Parts
-from fedpara.experiments.config import to_toml
+from fedpara.experiments.config_file import to_toml
 from fedpara.experiments.node_data import is_own
 from fedpara.experiments.run import Host
 from fedpara.experiments.storage.run_folder import NODES, RunFolder

@@ -29,7 +29,8 @@ from fedpara.engines.session import Session
 from fedpara.engines.settings import check_device
 from fedpara.errors import ConfigError, FedParaError, RunError, WireError
 from fedpara.experiments.build import Parts, build
-from fedpara.experiments.config import Experiment, with_values
+from fedpara.experiments.config import Experiment
+from fedpara.experiments.config_file import with_values
 from fedpara.experiments.node_data import is_own, read_own
 from fedpara.experiments.storage.node_memory import NodeMemory
 from fedpara.experiments.storage.run_folder import NODES

@@ -11,7 +11,7 @@ from typing import Any
 from fedpara.engines.flower.policy import Policy
 from fedpara.errors import ConfigError
 from fedpara.experiments import Experiment
-from fedpara.experiments.config import read_options, read_toml, with_values
+from fedpara.experiments.config_file import read_options, read_toml, with_values
 from fedpara.experiments.presets import preset
 
 POLICY = {

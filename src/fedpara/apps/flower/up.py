@@ -15,7 +15,7 @@ from fedpara.engines.progress import Schedule
 from fedpara.errors import ConfigError, UsageError
 from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments.build import build
-from fedpara.experiments.config import read_value
+from fedpara.experiments.config_file import read_value
 from fedpara.experiments.run import lay_out, rounds_done
 from fedpara.experiments.storage.run_folder import refuse_another
 from fedpara.source_files import portable_files

@@ -16,7 +16,7 @@ from fedpara.algorithms import Local, Variables
 from fedpara.engines.client import Reply
 from fedpara.engines.distributed.process_group import Part, ProcessGroup
 from fedpara.engines.memory import ClientMemory
-from fedpara.engines.server import Engine
+from fedpara.engines.server.engine import Engine
 from fedpara.engines.session import Session
 from fedpara.errors import RunError
 from fedpara.state import State

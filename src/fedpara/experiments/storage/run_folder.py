@@ -31,7 +31,8 @@ from typing import Any
 
 from fedpara.engines.progress import Progress, Round
 from fedpara.errors import ConfigError, RunError
-from fedpara.experiments.config import FREE, Experiment, to_toml
+from fedpara.experiments.config import FREE, Experiment
+from fedpara.experiments.config_file import to_toml
 from fedpara.experiments.storage.checkpoint import (
     CHECKPOINT,
     Checkpoint,

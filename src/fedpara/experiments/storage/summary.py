@@ -11,7 +11,8 @@ from typing import Any
 
 from fedpara.engines.progress import Schedule
 from fedpara.errors import ConfigError, RunError
-from fedpara.experiments.config import LATER, OWNED, Experiment, read_toml
+from fedpara.experiments.config import LATER, OWNED, Experiment
+from fedpara.experiments.config_file import read_toml
 from fedpara.experiments.storage.jsonl import read_lines
 from fedpara.tasks.metrics import FRACTIONS, shown
 

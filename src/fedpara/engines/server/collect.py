@@ -1,0 +1,142 @@
+"""Collects a round's replies: meters, checks and aggregates each one as it arrives."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from fedpara.algorithms import Update
+from fedpara.engines.client import Reply, from_change, sends_changes
+from fedpara.engines.progress import Progress, Schedule
+from fedpara.engines.server.aggregation import Aggregator, round_weights
+from fedpara.engines.session import Session
+from fedpara.engines.threads import checked_in_order
+from fedpara.engines.transfer import HOST, device_of, move
+from fedpara.errors import UpdateRejected, WireError
+from fedpara.state import State
+from fedpara.wire import Message, Meter, admit, unpack
+
+LARGE_MESSAGE = 1 << 20  # bytes; threads speed up hashing and copying above this, and slow it down below
+
+
+@dataclass
+class Collected:
+    """A round's results. `replies` are those with accepted updates, without their messages."""
+
+    aggregator: Aggregator | None = None
+    replies: list[Reply] = field(default_factory=list)
+    refused: list[tuple[int, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    diverged: list[tuple[int, str]] = field(default_factory=list)  # also in `refused`
+    seconds: float = 0.0  # simulated
+
+
+def collect(
+    session: Session,
+    schedule: Schedule,
+    progress: Progress,
+    chosen: Sequence[int],
+    message: Message,
+    sent: State,
+    replies: Iterable[Reply],
+    meter: Meter,
+) -> Collected:
+    """Collects at most one update per client of the cohort, even if the engine or the network returns more."""
+    collected, round = Collected(), progress.round + 1
+    waiting, devices = dict.fromkeys(chosen), schedule.devices
+    known = {HOST.type: sent}  # the model as it was sent, on each device that holds an update
+
+    def verdict_on(reply: Reply) -> tuple[Update, State] | WireError | None:
+        if reply.message is None:
+            return None
+        device = device_of([reply.message.tensors]) if isinstance(reply.message, Message) else HOST
+        if schedule.max_norm is not None and device.type not in known:
+            known[device.type] = move(sent, device)
+        try:
+            return _admit(session, schedule, reply, known.get(device.type, sent), round)
+        except WireError as error:
+            return error
+
+    for reply, verdict in checked_in_order(replies, verdict_on, is_large):
+        meter.up(round, reply.client, reply.unread if reply.message is None else reply.message)
+        if reply.late:
+            collected.notes.append(
+                f"round {round}: client {reply.client}'s reply to round {reply.late} came too late and is refused"
+            )
+            continue
+        if reply.client not in waiting:
+            collected.notes.append(
+                f"client {reply.client} replied twice or was not asked: that reply is dropped"
+            )
+            continue
+        del waiting[reply.client]
+        if reply.reached:
+            meter.down(round, reply.client, message)
+        if reply.message is None:
+            collected.refused.append((reply.client, reply.reason))
+            collected.diverged += [(reply.client, reply.reason)] if reply.diverged else []
+            continue
+        if isinstance(verdict, WireError):
+            collected.refused.append((reply.client, str(verdict)))
+            continue
+        assert verdict is not None
+        if devices is not None:
+            steps = session.algorithm.local.of(reply.client).steps_for(schedule.examples(reply.client))
+            transfers = len(message), len(reply.message)
+            waited, late = devices.wait(session.seed, reply.client, steps, *transfers)
+            collected.seconds = max(collected.seconds, waited)
+            if late:
+                collected.refused.append((reply.client, late))
+                continue
+        if collected.aggregator is None:
+            counts = {client: schedule.examples(client) for client in chosen}
+            weights, notes = round_weights(counts, schedule.weights, schedule.max_share)
+            collected.notes += [f"round {round}: {note}" for note in notes]
+            collected.aggregator = Aggregator(session.algorithm, progress.x, weights)
+        update, buffers = verdict
+        if session.link.down != "float32":
+            update = _without_rounding(update, progress.x, sent)
+        collected.aggregator.add(reply.client, update, buffers)
+        collected.replies.append(replace(reply, message=None))
+    for client in waiting:
+        meter.down(round, client, message)
+        collected.refused.append((client, "it sent no reply"))
+    return collected
+
+
+def is_large(reply: Reply) -> bool:
+    return isinstance(reply.message, bytes) and len(reply.message) >= LARGE_MESSAGE
+
+
+def _admit(
+    session: Session, schedule: Schedule, reply: Reply, sent: State, round: int
+) -> tuple[Update, State]:
+    assert reply.message is not None
+    changes = sends_changes(session.link)
+    header, state = admit(
+        reply.message,
+        spec=session.up,
+        round=round,
+        method=session.algorithm.name,
+        scheme=session.program.scheme,
+        link=session.link.up,
+        examples=schedule.examples(reply.client),
+        max_norm=schedule.max_norm,
+        reference={name: sent[name] for name in session.exact} if changes else sent,
+        exact=session.exact,
+    )
+    if header.sender != f"client:{reply.client}":
+        raise UpdateRejected(
+            f"client {reply.client} sent a message that names {header.sender} as its sender."
+        )
+    variables = unpack(state)
+    model = variables.pop("")
+    if changes:
+        model = from_change(model, sent, session.exact)
+    program = session.program
+    y = {name: model[name] for name in program.shared}
+    averaged = {name: model[name] for name in program.shared_buffers}
+    return Update(y, variables, header.examples), averaged
+
+
+def _without_rounding(update: Update, x: State, sent: State) -> Update:
+    """x + (y - x^) in place of y: downlink rounding is not mistaken for client progress."""
+    return replace(update, y={name: x[name] + (y - sent[name]) for name, y in update.y.items()})

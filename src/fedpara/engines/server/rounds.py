@@ -1,0 +1,130 @@
+"""The server's loop, the same over every engine: broadcast, collect, check, aggregate, evaluate.
+
+    for t = 1 .. T:  S = cohort(t);  message = make_message(x, extras);  replies = engine.train(S, message)
+                     x, server = aggregate(the updates that pass the checks)
+
+Each update is added to the round's mean as soon as it passes, in the cohort's order, and then freed.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+
+import torch
+
+from fedpara.engines.client import Reply
+from fedpara.engines.participation.cohorts import LOST
+from fedpara.engines.progress import Progress, Round, Schedule
+from fedpara.engines.server.broadcast import broadcast
+from fedpara.engines.server.collect import Collected, collect
+from fedpara.engines.server.engine import Engine
+from fedpara.engines.server.scores import evaluated, with_everyone
+from fedpara.engines.session import Session
+from fedpara.errors import RunError
+from fedpara.state import State, finite
+from fedpara.wire import Meter
+
+
+def initial_progress(session: Session) -> Progress:
+    program = session.program
+    x = program.start(program.shared)
+    return Progress(0, x, program.start(program.shared_buffers), session.algorithm.server_init(x))
+
+
+def run_rounds(
+    session: Session,
+    engine: Engine,
+    schedule: Schedule,
+    personal: bool,
+    start: Progress | None = None,
+    past: Sequence[float] = (),
+) -> Iterator[Round]:
+    """One result per round, from `start` on. `past`: what `Schedule.evaluated` gave in the rounds before."""
+    progress, scores = start or initial_progress(session), list(past)
+    while progress.round < schedule.rounds:
+        try:
+            result = _round(session, engine, schedule, personal, progress)
+            ended = schedule.ends(result, scores)
+            if ended and personal:
+                result = with_everyone(session, engine, schedule, result)
+        except torch.OutOfMemoryError:
+            raise RunError(
+                f"round {progress.round + 1}: the device is out of memory while aggregating or scoring. The state "
+                "before this round is kept. Use a smaller batch or cohort, or the sequential engine."
+            ) from None
+        yield result
+        if ended:
+            return
+        progress = result.progress
+        scores += schedule.evaluated(result)
+
+
+def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool, progress: Progress) -> Round:
+    t = progress.round + 1
+    cohorts = schedule.cohorts(session.seed)
+    chosen = cohorts.draw(t)
+    lost = [client for client in chosen if cohorts.loses(t, client)]
+    present = [client for client in chosen if client not in lost]
+    message, sent = broadcast(session, progress, t)
+    meter, scored = Meter(), personal and schedule.evaluates(t)
+    replies = chain(
+        engine.train(t, present, message, scored) if present else (),
+        (Reply(client, reason=LOST) for client in lost),
+    )
+    collected = collect(session, schedule, progress, chosen, message, sent, replies, meter)
+    x, server, averages, count = progress.x, progress.server, progress.buffers, len(collected.replies)
+    if collected.aggregator is not None and count >= schedule.minimum:
+        x, server, averages = collected.aggregator.aggregate(server, schedule.clients)
+        _refuse_overflow(t, [x, averages, *server.values()])
+    else:
+        _refuse_divergence(t, collected)
+        few = f"{count} of {schedule.minimum} usable updates" if count else "no usable update"
+        collected.notes.append(f"round {t} had {few if chosen else 'no clients'}: the model stays unchanged")
+        collected.replies.clear()
+    collected.aggregator = None  # frees GPU memory for scoring
+    engine.commit(t, [reply.client for reply in collected.replies])
+    up, down = meter.total_up, meter.total_down
+    devices = schedule.devices
+    result = Round(
+        replace(
+            progress,
+            round=t,
+            x=x,
+            buffers=averages,
+            server=server,
+            bytes_up=progress.bytes_up + up,
+            bytes_down=progress.bytes_down + down,
+            clock=devices.clock(progress.clock, collected.seconds, bool(lost)) if devices else None,
+        ),
+        tuple(chosen),
+        sum(reply.loss for reply in collected.replies) / len(collected.replies)
+        if collected.replies
+        else float("nan"),
+        up,
+        down,
+        tuple(collected.refused),
+        notes=tuple(collected.notes),
+        memories=tuple(reply.client for reply in collected.replies) if session.stateful else (),
+        primary=schedule.primary,
+    )
+    return evaluated(session, engine, schedule, collected.replies if scored else [], result)
+
+
+def _refuse_divergence(round: int, collected: Collected) -> None:
+    """RunError if clients diverged and no update is left: the next round would do the same."""
+    if collected.diverged and not collected.replies:
+        client, reason = collected.diverged[0]
+        raise RunError(
+            f"round {round}: no update is left, and {len(collected.diverged)} of {len(collected.refused)} clients "
+            f"diverged (client {client}: {reason}). The state before this round is kept. Lower the learning rate, or "
+            "set a gradient clip."
+        )
+
+
+def _refuse_overflow(round: int, states: Iterable[State]) -> None:
+    """RunError before anything is saved: the sum or squares of finite updates can overflow."""
+    if not all(finite(state) for state in states):
+        raise RunError(
+            f"round {round}: the aggregated model or the server's variables hold NaN or infinity. The state before "
+            "this round is kept. Lower the learning rates, or bound the updates with max_norm."
+        )
