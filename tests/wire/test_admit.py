@@ -47,7 +47,7 @@ def test_a_quantized_update_passes(dtype: str) -> None:
     ("sent", "agreed"), [("int8", "float32"), ("float32", "int8"), ("float16", "bfloat16")]
 )
 def test_another_precision_than_the_links_is_rejected(sent: str, agreed: str) -> None:
-    with pytest.raises(WireError, match=f"a message of precision {sent}: expected {agreed}"):
+    with pytest.raises(WireError, match=f"a message of precision '{sent}': expected {agreed}"):
         judge(STATE, dtype=sent, link=agreed)
 
 

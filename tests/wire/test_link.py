@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fedpara.errors import ConfigError, UpdateRejected, UsageError
 from fedpara.wire import Link
-from fedpara.wire.link import dequantize, quantize
+from fedpara.wire.encoders.rounding import dequantize, quantize
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

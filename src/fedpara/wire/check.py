@@ -1,6 +1,6 @@
 """admit: check a received message before anything uses it.
 
-The checks, in order: the link's precision; round, method and scheme; the client's number of examples; names, shapes,
+The checks, in order: the link's encoding; round, method and scheme; the client's number of examples; names, shapes,
 types and finite values against the spec; no negative BatchNorm variance; ||state - reference|| <= max_norm. The error
 names the first check that fails.
 """
@@ -11,10 +11,9 @@ import torch
 
 from fedpara.errors import UpdateRejected, UsageError
 from fedpara.state import State, all_finite, finite
+from fedpara.wire.coded import Spec
 from fedpara.wire.codec import AnyMessage, Header, decode
 from fedpara.wire.tensors import shown
-
-Spec = dict[str, tuple[torch.dtype, torch.Size]]
 
 
 def spec_of(state: State, dtype: str = "float32", exact: frozenset[str] = frozenset()) -> Spec:
@@ -47,7 +46,7 @@ def admit(
     """
     if max_norm is not None and not max_norm > 0:
         raise UsageError(f"max_norm is {max_norm}: expected a positive bound, or None for no bound.")
-    header, state = decode(message, exact, link)
+    header, state = decode(message, exact, link, spec)
     wanted = {"round": round, "method": method, "scheme": scheme}
     for field, expected in wanted.items():
         if getattr(header, field) != expected:

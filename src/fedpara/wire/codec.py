@@ -10,15 +10,17 @@ digest are computed only on request. Its tensors are read in place, on their dev
 """
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from hashlib import sha256
 
 import torch
 
-from fedpara.errors import WireError
+from fedpara.errors import UsageError, WireError
 from fedpara.state import State, nbytes
-from fedpara.wire.link import PRECISIONS, check_precision, dequantize, quantize
+from fedpara.wire.coded import Spec, pack_coded, read_coded
+from fedpara.wire.encoders.rounding import PRECISIONS, dequantize, quantize
+from fedpara.wire.link import parse_encoding
 from fedpara.wire.tensors import as_json, lay_out, memory, parse_json, read, shown, side_by_side, split_index
 
 MAGIC = b"FPM1"
@@ -68,6 +70,8 @@ class Message:
 
     head: bytes  # everything before the data
     tensors: State  # in the order of the data
+    known: State = field(default_factory=dict)
+    """What the receiver has already, if the message holds differences from it. Not part of the bytes."""
 
     @cached_property
     def joined(self) -> State:
@@ -105,18 +109,32 @@ def make_message(
     generator: torch.Generator | None = None,
     exact: frozenset[str] = frozenset(),
 ) -> Message:
-    """A message in the link's precision `dtype` (`link.py`). Names in `exact` are sent as on a "float32" link.
+    """A message in the link's encoding `dtype` (`link.py`). Names in `exact` are sent as on a "float32" link.
 
-    A "float32" link sends float32 and float64 exactly. int8 draws from `generator`, in the order of the names.
+    A "float32" link sends float32 and float64 exactly. Links below 16 bits draw from `generator`, in the order of the
+    names.
     """
-    check_precision("dtype", dtype)
+    encoding = parse_encoding(dtype, "dtype")
     if _SCALES in state:
         raise WireError(f"a tensor is named {_SCALES!r}: the codec reserves this name. Rename the tensor.")
-    described = _describe(header, dtype)
+    described = _describe(header, encoding.text)
     if len(described) > MAX_HEADER:
         raise WireError(
             f"a header of {len(described)} bytes: expected at most {MAX_HEADER}. Shorten the scheme."
         )
+    if encoding.encoder is not None:
+        if generator is None:
+            raise UsageError(f"{dtype} draws random numbers: pass a torch.Generator as generator=...")
+        payload = pack_coded(state, encoding.encoder, generator, exact)
+    else:
+        payload = _rounded(state, encoding.text, generator, exact)
+    index, tensors = lay_out(payload)
+    head = b"".join([MAGIC, len(described).to_bytes(4, "little"), described, index])
+    return Message(head, tensors)
+
+
+def _rounded(state: State, dtype: str, generator: torch.Generator | None, exact: frozenset[str]) -> State:
+    """Each tensor in the precision `dtype`, under its own name; for int8 also their scales."""
     payload: State = {}
     scales: list[float] = []
     for name in sorted(state):
@@ -126,25 +144,35 @@ def make_message(
             scales.append(scale)
     if dtype == "int8":
         payload[_SCALES] = torch.tensor(scales, dtype=torch.float32)
-    index, tensors = lay_out(payload)
-    head = b"".join([MAGIC, len(described).to_bytes(4, "little"), described, index])
-    return Message(head, tensors)
+    return payload
 
 
 def decode(
-    message: AnyMessage, exact: frozenset[str] = frozenset(), link: str | None = None
+    message: AnyMessage,
+    exact: frozenset[str] = frozenset(),
+    link: str | None = None,
+    spec: Spec | None = None,
 ) -> tuple[Header, State]:
     """The header and the state of a message. Floats are float32, or float64 if they were sent as float64.
 
-    `exact` and `link` are the names and the precision that both ends agreed on. WireError if the message has another
-    precision, or if another tensor does not have the link's type.
+    `exact`, `link` and `spec` are the names, the encoding and the shapes that both ends agreed on. WireError if the
+    message has another encoding, or if another tensor does not have the link's type. A message of a link below 8 bits
+    holds no names: it needs both `link` and `spec`.
     """
+    encoding = None if link is None else parse_encoding(link, "link")
     view = memoryview(message.head) if isinstance(message, Message) else _unsealed(message)
     length = int.from_bytes(view[4:8], "little")
     header, dtype = _parse(bytes(view[8 : 8 + length]))
-    if link not in (None, dtype):
-        raise WireError(f"a message of precision {dtype}: expected {link}, the precision of the link.")
+    if encoding is not None and encoding.text != dtype:
+        raise WireError(f"a message of precision {shown(dtype)}: expected {encoding.text}, that of the link.")
+    coded = encoding is not None and encoding.encoder is not None
+    if (not coded and dtype not in PRECISIONS) or (coded and spec is None):
+        raise WireError(
+            f"a message of {shown(dtype)} names no tensors: pass its link and its spec to decode it."
+        )
     payload = dict(message.joined) if isinstance(message, Message) else read(*split_index(view[8 + length :]))
+    if encoding is not None and encoding.encoder is not None and spec is not None:
+        return header, read_coded(payload, encoding.encoder, spec, exact)
     return header, _restore(payload, dtype, exact)
 
 
@@ -177,8 +205,8 @@ def _parse(raw: bytes) -> tuple[Header, str]:
     if sorted(given) != sorted(expected):
         raise WireError(f"header fields {shown(sorted(given))}: expected {', '.join(expected)}.")
     dtype = given.pop("dtype")
-    if not isinstance(dtype, str) or dtype not in PRECISIONS:
-        raise WireError(f"header field dtype is {shown(dtype)}: expected one of {', '.join(PRECISIONS)}.")
+    if not isinstance(dtype, str):
+        raise WireError(f"header field dtype is {shown(dtype)}: expected text, such as {PRECISIONS[0]}.")
     header = Header(**given)  # type: ignore[arg-type]  # Header checks its fields
     if _describe(header, dtype) != raw:
         raise WireError("the header is not canonical: expected each field once, in order, without spaces.")

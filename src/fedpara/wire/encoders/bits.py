@@ -1,0 +1,58 @@
+"""Packs small numbers into bytes: 8 of base 2, 5 of base 3, 4 of base 4 or 2 of base 16 per byte.
+
+byte = sum_i digit_i base^i
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fedpara.errors import WireError
+
+DIGITS = {2: 8, 3: 5, 4: 4, 16: 2}
+
+
+def packed_length(count: int, base: int) -> int:
+    """The bytes that hold `count` digits."""
+    return -(-count // DIGITS[base])
+
+
+def pack(digits: Tensor, base: int) -> Tensor:
+    """The digits, uint8 below `base`, as bytes. Zeros fill the last byte."""
+    each = DIGITS[base]
+    filled = torch.nn.functional.pad(digits, (0, -digits.numel() % each)).view(-1, each)
+    packed = filled[:, -1]
+    for i in range(each - 2, -1, -1):
+        packed = packed * base + filled[:, i]  # uint8: at most 255
+    return packed.contiguous()
+
+
+def unpack(packed: Tensor, base: int, count: int) -> Tensor:
+    """The inverse: `count` digits, uint8. WireError if a byte is no sum of digits, or the padding is not zero."""
+    each = DIGITS[base]
+    if base**each < 256 and bool((packed >= base**each).any()):
+        raise WireError(f"a packed byte is above {base**each - 1}: expected {each} digits of base {base}.")
+    digits = _table(base).to(packed.device).index_select(0, packed.int()).view(-1)
+    if bool(digits[count:].any()):
+        raise WireError("the unused digits of a packed byte are not zero.")
+    return digits[:count]
+
+
+def pack_numbers(numbers: Tensor, width: int) -> Tensor:
+    """Integers below 2^width as bytes, `width` bits each."""
+    places = torch.arange(width, device=numbers.device)
+    return pack((numbers[:, None] >> places).bitwise_and_(1).to(torch.uint8).view(-1), 2)
+
+
+def unpack_numbers(packed: Tensor, width: int, count: int) -> Tensor:
+    """The inverse, as int64."""
+    places = torch.arange(width, device=packed.device)
+    return (unpack(packed, 2, count * width).view(count, width).long() << places).sum(1)
+
+
+@cache
+def _table(base: int) -> Tensor:
+    """The digits of every byte."""
+    bytes_ = torch.arange(256)[:, None]
+    return (bytes_ // base ** torch.arange(DIGITS[base]) % base).to(torch.uint8)
