@@ -18,6 +18,7 @@ from fedpara.engines.session import (
     PERSONAL,
     PERSONAL_SLOT,
     PRIVATE,
+    RESIDUE,
     SLOT,
     Session,
     memory_of,
@@ -31,6 +32,7 @@ from fedpara.wire import (
     AnyMessage,
     Link,
     Message,
+    decode,
     guard,
     make_message,
     pack,
@@ -129,10 +131,10 @@ def reply_of(
     sent = {**y, **{name: trained.buffers[name] for name in program.shared_buffers}}
     private = {name: trained.state[name] for name in program.retained}
     try:
-        message = _encode_update(session, sent, model, extra, round, client, examples)
+        message, left = _encode_update(session, sent, model, extra, memory, round, client, examples)
     except UpdateRejected as error:  # a value too large for a lossy uplink
         return Reply(client, reason=str(error)), {PRIVATE: private, **own}
-    return Reply(client, message, "", trained.loss), {PRIVATE: private, **own}
+    return Reply(client, message, "", trained.loss), {PRIVATE: private, **own, **left}
 
 
 def own_model(session: Session, model: State, memory: Variables | None) -> State:
@@ -150,7 +152,8 @@ def _divergence(trained: Trained, whose: str) -> str:
 
 def own_variables(memory: Variables) -> Variables:
     """The algorithm's variables in a client's memory."""
-    return {name: state for name, state in memory.items() if name != PRIVATE and not name.startswith(SLOT)}
+    rest = (PRIVATE, RESIDUE)
+    return {name: s for name, s in memory.items() if name not in rest and not name.startswith(SLOT)}
 
 
 def own_slots(memory: Variables) -> Slots:
@@ -174,12 +177,29 @@ def from_change(d: State, x: State, exact: frozenset[str]) -> State:
 
 
 def _encode_update(
-    session: Session, sent: State, model: State, extra: Variables, round: int, client: int, examples: int
-) -> Message:
+    session: Session,
+    sent: State,
+    model: State,
+    extra: Variables,
+    memory: Variables,
+    round: int,
+    client: int,
+    examples: int,
+) -> tuple[Message, Variables]:
+    """(the message, the client's new residue e if the uplink has error feedback)
+
+    a = (y - x, extras) + e;   message = encode(a);   e = a - what the message decodes to
+    """
     if sends_changes(session.link):
         sent = as_change(sent, model, session.exact)
     state = pack({"": sent, **extra})
     guard(state, session.program.private)
-    generator = torch_rng(session.seed, "link-up", round, client) if session.link.up == "int8" else None
+    uplink, residue = session.link.uplink, memory.get(RESIDUE, {})
+    state |= {name: state[name] + left for name, left in residue.items()}
+    generator = torch_rng(session.seed, "link-up", round, client) if uplink.draws else None
     header = session.header(round, f"client:{client}", examples)
-    return make_message(state, header, session.link.up, generator, session.exact)
+    message = make_message(state, header, session.link.up, generator, session.exact)
+    if not uplink.feedback:
+        return message, {}
+    _, read = decode(message, session.exact, session.link.up, session.up)
+    return message, {RESIDUE: {name: (state[name] - read[name]).float() for name in residue}}

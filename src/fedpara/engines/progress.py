@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from fedpara.algorithms import Variables
 from fedpara.algorithms.core import Weighting
+from fedpara.engines.differences import Known
 from fedpara.engines.participation.cohorts import Cohorts, Sampler, uniform
 from fedpara.engines.participation.devices import Devices
 from fedpara.state import State, in_words
@@ -23,6 +24,7 @@ class Progress:
     bytes_up: int = 0
     bytes_down: int = 0
     clock: float | None = None  # simulated seconds so far; None without `devices`
+    known: Known | None = None  # on a downlink that sends differences
 
     def __repr__(self) -> str:
         sent = f"{self.bytes_up:,} bytes up, {self.bytes_down:,} down"

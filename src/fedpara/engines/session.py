@@ -3,11 +3,17 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
+
 from fedpara.algorithms import Algorithm, Variables
 from fedpara.algorithms.optimizers import Slots, build_optimizer
+from fedpara.engines.differences import Differences
 from fedpara.engines.program import Program
+from fedpara.errors import WireError
 from fedpara.state import State
-from fedpara.wire import AnyMessage, Header, Link, Spec, admit, pack, spec_of, unpack
+from fedpara.wire import AnyMessage, Header, Link, Spec, admit, pack, spec_of, split_messages, unpack
+from fedpara.wire.codec import precision_of
+from fedpara.wire.encoders import Encoding
 
 PRIVATE = "private"
 """The name under which a client's memory holds its private parameters, beside the algorithm's variables."""
@@ -16,6 +22,10 @@ SLOT = "optimizer."
 PERSONAL = "personal"
 """The name under which it holds the personal model, if the algorithm has one; its slots have `PERSONAL_SLOT`."""
 PERSONAL_SLOT = f"{PERSONAL}.{SLOT}"
+RESIDUE = "link.residue"
+"""The name under which it holds what its messages left out, if the uplink has error feedback."""
+KNOWN = "link.known"
+"""The name under which a Flower node holds a client's x^ (`differences.py`). In one process the server's serves all."""
 _SLOTS = (SLOT, PERSONAL_SLOT)
 
 
@@ -33,9 +43,7 @@ class Session:
     @cached_property
     def down(self) -> Spec:
         """Names, types and shapes of the server's messages."""
-        a, model = self.algorithm, self._model()
-        broadcast = a.broadcast(a.server_init(self._x()))
-        return spec_of(pack({"": model, **broadcast}), self.link.down, self.exact)
+        return spec_of(self._first_broadcast(), self.link.down, self.exact)
 
     @cached_property
     def up(self) -> Spec:
@@ -43,6 +51,19 @@ class Session:
         a, x = self.algorithm, self._x()
         extra, _ = a.finish(x, x, a.broadcast(a.server_init(x)), a.client_init(x), 1, 1.0)
         return spec_of(pack({"": self._model(), **extra}), self.link.up, self.exact)
+
+    def _first_broadcast(self) -> State:
+        a = self.algorithm
+        return pack({"": self._model(), **a.broadcast(a.server_init(self._x()))})
+
+    def first_known(self) -> State:
+        """x^_0 of `differences.py`: the initial state, as far as the downlink loses anything of it."""
+        state = self._first_broadcast()
+        return {name: state[name].float() for name in self._lossy(self.link.downlink, self.down)}
+
+    def _lossy(self, encoding: Encoding, spec: Spec) -> list[str]:
+        """The names that may arrive changed."""
+        return [name for name, kind in spec.items() if name not in self.exact and encoding.loses(*kind)]
 
     def _x(self) -> State:
         return self.program.start(self.program.shared)
@@ -57,15 +78,43 @@ class Session:
 
     def read_down(self, message: AnyMessage, round: int) -> tuple[State, Variables]:
         """(the model as every client sees it, in the model's own types; the algorithm's variables)"""
+        if isinstance(message, Differences):  # in one process: the server has added them up
+            return self.as_model(message.received)
+        return self.as_model(self.admit_down(message, round, self.link.down))
+
+    def admit_down(self, message: AnyMessage, round: int, link: str) -> State:
+        """What a message of the server holds."""
         _, state = admit(
             message,
             spec=self.down,
             round=round,
             method=self.algorithm.name,
             scheme=self.program.scheme,
-            link=self.link.down,
+            link=link,
             exact=self.exact,
         )
+        return state
+
+    def add_differences(self, body: bytes, round: int, known: State | None, since: int) -> State:
+        """x^_round of a client that has x^_since: from the messages of all rounds after `since`, or from one copy."""
+        messages = split_messages(body)
+        if len(messages) == 1 and precision_of(messages[0]) == "float32":
+            return self.admit_down(messages[0], round, "float32")
+        if len(messages) != round - since:
+            raise WireError(
+                f"{len(messages)} messages of differences: expected those of {since + 1} to {round}."
+            )
+        known = self.first_known() if known is None else known
+        for t, message in enumerate(messages, since + 1):
+            state = self.plus(known, self.admit_down(message, t, self.link.down))
+            known = {name: state[name] for name in known}
+        return state
+
+    def plus(self, known: State, difference: State) -> State:
+        """x^ + what a message decodes to; tensors that every message holds in full replace the old ones."""
+        return {name: known[name] + t if name in known else t for name, t in difference.items()}
+
+    def as_model(self, state: State) -> tuple[State, Variables]:
         initial = self.program.initial
         variables = {
             variable: {
@@ -88,6 +137,9 @@ class Session:
         if self.algorithm.personal is not None:
             memory[PERSONAL] = {**self.program.start(self.program.buffers), **parameters}
             memory[PERSONAL] |= {name: model[name] for name in self.program.buffers if name in model}
+        if self.link.uplink.feedback:
+            lossy = self._lossy(self.link.uplink, self.up)
+            memory[RESIDUE] = {name: torch.zeros(self.up[name][1]) for name in lossy}
         return memory
 
     @cached_property
@@ -111,6 +163,11 @@ class Session:
         """Whether clients keep anything between rounds."""
         return any(self.first_memory(self._x()).values())
 
+    @property
+    def differences(self) -> bool:
+        """Whether the server sends differences (`differences.py`)."""
+        return self.link.downlink.sends_differences
+
     def header(self, round: int, sender: str = "server", examples: int = 0) -> Header:
         return Header(round, self.algorithm.name, self.program.scheme, sender, examples)
 
@@ -122,7 +179,8 @@ def named_slots(slots: Slots, prefix: str = SLOT) -> Variables:
 
 def memory_of(memory: Variables, training: int) -> Variables:
     """What one of the `trainings` reads of a client's memory. The second one starts from the whole personal model."""
-    own = {name: state for name, state in memory.items() if name != PERSONAL and not name.startswith(_SLOTS)}
+    rest = (PERSONAL, RESIDUE)
+    own = {name: state for name, state in memory.items() if name not in rest and not name.startswith(_SLOTS)}
     prefix = _SLOTS[training]
     slots = {name.removeprefix(prefix): s for name, s in memory.items() if name.startswith(prefix)}
     return {**own, **({PRIVATE: memory[PERSONAL]} if training else {}), **named_slots(slots)}

@@ -151,7 +151,8 @@ def simulate(
     rounds          how many rounds to run
     cohort          how many clients take part in each round
     seed            decides every random draw of the run
-    link            the encoding of messages in each direction, such as `Link(up="float16")`
+    link            the encoding of messages in each direction, such as `Link(up="float16")` or
+                    `Link(up="topk(0.01, feedback=True)", down="int8")`
     share           what clients send: "all", "fedper" (all but the last layer) or "none"; pFedPara's second factors
                     are never sent
     engine          "auto", "batched" or "sequential"
@@ -231,7 +232,7 @@ def says_stop(answer: object) -> bool:
 
 def without_tensors(result: Round) -> Round:
     """The result without the server's tensors, which would take 12 GB over 200 rounds of VGG16."""
-    return replace(result, progress=replace(result.progress, x={}, buffers={}, server={}))
+    return replace(result, progress=replace(result.progress, x={}, buffers={}, server={}, known=None))
 
 
 def prepare(

@@ -17,6 +17,7 @@ from fedpara.engines.settings import Precision, Share
 from fedpara.errors import ConfigError, among
 from fedpara.references import OBJECT, REFERENCE_HINT
 from fedpara.tasks import LOSSES, METRICS, Augment
+from fedpara.wire import parse_encoding
 
 OWNED = ("owner", "largest")
 """Splits whose clients are the owners of the examples."""
@@ -130,7 +131,7 @@ class Experiment:
     jacobian: float = 0.0  # lambda of the Jacobian correction
     jacobian_norm: str = "plain"
     augment: str = "none"  # or crop-flip
-    link_up: str = "float32"
+    link_up: str = "float32"  # float16, int8, int4, topk(0.01, feedback=True), ...: see `fedpara.wire.Link`
     link_down: str = "float32"
     weights: str = "examples"  # weight updates by their number of examples, or uniform
     max_share: float | None = None  # the largest share of a round's weight that one client may have
@@ -177,6 +178,8 @@ class Experiment:
                     references.parse(text)
             except ConfigError as error:
                 raise ConfigError(f"{field} is {error}") from None
+        elif field in ("link_up", "link_down"):
+            parse_encoding(text, field)
         elif field in CALLS:
             references.library_call(text, CALLS[field], field)
         elif field in CHOICES and text not in CHOICES[field]:

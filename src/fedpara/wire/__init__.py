@@ -1,8 +1,9 @@
-"""Messages: precision, encoding, what is shared, traffic, and the checks of what arrives."""
+"""Messages: encoding, what is shared, traffic, and the checks of what arrives."""
 
-from fedpara.wire.check import Spec, admit, spec_of
-from fedpara.wire.codec import AnyMessage, Header, Message, decode, encode, make_message
-from fedpara.wire.link import Link
+from fedpara.wire.check import admit, spec_of
+from fedpara.wire.codec import AnyMessage, Header, Message, decode, encode, make_message, split_messages
+from fedpara.wire.coded import Spec
+from fedpara.wire.link import Link, parse_encoding
 from fedpara.wire.meter import (
     JOULES_PER_BIT,
     PAPER_MEGA,
@@ -33,8 +34,10 @@ __all__ = [
     "guard",
     "make_message",
     "pack",
+    "parse_encoding",
     "round_seconds",
     "spec_of",
     "split",
+    "split_messages",
     "unpack",
 ]

@@ -11,8 +11,8 @@ import torch
 
 from fedpara.errors import UpdateRejected, UsageError
 from fedpara.state import State, all_finite, finite
-from fedpara.wire.coded import Spec
 from fedpara.wire.codec import AnyMessage, Header, decode
+from fedpara.wire.coded import Spec
 from fedpara.wire.tensors import shown
 
 

@@ -10,7 +10,7 @@ digest are computed only on request. Its tensors are read in place, on their dev
 """
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from hashlib import sha256
 
@@ -21,7 +21,17 @@ from fedpara.state import State, nbytes
 from fedpara.wire.coded import Spec, pack_coded, read_coded
 from fedpara.wire.encoders.rounding import PRECISIONS, dequantize, quantize
 from fedpara.wire.link import parse_encoding
-from fedpara.wire.tensors import as_json, lay_out, memory, parse_json, read, shown, side_by_side, split_index
+from fedpara.wire.tensors import (
+    as_json,
+    data_length,
+    lay_out,
+    memory,
+    parse_json,
+    read,
+    shown,
+    side_by_side,
+    split_index,
+)
 
 MAGIC = b"FPM1"
 MAX_HEADER = 64 << 10
@@ -70,8 +80,6 @@ class Message:
 
     head: bytes  # everything before the data
     tensors: State  # in the order of the data
-    known: State = field(default_factory=dict)
-    """What the receiver has already, if the message holds differences from it. Not part of the bytes."""
 
     @cached_property
     def joined(self) -> State:
@@ -174,6 +182,29 @@ def decode(
     if encoding is not None and encoding.encoder is not None and spec is not None:
         return header, read_coded(payload, encoding.encoder, spec, exact)
     return header, _restore(payload, dtype, exact)
+
+
+def precision_of(message: bytes) -> str:
+    """The encoding that the header of a message states."""
+    view = _unsealed(message)
+    return _parse(bytes(view[8 : 8 + int.from_bytes(view[4:8], "little")]))[1]
+
+
+def split_messages(body: bytes) -> list[bytes]:
+    """Messages that were joined end to end. WireError if the body does not end where a message ends."""
+    found: list[bytes] = []
+    view = memoryview(body)
+    while len(view):
+        header = 8 + int.from_bytes(view[4:8], "little")
+        if len(view) < header + 8 + DIGEST:
+            raise WireError(f"{len(view)} bytes after {len(found)} messages are not a message.")
+        index, _ = split_index(view[header:])
+        end = header + 8 + len(index) + data_length(index) + DIGEST
+        if end > len(view):
+            raise WireError(f"message {len(found) + 1} claims {end} bytes: expected at most {len(view)}.")
+        found.append(bytes(view[:end]))
+        view = view[end:]
+    return found
 
 
 def _unsealed(message: bytes) -> memoryview:

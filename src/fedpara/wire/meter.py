@@ -37,10 +37,11 @@ class Meter:
         self.rounds = list(rounds)
         self.by_client: dict[int, Traffic] = {}
 
-    def down(self, round: int, client: int, message: Sized) -> None:
-        """Server to client."""
-        self._client(round, client).down += len(message)
-        self._add(down=len(message))
+    def down(self, round: int, client: int, message: Sized | int) -> None:
+        """Server to client: a message, or the number of bytes of several."""
+        size = message if isinstance(message, int) else len(message)
+        self._client(round, client).down += size
+        self._add(down=size)
 
     def up(self, round: int, client: int, message: Sized | int) -> None:
         """Client to server: a message, or the number of bytes of an invalid one."""

@@ -109,6 +109,12 @@ def read(index: bytes, data: memoryview) -> State:
     return state
 
 
+def data_length(index: bytes) -> int:
+    """The bytes of data that follow an index. WireError if `lay_out` could not have written it."""
+    _, ends = (_parsed if len(index) > CACHED_INDEX else _parsed_before)(index)
+    return ends[-1] if ends else 0
+
+
 def shown(value: object) -> str:
     """Untrusted input for an error message: escaped and shortened, without building its full repr."""
     short = reprlib.Repr()

@@ -25,7 +25,7 @@ from fedpara.engines.flower.engine import digest
 from fedpara.engines.flower.rpc import Hello, Packet, Request, Response, from_packet, size_limit, to_packet
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import make_program
-from fedpara.engines.session import Session
+from fedpara.engines.session import KNOWN, Session
 from fedpara.engines.settings import check_device
 from fedpara.errors import ConfigError, FedParaError, RunError, WireError
 from fedpara.experiments.build import Parts, build
@@ -99,22 +99,22 @@ def hello(request: Request, node_config: NodeConfig) -> Hello:
 
 def train(request: Request, node_config: NodeConfig) -> Response:
     """One client's part of a round; its new memory is stored on this node."""
-    site, received, memory = _begin(request, node_config)
-    session = site.session
+    begun = _begin(request, node_config)
+    session, site = begun.site.session, begun.site
     examples, test = site.data(request.client, request.personal)
     if len(examples) == 0:
         return Response(request.client, request.round, reason="it holds no examples")
     reply, new_memory = client_round(
         session,
         site.worker,
-        received,
-        memory.get(request.accepted) if session.stateful else None,
+        begun.received,
+        begun.stored if session.stateful else None,
         examples,
         round=request.round,
         client=request.client,
         test=test,
     )
-    memory.put(request.round, new_memory, request.accepted)
+    begun.memory.put(request.round, {**new_memory, **begun.known}, request.accepted)
     encoded = bytes(reply.message or b"")
     return Response(
         request.client, request.round, encoded, reply.reason, reply.loss, reply.before, reply.after
@@ -123,17 +123,27 @@ def train(request: Request, node_config: NodeConfig) -> Response:
 
 def score(request: Request, node_config: NodeConfig) -> Response:
     """The score of the client's own model (the shared state as sent, and its private tensors) on its test data."""
-    site, (model, _), memory = _begin(request, node_config)
+    begun = _begin(request, node_config)
+    site, (model, _) = begun.site, begun.received
     _, test = site.data(request.client, personal=True)
     if test is None:
         return Response(request.client, request.round, reason="it has no test data")
-    stored = memory.get(request.accepted) if site.session.stateful else None
-    own = own_model(site.session, model, stored)
+    own = own_model(site.session, model, begun.stored if site.session.stateful else None)
     return Response(request.client, request.round, before=site.worker.evaluate(own, test))
 
 
-def _begin(request: Request, node_config: NodeConfig) -> tuple[Site, tuple[State, Variables], NodeMemory]:
-    """What a client's request needs: the site, the server's decoded message, the client's memory."""
+@dataclass(frozen=True, eq=False)
+class _Begun:
+    """What a client's request needs."""
+
+    site: Site
+    received: tuple[State, Variables]  # the server's decoded message
+    memory: NodeMemory
+    stored: Variables | None  # what the memory holds of the last accepted round
+    known: Variables  # x^ after this message, if the server sends differences
+
+
+def _begin(request: Request, node_config: NodeConfig) -> _Begun:
     if request.version != fedpara.__version__:
         raise RunError(f"the node runs fedpara {fedpara.__version__}, the server {request.version}.")
     if request.threads:
@@ -142,8 +152,16 @@ def _begin(request: Request, node_config: NodeConfig) -> tuple[Site, tuple[State
     limit = size_limit(site.session.down)
     if len(request.message) > limit:
         raise WireError(f"a broadcast of {len(request.message)} bytes: expected at most {limit}.")
-    received = site.session.read_down(request.message, request.round)
-    return site, received, NodeMemory(memory_folder(node_config, request.run), request.run, request.client)
+    session = site.session
+    memory = NodeMemory(memory_folder(node_config, request.run), request.run, request.client)
+    stored = memory.get(request.accepted) if session.stateful or session.differences else None
+    if not session.differences:
+        received = session.read_down(request.message, request.round)
+        return _Begun(site, received, memory, stored, {})
+    before = stored.pop(KNOWN) if stored else None
+    state = session.add_differences(request.message, request.round, before, request.accepted)
+    known = {KNOWN: {name: state[name] for name in session.first_known()}}
+    return _Begun(site, session.as_model(state), memory, stored, known)
 
 
 def place(node_config: NodeConfig) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from hashlib import sha256
 import torch
 
 from fedpara.engines.client import Reply
+from fedpara.engines.differences import Differences
 from fedpara.engines.flower.example_counts import ExampleCounts
 from fedpara.engines.flower.policy import Policy
 from fedpara.engines.flower.roster import Keys, Roster
@@ -31,6 +32,7 @@ from fedpara.engines.flower.rpc import (
 )
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.memory import ClientMemory
+from fedpara.engines.program import base_digest
 from fedpara.engines.session import Session
 from fedpara.errors import RunError, WireError
 from fedpara.state import State
@@ -115,7 +117,7 @@ class Flower:
         request = replace(
             self._template, kind="train", round=round, personal=personal, message=bytes(message)
         )
-        yield from self._ask(request, clients, hosts)
+        yield from self._ask(request, clients, hosts, message)
 
     def score_clients(self, round: int, clients: Sequence[int], message: Message) -> Iterator[Reply]:
         """Scores each client's own model on its own test data; no memory changes.
@@ -127,7 +129,7 @@ class Flower:
         request = replace(self._template, kind="score", round=round, message=bytes(message))
         for start in range(0, len(clients), self.cohort):
             some = clients[start : start + self.cohort]
-            yield from self._ask(request, some, self.roster.hosts(some))
+            yield from self._ask(request, some, self.roster.hosts(some), message)
 
     def examples(self, client: int) -> int:
         """The number that the client's node stated in its first hello; 0 if it stated none."""
@@ -142,11 +144,15 @@ class Flower:
     def evaluate(self, state: State) -> Score | None:
         return self.worker.evaluate(state, self.task.test) if self.task.test is not None else None
 
-    def _accepted(self, client: int) -> int:
+    def _accepted(self, client: int, message: Message) -> int:
+        if isinstance(message, Differences):
+            return message.last(client)
         memory = self.memory.get(client) if self.session.stateful else None
         return int(memory[ACCEPTED]["round"]) if memory else 0
 
-    def _ask(self, request: Request, clients: Sequence[int], hosts: Mapping[int, int]) -> Iterator[Reply]:
+    def _ask(
+        self, request: Request, clients: Sequence[int], hosts: Mapping[int, int], message: Message
+    ) -> Iterator[Reply]:
         """One reply per client, in order, by the deadline. `request` is completed for each client."""
         open_requests = _OpenRequests(request.kind, request.round, self._clock() + self.policy.deadline)
         asked = [client for client in clients if client in hosts]
@@ -155,7 +161,11 @@ class Flower:
                 hosts[client],
                 to_packet(
                     replace(
-                        request, seconds=self.policy.deadline, client=client, accepted=self._accepted(client)
+                        request,
+                        seconds=self.policy.deadline,
+                        client=client,
+                        accepted=self._accepted(client, message),
+                        message=_body(message, client) or request.message,
                     )
                 ),
             )
@@ -235,15 +245,23 @@ class Flower:
                 yield Reply(client, unread=len(reply.message or b"") or reply.unread, late=round)
 
 
+def _body(message: Message, client: int) -> bytes:
+    """What this client alone receives; b"" if it receives what all do."""
+    return b"".join(map(bytes, message.to(client))) if isinstance(message, Differences) else b""
+
+
 def digest(session: Session) -> str:
     """A digest of the names, types and shapes of both messages, to check that both ends agree.
 
-    A second one, of the frozen tensors, follows after "+" if there are any.
+    A second one, of the frozen tensors, follows after "+" if there are any. On a downlink that sends differences the
+    initial state is part of the first.
     """
     lines = [
         f"{name} {kind} {tuple(shape)}"
         for spec in (session.down, session.up)
         for name, (kind, shape) in spec.items()
     ]
+    if session.differences:
+        lines.append(base_digest(session.first_known(), {}))
     messages = sha256("\n".join([session.algorithm.name, *lines]).encode()).hexdigest()[:16]
     return f"{messages}+{session.program.base}" if session.program.base else messages

@@ -1,5 +1,8 @@
 """The server's message of a round."""
 
+import torch
+
+from fedpara.engines.differences import Differences, Known
 from fedpara.engines.progress import Progress
 from fedpara.engines.rng import torch_rng
 from fedpara.engines.session import Session
@@ -13,14 +16,30 @@ def broadcast(session: Session, progress: Progress, round: int) -> tuple[Message
     model = {**progress.x, **progress.buffers}
     state = pack({"": model, **session.algorithm.broadcast(progress.server)})
     guard(state, session.program.private)
-    generator = torch_rng(session.seed, "link-down", round) if session.link.down == "int8" else None
+    downlink = session.link.downlink
+    generator = torch_rng(session.seed, "link-down", round) if downlink.draws else None
     try:
         if not finite(state):
             raise UpdateRejected("it holds NaN or infinity.")
-        message = make_message(state, session.header(round), session.link.down, generator, session.exact)
-        exact = session.link.down == "float32"
+        if session.differences:
+            known = progress.known or Known(session.first_known())
+            message: Message = _differences(session, state, known, round, generator)
+        else:
+            message = make_message(state, session.header(round), session.link.down, generator, session.exact)
+        exact = downlink.text == "float32"
         return message, model if exact else session.read_down(message, round)[0]
     except UpdateRejected as error:
         raise RunError(
             f"the model cannot be sent in round {round}: {error} The state before this round is kept."
         ) from None
+
+
+def _differences(
+    session: Session, state: State, known: Known, round: int, generator: torch.Generator | None
+) -> Differences:
+    change = {name: t - known.state[name] if name in known.state else t for name, t in state.items()}
+    header = session.header(round)
+    message = make_message(change, header, session.link.down, generator, session.exact)
+    received = session.plus(known.state, session.admit_down(message, round, session.link.down))
+    copy = make_message(received, header, exact=session.exact)
+    return Differences(message.head, message.tensors, received, known, copy)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from fedpara.algorithms import Update
 from fedpara.engines.client import Reply, from_change, sends_changes
+from fedpara.engines.differences import bytes_to
 from fedpara.engines.progress import Progress, Schedule
 from fedpara.engines.server.aggregation import Aggregator, round_weights
 from fedpara.engines.session import Session
@@ -69,7 +70,7 @@ def collect(
             continue
         del waiting[reply.client]
         if reply.reached:
-            meter.down(round, reply.client, message)
+            meter.down(round, reply.client, bytes_to(message, reply.client))
         if reply.message is None:
             collected.refused.append((reply.client, reply.reason))
             collected.diverged += [(reply.client, reply.reason)] if reply.diverged else []
@@ -80,7 +81,7 @@ def collect(
         assert verdict is not None
         if devices is not None:
             steps = session.algorithm.local.of(reply.client).steps_for(schedule.examples(reply.client))
-            transfers = len(message), len(reply.message)
+            transfers = bytes_to(message, reply.client), len(reply.message)
             waited, late = devices.wait(session.seed, reply.client, steps, *transfers)
             collected.seconds = max(collected.seconds, waited)
             if late:
@@ -92,12 +93,12 @@ def collect(
             collected.notes += [f"round {round}: {note}" for note in notes]
             collected.aggregator = Aggregator(session.algorithm, progress.x, weights)
         update, buffers = verdict
-        if session.link.down != "float32":
+        if session.link.downlink.text != "float32":
             update = _without_rounding(update, progress.x, sent)
         collected.aggregator.add(reply.client, update, buffers)
         collected.replies.append(replace(reply, message=None))
     for client in waiting:
-        meter.down(round, client, message)
+        meter.down(round, client, bytes_to(message, client))
         collected.refused.append((client, "it sent no reply"))
     return collected
 

@@ -13,6 +13,7 @@ from itertools import chain
 import torch
 
 from fedpara.engines.client import Reply
+from fedpara.engines.differences import known_after
 from fedpara.engines.participation.cohorts import LOST
 from fedpara.engines.progress import Progress, Round, Schedule
 from fedpara.engines.server.broadcast import broadcast
@@ -95,6 +96,7 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
             bytes_up=progress.bytes_up + up,
             bytes_down=progress.bytes_down + down,
             clock=devices.clock(progress.clock, collected.seconds, bool(lost)) if devices else None,
+            known=known_after(message, [reply.client for reply in collected.replies]),
         ),
         tuple(chosen),
         sum(reply.loss for reply in collected.replies) / len(collected.replies)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from fedpara.engines.client import Reply
+from fedpara.engines.differences import bytes_to
 from fedpara.engines.participation.fairness import fairness_of, mean_of
 from fedpara.engines.progress import Everyone, Round, Schedule
 from fedpara.engines.rng import final_sample
@@ -53,7 +54,7 @@ def with_everyone(session: Session, engine: Engine, schedule: Schedule, result: 
     ]
     if not scored:
         return replace(result, notes=(*result.notes, *notes))
-    sent = len(message) * sum(reply.reached for reply in replies)
+    sent = sum(bytes_to(message, reply.client) for reply in replies if reply.reached)
     scores = list(scored.values())
     fairness, mean = fairness_of(scores, schedule.higher_is_better), sum(scores) / len(scores)
     everyone = Everyone(mean, len(scores), n, sent, *fairness, by_client=scored)

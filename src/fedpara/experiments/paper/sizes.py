@@ -136,8 +136,7 @@ def _traffic(e: Experiment) -> Traffic:
     extra, _ = algorithm.finish(x, x, broadcast, algorithm.client_init(x), 1, 1.0)
 
     def length(extra: Variables, precision: str, sender: str) -> int:
-        generator = torch.Generator() if precision == "int8" else None
         state, header = pack({"": model, **extra}), session.header(1, sender, 1)
-        return len(make_message(state, header, precision, generator, session.exact))
+        return len(make_message(state, header, precision, torch.Generator(), session.exact))
 
     return Traffic(length(extra, e.link_up, "client:0"), length(broadcast, e.link_down, "server"))

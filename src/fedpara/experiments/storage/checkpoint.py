@@ -1,6 +1,8 @@
 """A run's checkpoint: one safetensors file. The previous checkpoint stays until the next one is written.
 
     x/NAME  buffers/NAME  server/VARIABLE/NAME  the model and the server's variables
+    known/NAME  known.sizes  known.last  known.messages
+                                                on a downlink that sends differences: what the clients know
     clients                                     (client, round) of each client memory
     digests                                     the SHA-256 of each memory file, in the same order
 
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from fedpara.engines.differences import Known
 from fedpara.engines.progress import Progress
 from fedpara.errors import RunError
 from fedpara.experiments.config import Experiment
@@ -28,6 +31,7 @@ PREVIOUS = "checkpoint.previous.safetensors"
 NEXT = ".checkpoint.part.safetensors"
 """The next checkpoint while it is written. `sweep` removes a leftover one."""
 CLIENTS, DIGESTS = "clients", "digests"
+SIZES, LAST, MESSAGES = "known.sizes", "known.last", "known.messages"
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +140,8 @@ def _flatten(progress: Progress) -> tuple[State, dict[str, str]]:
     state |= {f"buffers/{name}": tensor for name, tensor in progress.buffers.items()}
     for variable, tensors in progress.server.items():
         state |= {f"server/{variable}/{name}": tensor for name, tensor in tensors.items()}
+    if progress.known is not None:
+        state |= _flatten_known(progress.known)
     numbers: dict[str, float] = {
         "round": progress.round,
         "bytes_up": progress.bytes_up,
@@ -161,4 +167,22 @@ def _unflatten(state: State, metadata: dict[str, str]) -> Progress:
         numbers["bytes_up"],
         numbers["bytes_down"],
         float(metadata["clock"]) if "clock" in metadata else None,
+        _unflatten_known(under("known/"), state) if SIZES in state else None,
     )
+
+
+def _flatten_known(known: Known) -> State:
+    last = torch.tensor(sorted(known.last.items()), dtype=torch.int64).reshape(-1, 2)
+    messages = torch.frombuffer(bytearray(b"".join(known.messages)), dtype=torch.uint8)
+    state = {f"known/{name}": tensor for name, tensor in known.state.items()}
+    return {**state, SIZES: torch.tensor(known.sizes), LAST: last, MESSAGES: messages}
+
+
+def _unflatten_known(state: State, all_: State) -> Known:
+    sizes, body, messages = tuple(all_[SIZES].tolist()), all_[MESSAGES].numpy().tobytes(), []
+    for size in reversed(sizes):  # the newest message is the last one
+        if not body:
+            break
+        messages.append(body[-size:])
+        body = body[:-size]
+    return Known(state, sizes, dict(all_[LAST].tolist()), tuple(reversed(messages)))

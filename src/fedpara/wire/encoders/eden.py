@@ -1,9 +1,9 @@
 """eden: a random rotation, then b bits per number (DRIVE for b = 1, EDEN for more).
 
-    z = H D x / ||x|| sqrt(d) per block of d numbers,   value = S D H Q(z),   D = random signs, H = Hadamard, orthonormal
+    z = H D x sqrt(d) / ||x||,   value = S D H Q(z)   per block of d numbers
 
-After the rotation the numbers of z are close to N(0, 1), whatever x was, and Q(z) are the levels that minimise
-E (z - Q(z))^2 for N(0, 1). The scale S is one of
+D are random signs and H is the orthonormal Hadamard transform. After the rotation the numbers of z are close to
+N(0, 1), whatever x was, and Q(z) are the levels that minimise E (z - Q(z))^2 for N(0, 1). The scale S is one of
 
     unbiased    S = ||x||^2 / <H D x, Q(z)>     E[value] = x for a uniform rotation; a Hadamard rotation comes close
     otherwise   S = <H D x, Q(z)> / ||Q(z)||^2  the smallest squared error, for error feedback

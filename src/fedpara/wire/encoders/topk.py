@@ -24,7 +24,7 @@ class TopK:
         return f"topk({self.fraction!r})"
 
     def layout(self, shape: torch.Size) -> Layout:
-        n, k, low, high = self._sizes(shape)
+        _, k, low, high = self._sizes(shape)
         return {
             "values": (torch.bfloat16, k),
             "positions": (torch.uint8, packed_length(high, 2)),
