@@ -34,8 +34,8 @@ def pack_coded(state: State, encoder: Encoder, generator: torch.Generator, exact
             refuse_unsendable(name, wide, encoder.text)
             for part, wire in encoder.encode(wide, generator).items():
                 joined.setdefault(f"__{part}__", []).append(wire)
-        elif tensor.numel():
-            refuse_unsendable(name, tensor.float(), encoder.text)
+        else:
+            refuse_unsendable(name, tensor, encoder.text)
             joined.setdefault(PLAIN, []).append(tensor.float().reshape(-1))
     if taken := [name for name in state if name.startswith("__") and name.endswith("__")]:
         raise WireError(f"a tensor is named {taken[0]!r}: the codec reserves such names. Rename the tensor.")
@@ -94,5 +94,5 @@ def _layouts(encoder: Encoder, spec: Spec, exact: frozenset[str]) -> dict[str, L
         if codes(encoder, dtype, shape):
             found[name] = {f"__{part}__": kind for part, kind in encoder.layout(shape).items()}
         else:
-            found[name] = {PLAIN: (torch.float32, shape.numel())} if shape.numel() else {}
+            found[name] = {PLAIN: (torch.float32, shape.numel())}
     return found

@@ -129,7 +129,6 @@ def test_unusable_places_are_rejected(tmp_path):
         {"max_share": 0.0},
         {"target": 80.0},
         {"jacobian": 1.0},
-        {"link_up": "float8"},
         {"scheme": "pfedpara", "target": 0.5},
         {"engine": "sequential", "precision": "bfloat16"},
         pytest.param(

@@ -51,7 +51,7 @@ def rows(x: Tensor, width: int) -> Tensor:
 
 def refuse_unsendable(name: str, x: Tensor, text: str) -> None:
     """UpdateRejected for NaN, infinity, or values that no scale holds."""
-    low, high = (float(end) for end in torch.aminmax(x))
+    low, high = (float(end) for end in torch.aminmax(x)) if x.numel() else (0.0, 0.0)
     if not max(abs(low), abs(high)) <= LARGEST:
         raise UpdateRejected(
             f"tensor {name!r} spans {low:.4g} to {high:.4g}: expected finite values within ±{LARGEST:.4g} "

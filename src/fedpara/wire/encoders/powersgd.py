@@ -31,12 +31,13 @@ class PowerSGD:
 
     def encode(self, x: Tensor, generator: torch.Generator) -> Parts:
         m, n, r = self._sizes(x.shape)
-        matrix = x.reshape(m, n)
+        largest = x.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+        matrix = x.reshape(m, n) / largest  # so that products neither overflow nor vanish
         q = torch.randn(n, r, generator=generator, device=generator.device).to(x.device)
         for _ in range(ITERATIONS):
             p = torch.linalg.qr(matrix @ q).Q
             q = matrix.T @ p
-        parts = {"p": p.reshape(-1).to(torch.bfloat16), "q": q.reshape(-1).to(torch.bfloat16)}
+        parts = {"p": p.reshape(-1).to(torch.bfloat16), "q": (q * largest).reshape(-1).to(torch.bfloat16)}
         if not all(bool(part.isfinite().all()) for part in parts.values()):
             raise UpdateRejected(f"a matrix of {m} x {n} overflows in {self.text}: clip the update.")
         return parts
