@@ -165,9 +165,18 @@ def run(
     ] = None,
     personal: Annotated[bool | None, typer.Option(help="Score each client's own model.")] = None,
     link_up: Annotated[
-        str | None, typer.Option(help="Encoding of uploads: float32, float16, bfloat16, int8.")
+        str | None,
+        typer.Option(
+            help="Encoding of uploads: float32, float16, bfloat16, int8, int4, int2, ternary, sign, topk(0.01), eden, "
+            "powersgd; with error feedback: topk(0.01, feedback=True)."
+        ),
     ] = None,
-    link_down: Annotated[str | None, typer.Option(help="Encoding of downloads: the same choices.")] = None,
+    link_down: Annotated[
+        str | None,
+        typer.Option(
+            help="Encoding of downloads: the same choices. Below 8 bits the server sends differences."
+        ),
+    ] = None,
     target: Annotated[
         float | None,
         typer.Option(help="Stop when the primary metric reaches this, such as an accuracy of 0.8."),

@@ -163,7 +163,7 @@ def own_slots(memory: Variables) -> Slots:
 
 def sends_changes(link: Link) -> bool:
     """Whether clients send y - x, as in FedPAQ: on a lossy uplink, few bits resolve a small change better."""
-    return link.up != "float32"
+    return link.uplink.text != "float32"
 
 
 def as_change(y: State, x: State, exact: frozenset[str]) -> State:

@@ -43,14 +43,14 @@ class Session:
     @cached_property
     def down(self) -> Spec:
         """Names, types and shapes of the server's messages."""
-        return spec_of(self._first_broadcast(), self.link.down, self.exact)
+        return spec_of(self._first_broadcast(), self.link.downlink.text, self.exact)
 
     @cached_property
     def up(self) -> Spec:
         """Names, types and shapes of a client's messages."""
         a, x = self.algorithm, self._x()
         extra, _ = a.finish(x, x, a.broadcast(a.server_init(x)), a.client_init(x), 1, 1.0)
-        return spec_of(pack({"": self._model(), **extra}), self.link.up, self.exact)
+        return spec_of(pack({"": self._model(), **extra}), self.link.uplink.text, self.exact)
 
     def _first_broadcast(self) -> State:
         a = self.algorithm
@@ -163,10 +163,11 @@ class Session:
         """Whether clients keep anything between rounds."""
         return any(self.first_memory(self._x()).values())
 
-    @property
+    @cached_property
     def differences(self) -> bool:
         """Whether the server sends differences (`differences.py`)."""
-        return self.link.downlink.sends_differences
+        downlink = self.link.downlink
+        return downlink.sends_differences and bool(self._lossy(downlink, self.down))
 
     def header(self, round: int, sender: str = "server", examples: int = 0) -> Header:
         return Header(round, self.algorithm.name, self.program.scheme, sender, examples)
