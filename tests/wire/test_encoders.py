@@ -8,7 +8,7 @@ import torch
 
 from fedpara.errors import ConfigError, UpdateRejected, UsageError
 from fedpara.wire import Header, Link, decode, make_message, parse_encoding, spec_of
-from fedpara.wire.encoders.eden import _signs, hadamard
+from fedpara.wire.encoders.eden import hadamard, random_signs
 
 HEADER = Header(round=3, method="fedavg", scheme="fedpara", sender="client:17", examples=500)
 LINKS = (
@@ -28,7 +28,7 @@ def encoder(link):
 
 def through(link, x, seed=0):
     one = encoder(link)
-    return one.decode(one.encode(x, seeded(seed)), x.shape)
+    return one.decode(one.encode([x], seeded(seed)), [x.shape])[0]
 
 
 def data_bytes(parts):
@@ -54,9 +54,9 @@ def data_bytes(parts):
 def test_each_encoder_costs_its_bytes(link, expected):
     x = torch.randn(40, 5, 5, generator=seeded(0))
     one = encoder(link)
-    parts = one.encode(x, seeded(1))
+    parts = one.encode([x], seeded(1))
     assert data_bytes(parts) == expected
-    assert {name: (part.dtype, part.numel()) for name, part in parts.items()} == one.layout(x.shape)
+    assert {name: (part.dtype, part.numel()) for name, part in parts.items()} == one.layout([x.shape])
     message = make_message({"w": x}, HEADER, link, seeded(1))
     assert len(message) == len(bytes(message))
     assert 0 < len(message) - expected < 550
@@ -112,9 +112,9 @@ def test_a_state_returns_with_its_names_shapes_and_what_is_exact(link):
 def test_levels_and_signs_by_hand(link, x, codes):
     """Numbers on a level stay there, whatever is drawn."""
     tensor = torch.tensor(x)
-    parts = encoder(link).encode(tensor, seeded(0))
+    parts = encoder(link).encode([tensor], seeded(0))
     assert parts["signs" if "sign" in link else "codes"].tolist() == codes
-    back = encoder(link).decode(parts, tensor.shape)
+    back = encoder(link).decode(parts, [tensor.shape])[0]
     expected = np.where(np.array(x) >= 0, 2.0, -2.0) if "sign" in link else x
     torch.testing.assert_close(back, torch.tensor(expected, dtype=torch.float32))
 
@@ -123,7 +123,7 @@ def test_positions_by_hand():
     """n 40, k 4: low bits of 3, 17, 18 and 39 are 3, 1, 2 and 7; the rest, 0, 2, 2 and 4, sets bits 0, 3, 4 and 7."""
     x = torch.zeros(40)
     x[[3, 17, 18, 39]] = torch.tensor([4.0, -3.0, 2.0, -1.0])
-    parts = encoder("topk(0.1)").encode(x, seeded(0))
+    parts = encoder("topk(0.1)").encode([x], seeded(0))
     assert parts["positions"].tolist() == [0b10011001]
     assert parts["low"].tolist() == [0x8B, 0x0E]
     assert parts["values"].tolist() == [4.0, -3.0, 2.0, -1.0]
@@ -154,7 +154,7 @@ def test_stochastic_rounding_is_unbiased_and_off_by_at_most_one_step(link):
 def test_a_block_scale_is_never_below_the_largest_number():
     """Otherwise the largest number would be clipped, which is a bias."""
     x = torch.rand(64 * 128, generator=seeded(0)) * torch.logspace(-30, 30, 64).repeat_interleave(128)
-    scales = encoder("int4").encode(x, seeded(0))["scales"].float()
+    scales = encoder("int4").encode([x], seeded(0))["scales"].float()
     largest = x.view(64, 128).amax(1)
     assert bool(((scales >= largest) & (scales <= largest * (1 + 2**-7))).all())
 
@@ -193,15 +193,15 @@ def test_the_transform_is_hadamards_matrix_and_its_own_inverse():
 def test_one_bit_after_a_rotation_equals_numpy():
     """value = ||x||^2 / ||H D x||_1 times D H sign(H D x)"""
     x = torch.randn(64, generator=seeded(0))
-    parts = encoder("eden(block=64)").encode(x, seeded(5))
-    signs = _signs(int(parts["seed"]), 64, x.device).double().numpy()
+    parts = encoder("eden(block=64)").encode([x], seeded(5))
+    signs = random_signs(int(parts["seed"]), 64, x.device).double().numpy()
     matrix = np.array([[1.0]])
     for _ in range(6):
         matrix = np.kron([[1, 1], [1, -1]], matrix) / math.sqrt(2)
     turned = matrix @ (signs * x.double().numpy())
     scale = float((x.double() ** 2).sum()) / np.abs(turned).sum()
     expected = signs * (matrix @ (scale * np.sign(turned)))
-    back = encoder("eden(block=64)").decode(parts, x.shape)
+    back = encoder("eden(block=64)").decode(parts, [x.shape])[0]
     torch.testing.assert_close(back.double(), torch.from_numpy(expected), rtol=1e-5, atol=1e-5)
 
 

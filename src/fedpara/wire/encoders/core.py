@@ -1,9 +1,11 @@
-"""Encoder: how a lossy link writes one tensor as a few flat wire tensors, and reads them back.
+"""Encoder: how a lossy link writes tensors as a few flat wire tensors, and reads them back.
 
-Both ends know the shape, so the types and lengths of the wire tensors are known before a message arrives. A decoder
+It gets all tensors of a message at once: a hundred small tensors joined are encoded as fast as one large one. Both ends
+know the shapes, so the types and lengths of the wire tensors are known before a message arrives. A decoder
 takes no size from the message, and rejects every value that its encoder could not have written.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -26,34 +28,59 @@ class Encoder(Protocol):
     def text(self) -> str:
         """The encoder with all its options, such as int4(block=128): both ends compare it."""
 
-    def layout(self, shape: torch.Size) -> Layout:
-        """The wire tensors of a tensor of this shape."""
+    def layout(self, shapes: Sequence[torch.Size]) -> Layout:
+        """The wire tensors of tensors of these shapes."""
 
-    def encode(self, x: Tensor, generator: torch.Generator) -> Parts:
-        """The wire tensors of the finite float32 tensor `x`, on its device."""
+    def encode(self, tensors: Sequence[Tensor], generator: torch.Generator) -> Parts:
+        """The wire tensors of one or more finite float32 tensors, on their device."""
 
-    def decode(self, parts: Parts, shape: torch.Size) -> Tensor:
-        """The float32 tensor. The parts have the types and lengths of the layout; WireError for a wrong value."""
+    def decode(self, parts: Parts, shapes: Sequence[torch.Size]) -> list[Tensor]:
+        """The float32 tensors. The parts have the types and lengths of the layout; WireError for a wrong value."""
 
 
 def codes(encoder: Encoder, dtype: torch.dtype, shape: torch.Size) -> bool:
     """Whether a tensor is encoded, decided by its size: otherwise it travels as float32."""
     if not dtype.is_floating_point or shape.numel() < SMALL:
         return False
-    return sum(kind.itemsize * length for kind, length in encoder.layout(shape).values()) < 4 * shape.numel()
+    return (
+        sum(kind.itemsize * length for kind, length in encoder.layout([shape]).values()) < 4 * shape.numel()
+    )
 
 
-def rows(x: Tensor, width: int) -> Tensor:
-    """The numbers of `x` as [row, width]; zeros fill the last row."""
-    flat = x.reshape(-1)
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % width)).view(-1, width)
+def in_rows(tensors: Iterable[Tensor], width: int) -> Tensor:
+    """The numbers of all tensors as [row, width]. Each tensor begins a row; zeros fill its last one."""
+    pieces: list[Tensor] = []
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        pieces += [flat, flat.new_zeros(-flat.numel() % width)]
+    return torch.cat(pieces).view(-1, width)
 
 
-def refuse_unsendable(name: str, x: Tensor, text: str) -> None:
-    """UpdateRejected for NaN, infinity, or values that no scale holds."""
+def from_rows(rows: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """The inverse: flat tensors of `counts` numbers."""
+    width = rows.shape[1]
+    pieces = rows.reshape(-1).split([size for count in counts for size in (count, -count % width)])
+    return list(pieces[::2])
+
+
+def reshaped(flat: Iterable[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
+    return [one.view(shape) for one, shape in zip(flat, shapes, strict=True)]
+
+
+def refuse_unsendable(state: Mapping[str, Tensor], text: str) -> None:
+    """UpdateRejected, with the name of the tensor, for NaN, infinity, or values that no scale holds."""
+    if not state or _spans(torch.cat([tensor.reshape(-1) for tensor in state.values()]))[2]:
+        return
+    for name, tensor in state.items():
+        low, high, fits = _spans(tensor)
+        if not fits:
+            raise UpdateRejected(
+                f"tensor {name!r} spans {low:.4g} to {high:.4g}: expected finite values within ±{LARGEST:.4g} "
+                f"to be sent as {text}. Clip the update, or use a wider link."
+            )
+
+
+def _spans(x: Tensor) -> tuple[float, float, bool]:
+    """(the smallest number, the largest, whether every link can send both)"""
     low, high = (float(end) for end in torch.aminmax(x)) if x.numel() else (0.0, 0.0)
-    if not max(abs(low), abs(high)) <= LARGEST:
-        raise UpdateRejected(
-            f"tensor {name!r} spans {low:.4g} to {high:.4g}: expected finite values within ±{LARGEST:.4g} "
-            f"to be sent as {text}. Clip the update, or use a wider link."
-        )
+    return low, high, max(abs(low), abs(high)) <= LARGEST

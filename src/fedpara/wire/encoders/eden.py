@@ -8,11 +8,12 @@ N(0, 1), whatever x was, and Q(z) are the levels that minimise E (z - Q(z))^2 fo
     unbiased    S = ||x||^2 / <H D x, Q(z)>     E[value] = x for a uniform rotation; a Hadamard rotation comes close
     otherwise   S = <H D x, Q(z)> / ||Q(z)||^2  the smallest squared error, for error feedback
 
-The signs D follow from a seed of 32 bits per tensor, which the message holds. The transform adds and subtracts only, so
+The signs D follow from a seed of 32 bits, which the message holds. The transform adds and subtracts only, so
 both ends get the same bits on any device.
 """
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from fedpara.errors import WireError
 from fedpara.wire.encoders.bits import pack, packed_length, unpack
-from fedpara.wire.encoders.core import Layout, Parts
+from fedpara.wire.encoders.core import Layout, Parts, from_rows, in_rows, reshaped
 
 # The positive levels of Lloyd and Max for N(0, 1), by bits.
 _POSITIVE = {
@@ -34,6 +35,10 @@ _POSITIVE = {
 }
 
 
+Piece = tuple[int, int, int]
+"""Which tensor, where the piece starts, and how many numbers it has."""
+
+
 @dataclass(frozen=True)
 class Eden:
     bits: int
@@ -44,74 +49,84 @@ class Eden:
     def text(self) -> str:
         return f"eden(bits={self.bits}, block={self.block}, unbiased={self.unbiased})"
 
-    def layout(self, shape: torch.Size) -> Layout:
-        widths = self._widths(shape.numel())
-        count = sum(number * width for number, width in widths)
+    def layout(self, shapes: Sequence[torch.Size]) -> Layout:
+        groups = self._groups(shapes)
+        count = sum(width * len(pieces) for width, pieces in groups.items())
         return {
             "codes": (torch.uint8, packed_length(count, 1 << self.bits)),
-            "scales": (torch.float32, sum(number for number, _ in widths)),
+            "scales": (torch.float32, sum(map(len, groups.values()))),
             "seed": (torch.int32, 1),
         }
 
-    def encode(self, x: Tensor, generator: torch.Generator) -> Parts:
+    def encode(self, tensors: Sequence[Tensor], generator: torch.Generator) -> Parts:
         seed = torch.randint(
             -(1 << 31), 1 << 31, (1,), generator=generator, dtype=torch.int32, device=generator.device
         )
         codes, scales = [], []
-        for values, signs in self._blocks(x.reshape(-1), int(seed)):
-            largest = values.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-            turned = hadamard(
-                values / largest * signs
-            )  # divided, so that squares neither overflow nor vanish
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        groups = self._groups([tensor.shape for tensor in tensors])
+        for (width, pieces), signs in zip(
+            groups.items(), self._signs(int(seed), groups, flat[0].device), strict=True
+        ):
+            values = in_rows((flat[i][start : start + size] for i, start, size in _merged(pieces)), width)
+            largest = values.abs().amax(1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
+            # Divided, so that squares neither overflow nor vanish.
+            turned = hadamard(values.div_(largest).mul_(signs))
             squared = turned.square().sum(1, keepdim=True)
-            z = turned * torch.rsqrt(squared.clamp_min(1e-30) / turned.shape[1])
-            found = torch.bucketize(z, _boundaries(self.bits).to(z.device))
+            z = turned * torch.rsqrt(squared.clamp_min(1e-30) / width)
+            found = torch.bucketize(z, _boundaries(self.bits).to(z.device), out_int32=True)
             levels = _levels(self.bits).to(z.device)[found]
-            dot = (turned * levels).sum(1, keepdim=True).clamp_min(1e-30)
-            scale = squared / dot if self.unbiased else dot / levels.square().sum(1, keepdim=True)
+            dot = turned.mul_(levels).sum(1, keepdim=True).clamp_min_(1e-30)
+            scale = squared / dot if self.unbiased else dot / levels.square_().sum(1, keepdim=True)
             codes.append(found.to(torch.uint8).view(-1))
-            scales.append((scale * largest).view(-1).clamp_max(torch.finfo(torch.float32).max))
-        return {
-            "codes": pack(torch.cat(codes), 1 << self.bits),
-            "scales": torch.cat(scales),
-            "seed": seed.to(x.device),
-        }
+            scales.append((scale * largest).view(-1).clamp_max_(torch.finfo(torch.float32).max))
+        packed = pack(torch.cat(codes), 1 << self.bits)
+        return {"codes": packed, "scales": torch.cat(scales), "seed": seed.to(packed.device)}
 
-    def decode(self, parts: Parts, shape: torch.Size) -> Tensor:
-        scales = parts["scales"]
-        if not bool(((scales >= 0) & scales.isfinite()).all()):
+    def decode(self, parts: Parts, shapes: Sequence[torch.Size]) -> list[Tensor]:
+        if not bool(((parts["scales"] >= 0) & parts["scales"].isfinite()).all()):
             raise WireError("a scale is negative, infinite or not a number: expected finite numbers.")
-        count, widths = shape.numel(), self._widths(shape.numel())
-        total = sum(number * width for number, width in widths)
-        codes = unpack(parts["codes"], 1 << self.bits, total)
-        levels = _levels(self.bits).to(codes.device)[codes.int()]
-        split = levels.split([number * width for number, width in widths])
-        turned = [part.view(number, width) for part, (number, width) in zip(split, widths, strict=True)]
-        by_block = scales.split([number for number, _ in widths])
-        signs = _signs(int(parts["seed"]), total, codes.device).split([part.numel() for part in turned])
-        values = [
-            (hadamard(part) * sign.view(part.shape)).mul_(scale[:, None]).view(-1)
-            for part, sign, scale in zip(turned, signs, by_block, strict=True)
-        ]
-        return torch.cat(values)[:count].view(shape)
+        groups = self._groups(shapes)
+        sizes = [width * len(pieces) for width, pieces in groups.items()]
+        codes = unpack(parts["codes"], 1 << self.bits, sum(sizes)).split(sizes)
+        scales = parts["scales"].split([len(pieces) for pieces in groups.values()])
+        levels = _levels(self.bits).to(parts["codes"].device)
+        made = [torch.empty(shape.numel(), device=levels.device) for shape in shapes]
+        signs = self._signs(int(parts["seed"]), groups, levels.device)
+        for (width, pieces), code, scale, sign in zip(groups.items(), codes, scales, signs, strict=True):
+            values = hadamard(levels[code.int()].view(-1, width)).mul_(sign).mul_(scale[:, None])
+            merged = _merged(pieces)
+            flat = from_rows(values, [size for _, _, size in merged])
+            for (i, start, size), one in zip(merged, flat, strict=True):
+                made[i][start : start + size] = one
+        return reshaped(made, shapes)
 
-    def _widths(self, count: int) -> list[tuple[int, int]]:
-        """(number of blocks, width): the full blocks, and a last one of the next power of two."""
-        full, rest = divmod(count, self.block)
-        return [(full, self.block)] * bool(full) + [(1, 1 << (rest - 1).bit_length())] * bool(rest)
+    def _groups(self, shapes: Sequence[torch.Size]) -> dict[int, list[Piece]]:
+        """Pieces of the tensors by width: the full blocks, and the last of each tensor in the next power of two."""
+        groups: dict[int, list[Piece]] = {}
+        for i, shape in enumerate(shapes):
+            count = shape.numel()
+            for start in range(0, count, self.block):
+                size = min(self.block, count - start)
+                groups.setdefault(1 << (size - 1).bit_length(), []).append((i, start, size))
+        return groups
 
-    def _blocks(self, flat: Tensor, seed: int) -> list[tuple[Tensor, Tensor]]:
-        """(values [block, width], signs) of the full blocks and of the last one, filled with zeros."""
-        widths = self._widths(flat.numel())
-        total = sum(number * width for number, width in widths)
-        filled = torch.nn.functional.pad(flat, (0, total - flat.numel()))
-        sizes, signs = [number * width for number, width in widths], _signs(seed, total, flat.device)
-        return [
-            (values.view(number, width), sign.view(number, width))
-            for values, sign, (number, width) in zip(
-                filled.split(sizes), signs.split(sizes), widths, strict=True
-            )
-        ]
+    def _signs(self, seed: int, groups: Mapping[int, list[Piece]], device: torch.device) -> list[Tensor]:
+        """The signs of each group, [block, width]."""
+        sizes = [width * len(pieces) for width, pieces in groups.items()]
+        drawn = random_signs(seed, sum(sizes), device).split(sizes)
+        return [signs.view(-1, width) for signs, width in zip(drawn, groups, strict=True)]
+
+
+def _merged(pieces: Iterable[Piece]) -> list[Piece]:
+    """The pieces, with neighbours in one tensor joined: all full blocks of a tensor are one piece."""
+    found: list[Piece] = []
+    for i, start, size in pieces:
+        if found and found[-1][0] == i:
+            found[-1] = i, found[-1][1], start + size - found[-1][1]
+        else:
+            found.append((i, start, size))
+    return found
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -139,7 +154,7 @@ def _along_rows(x: Tensor) -> Tensor:
     return x.view(number, count, inner)
 
 
-def _signs(seed: int, count: int, device: torch.device) -> Tensor:
+def random_signs(seed: int, count: int, device: torch.device) -> Tensor:
     """-1 or 1 from a seed, drawn on the host as bytes."""
     generator = torch.Generator().manual_seed(seed & 0xFFFFFFFF)
     bytes_ = torch.randint(0, 256, (packed_length(count, 2),), generator=generator, dtype=torch.uint8)

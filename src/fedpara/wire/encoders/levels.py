@@ -10,6 +10,7 @@ step, 2 s / (L - 1).
     ternary   3 levels, -s, 0 and s; five per byte
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fedpara.errors import WireError
 from fedpara.wire.encoders.bits import pack, packed_length, unpack
-from fedpara.wire.encoders.core import Layout, Parts, rows
+from fedpara.wire.encoders.core import Layout, Parts, from_rows, in_rows, reshaped
 
 
 @dataclass(frozen=True)
@@ -31,33 +32,35 @@ class Levels:
     def text(self) -> str:
         return f"{self.name}(block={self.block})"
 
-    def layout(self, shape: torch.Size) -> Layout:
-        count = shape.numel()
+    def layout(self, shapes: Sequence[torch.Size]) -> Layout:
+        counts = [shape.numel() for shape in shapes]
         return {
-            "codes": (torch.uint8, packed_length(count, self.base)),
-            "scales": (torch.bfloat16, -(-count // self.block)),
+            "codes": (torch.uint8, packed_length(sum(counts), self.base)),
+            "scales": (torch.bfloat16, sum(-(-count // self.block) for count in counts)),
         }
 
-    def encode(self, x: Tensor, generator: torch.Generator) -> Parts:
+    def encode(self, tensors: Sequence[Tensor], generator: torch.Generator) -> Parts:
         half = (self.levels - 1) / 2
-        blocks = rows(x, self.block)
+        blocks = in_rows(tensors, self.block)
         scales = rounded_up(blocks.abs().amax(1))
         # A block of zeros has s = 0: any divisor gives its middle.
         steps = scales.float().clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-        uniform = torch.rand(x.numel(), generator=generator, device=generator.device).to(x.device)
-        levels = (blocks / steps).mul_(half).add_(half).view(-1)[: x.numel()].add_(uniform).floor_()
+        blocks = blocks.div_(steps).mul_(half).add_(half)  # `in_rows` copied them
+        levels = torch.cat(from_rows(blocks, [tensor.numel() for tensor in tensors]))
+        uniform = torch.rand(levels.shape, generator=generator, device=generator.device).to(levels.device)
+        levels.add_(uniform).floor_()
         # In float32 a sum just below L may round up to L.
         codes = levels.clamp_(0, self.levels - 1).to(torch.uint8)
         return {"codes": pack(codes, self.base), "scales": scales}
 
-    def decode(self, parts: Parts, shape: torch.Size) -> Tensor:
-        count, half = shape.numel(), (self.levels - 1) / 2
+    def decode(self, parts: Parts, shapes: Sequence[torch.Size]) -> list[Tensor]:
+        counts, half = [shape.numel() for shape in shapes], (self.levels - 1) / 2
         scales = sound_scales(parts["scales"])
-        codes = unpack(parts["codes"], self.base, count)
+        codes = unpack(parts["codes"], self.base, sum(counts))
         if self.levels < self.base and bool((codes >= self.levels).any()):
             raise WireError(f"a code is above {self.levels - 1}: expected {self.levels} levels.")
-        values = rows(codes.float().sub_(half), self.block)
-        return values.mul_(scales[:, None] / half).view(-1)[:count].view(shape)
+        values = in_rows(codes.float().sub_(half).split(counts), self.block)
+        return reshaped(from_rows(values.mul_(scales[:, None] / half), counts), shapes)
 
 
 def rounded_up(x: Tensor) -> Tensor:

@@ -13,23 +13,24 @@ from torch import Tensor
 
 from fedpara.errors import UpdateRejected, WireError
 from fedpara.wire.encoders.core import Layout, Parts
+from fedpara.wire.encoders.one_by_one import OneByOne
 
 ITERATIONS = 2
 
 
 @dataclass(frozen=True)
-class PowerSGD:
+class PowerSGD(OneByOne):
     rank: int
 
     @property
     def text(self) -> str:
         return f"powersgd(rank={self.rank})"
 
-    def layout(self, shape: torch.Size) -> Layout:
+    def layout_one(self, shape: torch.Size) -> Layout:
         m, n, r = self._sizes(shape)
         return {"p": (torch.bfloat16, m * r), "q": (torch.bfloat16, n * r)}
 
-    def encode(self, x: Tensor, generator: torch.Generator) -> Parts:
+    def encode_one(self, x: Tensor, generator: torch.Generator) -> Parts:
         m, n, r = self._sizes(x.shape)
         largest = x.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
         matrix = x.reshape(m, n) / largest  # so that products neither overflow nor vanish
@@ -42,7 +43,7 @@ class PowerSGD:
             raise UpdateRejected(f"a matrix of {m} x {n} overflows in {self.text}: clip the update.")
         return parts
 
-    def decode(self, parts: Parts, shape: torch.Size) -> Tensor:
+    def decode_one(self, parts: Parts, shape: torch.Size) -> Tensor:
         m, n, r = self._sizes(shape)
         p, q = parts["p"].float().view(m, r), parts["q"].float().view(n, r)
         if not bool(p.isfinite().all() & q.isfinite().all()):

@@ -3,13 +3,14 @@
 value = s sign(x),   s = mean |x| over the block: of all scales this one has the smallest squared error.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedpara.wire.encoders.bits import pack, packed_length, unpack
-from fedpara.wire.encoders.core import Layout, Parts, rows
+from fedpara.wire.encoders.core import Layout, Parts, from_rows, in_rows, reshaped
 from fedpara.wire.encoders.levels import sound_scales
 
 
@@ -21,23 +22,25 @@ class Sign:
     def text(self) -> str:
         return f"sign(block={self.block})"
 
-    def layout(self, shape: torch.Size) -> Layout:
-        count = shape.numel()
+    def layout(self, shapes: Sequence[torch.Size]) -> Layout:
+        counts = [shape.numel() for shape in shapes]
         return {
-            "signs": (torch.uint8, packed_length(count, 2)),
-            "scales": (torch.bfloat16, -(-count // self.block)),
+            "signs": (torch.uint8, packed_length(sum(counts), 2)),
+            "scales": (torch.bfloat16, sum(-(-count // self.block) for count in counts)),
         }
 
-    def encode(self, x: Tensor, generator: torch.Generator) -> Parts:
-        blocks = rows(x, self.block)
-        counts = torch.full((len(blocks),), float(self.block), device=x.device)
-        counts[-1] -= blocks.numel() - x.numel()
+    def encode(self, tensors: Sequence[Tensor], generator: torch.Generator) -> Parts:
+        counts = [tensor.numel() for tensor in tensors]
+        blocks = in_rows(tensors, self.block)
+        signs = torch.cat(from_rows((blocks >= 0).to(torch.uint8), counts))
+        sizes = [min(self.block, count - start) for count in counts for start in range(0, count, self.block)]
         # Divided first: the sum of large numbers could overflow.
-        scales = (blocks.abs() / counts[:, None]).sum(1)
-        signs = (x.reshape(-1) >= 0).to(torch.uint8)
+        scales = blocks.abs_().div_(torch.tensor(sizes, device=blocks.device)[:, None]).sum(1)
         return {"signs": pack(signs, 2), "scales": scales.to(torch.bfloat16)}
 
-    def decode(self, parts: Parts, shape: torch.Size) -> Tensor:
+    def decode(self, parts: Parts, shapes: Sequence[torch.Size]) -> list[Tensor]:
+        counts = [shape.numel() for shape in shapes]
         scales = sound_scales(parts["scales"])
-        signs = unpack(parts["signs"], 2, shape.numel()).float().mul_(2).sub_(1)
-        return rows(signs, self.block).mul_(scales[:, None]).view(-1)[: shape.numel()].view(shape)
+        signs = unpack(parts["signs"], 2, sum(counts)).float().mul_(2).sub_(1)
+        values = in_rows(signs.split(counts), self.block).mul_(scales[:, None])
+        return reshaped(from_rows(values, counts), shapes)

@@ -13,17 +13,18 @@ from torch import Tensor
 from fedpara.errors import WireError
 from fedpara.wire.encoders.bits import pack, pack_numbers, packed_length, unpack, unpack_numbers
 from fedpara.wire.encoders.core import Layout, Parts
+from fedpara.wire.encoders.one_by_one import OneByOne
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(OneByOne):
     fraction: float
 
     @property
     def text(self) -> str:
         return f"topk({self.fraction!r})"
 
-    def layout(self, shape: torch.Size) -> Layout:
+    def layout_one(self, shape: torch.Size) -> Layout:
         _, k, low, high = self._sizes(shape)
         return {
             "values": (torch.bfloat16, k),
@@ -31,7 +32,7 @@ class TopK:
             **({"low": (torch.uint8, packed_length(k * low, 2))} if low else {}),
         }
 
-    def encode(self, x: Tensor, generator: torch.Generator) -> Parts:
+    def encode_one(self, x: Tensor, generator: torch.Generator) -> Parts:
         n, k, low, high = self._sizes(x.shape)
         flat = x.reshape(-1)
         chosen = flat.abs().topk(k, sorted=False).indices.sort().values
@@ -40,7 +41,7 @@ class TopK:
         parts = {"values": flat[chosen].to(torch.bfloat16), "positions": pack(bits, 2)}
         return {**parts, "low": pack_numbers(chosen & ((1 << low) - 1), low)} if low else parts
 
-    def decode(self, parts: Parts, shape: torch.Size) -> Tensor:
+    def decode_one(self, parts: Parts, shape: torch.Size) -> Tensor:
         n, k, low, high = self._sizes(shape)
         set_bits = unpack(parts["positions"], 2, high).nonzero().view(-1)
         if len(set_bits) != k:
