@@ -39,18 +39,6 @@ def unpack(packed: Tensor, base: int, count: int) -> Tensor:
     return digits[:count]
 
 
-def pack_numbers(numbers: Tensor, width: int) -> Tensor:
-    """Integers below 2^width as bytes, `width` bits each."""
-    places = torch.arange(width, device=numbers.device)
-    return pack((numbers[:, None] >> places).bitwise_and_(1).to(torch.uint8).view(-1), 2)
-
-
-def unpack_numbers(packed: Tensor, width: int, count: int) -> Tensor:
-    """The inverse, as int64."""
-    places = torch.arange(width, device=packed.device)
-    return (unpack(packed, 2, count * width).view(count, width).long() << places).sum(1)
-
-
 @cache
 def _table(base: int) -> Tensor:
     """The digits of every byte, as one wide number per byte where a type has that width: it is faster to look up."""

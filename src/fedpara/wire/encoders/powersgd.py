@@ -6,6 +6,7 @@ M is the tensor as [first dimension, all others]. P and Q travel in bfloat16. Th
 PowerSGD's own warm start would be one more thing to remember.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,24 +14,44 @@ from torch import Tensor
 
 from fedpara.errors import UpdateRejected, WireError
 from fedpara.wire.encoders.core import Layout, Parts
-from fedpara.wire.encoders.one_by_one import OneByOne
 
 ITERATIONS = 2
 
 
 @dataclass(frozen=True)
-class PowerSGD(OneByOne):
+class PowerSGD:
     rank: int
 
     @property
     def text(self) -> str:
         return f"powersgd(rank={self.rank})"
 
-    def layout_one(self, shape: torch.Size) -> Layout:
-        m, n, r = self._sizes(shape)
-        return {"p": (torch.bfloat16, m * r), "q": (torch.bfloat16, n * r)}
+    def layout(self, shapes: Sequence[torch.Size]) -> Layout:
+        sizes = [self._sizes(shape) for shape in shapes]
+        return {
+            "p": (torch.bfloat16, sum(m * r for m, _, r in sizes)),
+            "q": (torch.bfloat16, sum(n * r for _, n, r in sizes)),
+        }
 
-    def encode_one(self, x: Tensor, generator: torch.Generator) -> Parts:
+    def encode(self, tensors: Sequence[Tensor], generator: torch.Generator) -> Parts:
+        factors = [self._factors(tensor, generator) for tensor in tensors]
+        p, q = (torch.cat(side).to(torch.bfloat16) for side in zip(*factors, strict=True))
+        if not bool(p.isfinite().all() & q.isfinite().all()):
+            raise UpdateRejected(f"a matrix overflows in {self.text}: clip the update, or use a wider link.")
+        return {"p": p, "q": q}
+
+    def decode(self, parts: Parts, shapes: Sequence[torch.Size]) -> list[Tensor]:
+        sizes = [self._sizes(shape) for shape in shapes]
+        p, q = parts["p"].float(), parts["q"].float()
+        if not bool(p.isfinite().all() & q.isfinite().all()):
+            raise WireError("a factor is infinite or not a number: expected finite values.")
+        lefts, rights = p.split([m * r for m, _, r in sizes]), q.split([n * r for _, n, r in sizes])
+        return [
+            (left.view(m, r) @ right.view(n, r).T).view(shape)
+            for left, right, (m, n, r), shape in zip(lefts, rights, sizes, shapes, strict=True)
+        ]
+
+    def _factors(self, x: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         m, n, r = self._sizes(x.shape)
         largest = x.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
         matrix = x.reshape(m, n) / largest  # so that products neither overflow nor vanish
@@ -38,17 +59,7 @@ class PowerSGD(OneByOne):
         for _ in range(ITERATIONS):
             p = torch.linalg.qr(matrix @ q).Q
             q = matrix.T @ p
-        parts = {"p": p.reshape(-1).to(torch.bfloat16), "q": (q * largest).reshape(-1).to(torch.bfloat16)}
-        if not all(bool(part.isfinite().all()) for part in parts.values()):
-            raise UpdateRejected(f"a matrix of {m} x {n} overflows in {self.text}: clip the update.")
-        return parts
-
-    def decode_one(self, parts: Parts, shape: torch.Size) -> Tensor:
-        m, n, r = self._sizes(shape)
-        p, q = parts["p"].float().view(m, r), parts["q"].float().view(n, r)
-        if not bool(p.isfinite().all() & q.isfinite().all()):
-            raise WireError("a factor is infinite or not a number: expected finite values.")
-        return (p @ q.T).view(shape)
+        return p.reshape(-1), (q * largest).reshape(-1)
 
     def _sizes(self, shape: torch.Size) -> tuple[int, int, int]:
         m = shape[0] if len(shape) else 1
