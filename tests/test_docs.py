@@ -26,6 +26,7 @@ PRINTED = {
 PAGES = [
     "index.md",
     "guides/algorithms.md",
+    "guides/compression.md",
     "guides/data.md",
     "guides/participation.md",
     "guides/run-folders.md",
