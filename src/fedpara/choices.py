@@ -17,7 +17,7 @@ SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
 LOSSES = ("cross-entropy", "mse", "mae", "bce", "next-token")
 METRICS = ("accuracy", "top-5", "r2", "mse", "mae", "dice", "iou", "perplexity")
 """Copies of the names in `data`, `models`, `parameterization` and `tasks`, which import torch. A test compares them."""
-SPLITS = ("iid", "dirichlet", "dirichlet-capped", "shards", "owner", "largest")
+SPLITS = ("iid", "dirichlet", "dirichlet-capped", "shards", "owner", "largest", "drawn")
 ENGINES = ("auto", "sequential", "batched", "flower")
 SAMPLERS = ("uniform", "poisson", "by-data")
 FORMATS = ("html", "markdown", "csv", "latex", "png", "svg", "pdf")

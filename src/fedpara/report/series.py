@@ -28,6 +28,7 @@ _SPLITS = {
     "dirichlet-capped": "non-IID (capped Dirichlet)",
     "owner": "non-IID",
     "largest": "by writer",
+    "drawn": "by drawn writer",
     "shards": "two classes per client",
 }
 _ALGORITHMS = {"fedprox": "FedProx", "scaffold": "SCAFFOLD", "feddyn": "FedDyn", "fedadam": "FedAdam"}
