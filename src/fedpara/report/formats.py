@@ -54,9 +54,13 @@ def plain(table: Table) -> str:
 
 
 def markdown(table: Table, bold: bool = True) -> str:
-    """A Markdown table. Each cell is paper / **ours**, or only ours if the paper has no numbers."""
+    """A Markdown table. Each cell is paper / **ours**, or only ours if the paper has no numbers.
+
+    In a table of trials, only the chosen ones are bold.
+    """
     study = table.study
-    cell = _slashed if table.of_paper else _ours if bold else _text
+    trials = any(entry.chosen for entry in table.entries)
+    cell = _slashed if table.of_paper else _ours if bold and not trials else _text
     lines = [
         ["", *study.columns],
         ["---", *("---:" for _ in study.columns)],
@@ -134,7 +138,9 @@ def _ours(entry: Entry | None) -> str:
 
 
 def _text(entry: Entry | None) -> str:
-    return "" if entry is None else entry.text
+    if entry is None:
+        return ""
+    return f"**{entry.text}**" if entry.chosen else entry.text
 
 
 def _empty(value: object) -> object:

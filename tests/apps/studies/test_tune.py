@@ -118,6 +118,7 @@ def test_the_users_own_task_with_a_lower_metric(cli, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine.toml").write_text(
         f'dataset = "{NAME}:examples"\nmodel = "{NAME}:net"\nsplit = "iid"\nclients = 4\ncohort = 2\nrounds = 2\n'
+        'engine = "sequential"\n'
         f'loss = "{NAME}:huber"\nmetrics = "mae"\n'
     )
     methods = [
