@@ -19,9 +19,16 @@ from fedpara.report.own import Unit, sections
 from fedpara.report.own import tables as own_tables
 from fedpara.report.own_formats import csv_text as own_csv
 from fedpara.report.own_formats import document as own_document
-from fedpara.report.page import PAPER_UNIT, own_page, page
+from fedpara.report.page import own_page, page
 from fedpara.report.tables import Table, table_of
-from fedpara.report.tuning import TunedStudy, final_table, replacements, trials_table, tuned_studies
+from fedpara.report.tuning import (
+    TunedStudy,
+    final_table,
+    replacements,
+    trials_table,
+    tuned_studies,
+    with_tuned,
+)
 
 ENDINGS = {
     "html": (".html", ".htm"),
@@ -71,8 +78,7 @@ def report(runs: list[Path], out: Path | None, format_: str | None, scale: str) 
 def _of_paper(
     library: Library, tables: list[Table], tuned: list[TunedStudy], out: Path, kind: str, of: str, to: str
 ) -> None:
-    finals = [final_table(one, library, PAPER_UNIT, "std") for one in tuned]
-    tables = [*finals, *tables, *(trials_table(one, library) for one in tuned)]
+    tables = with_tuned(tables, tuned, library)
     rest = other_runs(library, tables) if kind != "html" else None  # the page shows every run
     if rest is not None:
         tables.append(rest)

@@ -134,15 +134,17 @@ def _print(tuned: Sequence[Tuned]) -> None:
 
 
 def _legend(tuned: Sequence[Tuned]) -> str:
+    """What the columns mean, one line each."""
     chosen, final = tuned[0].choice.chosen, tuned[0].final
-    text = f"validation: {chosen.group.metric.name} of the chosen trial on held-out examples"
-    if any(one.choice.chosen.standard_error is not None for one in tuned):
-        text += " ± its standard error"
+    known = any(one.choice.chosen.standard_error is not None for one in tuned)
+    metric, error = chosen.group.metric.name, " ± its standard error" * known
+    lines = [f"validation: {metric} of the chosen trial on held-out examples{error}."]
     if not final.runs:
-        return f"{text}. --final-seeds 1-3 scores the chosen settings on the test set."
+        return f"{lines[0]} --final-seeds 1-3 scores the chosen settings on the test set."
     count = len(final.runs)
-    text += f". test: mean over {count} other seed{'s' * (count != 1)}"
-    return f"{text}{' ± its 95% confidence interval (t)' * (count > 1)}. sent: per final run."
+    interval = " ± its 95% confidence interval (Student's t)" * (count > 1)
+    lines.append(f"test: mean over {count} other seed{'s' * (count != 1)}{interval}. sent: per final run.")
+    return "\n".join(lines)
 
 
 def _remarks(tuned: Tuned) -> list[str]:

@@ -70,10 +70,24 @@ def markdown(table: Table, bold: bool = True) -> str:
 
 
 def csv_text(tables: Sequence[Table]) -> str:
-    """One line per cell with unrounded numbers, and the caveat of the table."""
+    """One line per cell with unrounded numbers, the note of the cell and the caveat of the table."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["study", "row", "column", "paper", "ours", "spread", "seeds", "state", "runs", "caveat"])
+    head = [
+        "study",
+        "row",
+        "column",
+        "paper",
+        "ours",
+        "spread",
+        "seeds",
+        "trials",
+        "note",
+        "state",
+        "runs",
+        "caveat",
+    ]
+    writer.writerow(head)
     for table in tables:
         for e in table.entries:
             state = "computed" if e.computed else "run" if e.value is not None else e.text
@@ -86,6 +100,8 @@ def csv_text(tables: Sequence[Table]) -> str:
                     _empty(e.value),
                     _empty(e.spread),
                     " and ".join(str(sample.seeds) for sample in e.samples),
+                    e.trials or "",
+                    e.note.strip(" ()"),
                     state,
                     " ".join(e.runs),
                     table.caveat,

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from fedpara.experiments import Experiment, Summary
 from fedpara.experiments.config import FREE
 from fedpara.experiments.paper import Cell, Study
+from fedpara.experiments.paper.measures import GIGABYTE
 from fedpara.experiments.paper.sizes import EXAMPLES
 from fedpara.experiments.seeds import Group
 from fedpara.experiments.storage.catalog import Library, finished
@@ -182,6 +183,13 @@ def replacements(studies: Iterable[TunedStudy]) -> dict[str, Replacement]:
         if method.finals
         for outcome in method.outcomes
     }
+
+
+def with_tuned(tables: Sequence[Table], studies: Sequence[TunedStudy], library: Library) -> list[Table]:
+    """The paper's tables between the tuned methods and their trials."""
+    unit = Unit("GB", GIGABYTE)
+    finals = (final_table(study, library, unit, "std") for study in studies)
+    return [*finals, *tables, *(trials_table(study, library) for study in studies)]
 
 
 def final_table(

@@ -82,7 +82,7 @@ def test_the_table_says_what_was_chosen_and_by_how_much(tune):
         assert re.fullmatch(r"[\d.]+% ± [\d.]+%", row[3].strip())
         assert re.fullmatch(r"[\d.]+% ± [\d.]+%", row[4].strip())
     assert "held-out examples ± its standard error" in out
-    assert "mean over 2 other seeds ± its 95% confidence interval (t)" in out
+    assert "mean over 2 other seeds ± its 95% confidence interval (Student's t)" in out
     code, again, err = tune(*GRID, *FINAL)
     assert (code, again, rounds_run(err)) == (0, out, 0), "finished runs are not repeated"
 
