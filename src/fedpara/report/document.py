@@ -10,13 +10,15 @@ from fedpara.experiments.paper.recipe import CHOSEN
 from fedpara.report.formats import markdown
 from fedpara.report.others import OTHERS
 from fedpara.report.tables import NO_NUMBER, NOT_RUN, TO_RUN_AGAIN, Table
-from fedpara.report.tuning import TITLES
+from fedpara.report.tuning import TITLES, TUNED, is_tuned
 
-PROTOCOL = """\
-**Protocol.** Settings are tuned by validation, and final runs use other seeds. A trial holds out about a tenth of every
-client's training data and is scored on it. Every method gets the same number of trials, and its best one is chosen.
-Final runs of the chosen setting score the test set. The tables "Tuned methods" show the results, and the tables
-"Trials" show every trial. A number of trials in the next table marks a result of this protocol."""
+PROTOCOL = f"""\
+**Protocol.** {TUNED}
+A trial holds out about a tenth of every client's training data and is scored on it. Every method gets the same number
+of trials, and its best one is chosen. Final runs of the chosen setting score the test set. The tables "Tuned methods"
+show the results, and the tables "Trials" show every trial. A number of trials in the next table marks a result of this
+protocol."""
+OTHERWISE = "**All other trained results are optimistic.** "
 
 BEGIN, END = "<!-- headline: from docs/reproduction.md -->", "<!-- end of headline -->"
 
@@ -64,8 +66,7 @@ def document(tables: Sequence[Table], of: str = "results", to: str = "docs/repro
         "`fedpara reproduce NAME` runs a table, and `fedpara reproduce --list` shows the cost of each.",
         f'"{NOT_RUN}" marks a missing run. "{TO_RUN_AGAIN}" marks a run whose experiment was corrected later, or\n'
         f'which was scored on the wrong examples. Such runs are in the last table, "{OTHERS}".',
-        *([PROTOCOL] if any(table.study.name.startswith("tuned-") for table in tables) else []),
-        f"**{CHOSEN}**",
+        *([PROTOCOL, OTHERWISE + CHOSEN] if any(map(is_tuned, tables)) else [f"**{CHOSEN}**"]),
         *dict.fromkeys(f"**{table.caveat}.**" for table in tables if table.caveat),
         BEGIN,
         headline(by_name),

@@ -170,10 +170,15 @@ def table_of(
     repeats = [changes(seed, rounds, scale) for seed in seeds]
     replaced = (tuned or {}) if study.name in COMPARISONS else {}
     entries = tuple(_tuned_entry(cell, study, library, repeats, replaced) for cell in study.cells)
-    listed = "; ".join(f"{entry.row}, {entry.column}" for entry in entries if entry.trials)
-    if listed:
-        study = replace(study, notes=(*study.notes, f"Tuned by validation, with final runs: {listed}."))
+    if any(entry.trials for entry in entries):
+        study = replace(study, notes=(*study.notes, _tuned_note(entries)))
     return Table(study, entries, _caveat(rounds, scale) if any(entry.seeds for entry in entries) else "")
+
+
+def _tuned_note(entries: Iterable[Entry]) -> str:
+    trained = [entry for entry in entries if not entry.computed]
+    listed = "; ".join(f"{entry.row}, {entry.column}" for entry in trained if entry.trials)
+    return f"Tuned by validation: {listed if not all(entry.trials for entry in trained) else 'all cells'}."
 
 
 def _tuned_entry(

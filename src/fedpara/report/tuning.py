@@ -27,6 +27,7 @@ from fedpara.report.own import Unit
 from fedpara.report.series import data_of
 from fedpara.report.tables import Entry, Replacement, Sample, Table, spread_of
 
+TUNED = "Settings are tuned by validation, and final runs use other seeds."
 TITLES = {"original": "original", "lowrank": "low-rank", "fedpara": "FedPara", "narrow": "narrow dense VGG16"}
 """How the tables name the methods of the paper's studies, in this order."""
 _TRIAL = re.compile(r"(?P<method>.+?)-(?P<number>\d+)(?:-seed\d+)?")
@@ -185,6 +186,11 @@ def replacements(studies: Iterable[TunedStudy]) -> dict[str, Replacement]:
     }
 
 
+def is_tuned(table: Table) -> bool:
+    """Whether the table is of tuned methods."""
+    return table.study.name.startswith("tuned-")
+
+
 def with_tuned(tables: Sequence[Table], studies: Sequence[TunedStudy], library: Library) -> list[Table]:
     """The paper's tables between the tuned methods and their trials."""
     unit = Unit("GB", GIGABYTE)
@@ -199,8 +205,7 @@ def final_table(
     cells = []
     for method in study.methods:
         names = tuple(map(library.name_of, method.finals))
-        tried = tuple(library.name_of(run) for one in method.outcomes for run in one.group.runs)
-        cells.append(_number(method.title, "trials", len(method.outcomes), "n", tried))
+        cells.append(_number(method.title, "trials", len(method.outcomes), "n"))
         if method.choice is None:
             continue
         chosen = method.choice.chosen
@@ -316,7 +321,10 @@ def _base(study: TunedStudy) -> str:
 
 
 def _final_notes(study: TunedStudy) -> tuple[str, ...]:
-    notes = [f"The trials are in trials-{study.name}. The ± of a validation score is its standard error."]
+    data = data_of(study.first)
+    notes = [
+        f'The table "Trials: {data}" has every trial. The ± of a validation score is its standard error.'
+    ]
     for method in study.methods:
         if method.choice and method.choice.ties:
             labels = "; ".join(one.trial.label for one in method.choice.ties)
