@@ -27,7 +27,8 @@ from fedpara.report.tables import (
     spread_of,
     table_of,
 )
-from fedpara.report.tuning import replacements, tuned_studies, with_tuned
+from fedpara.report.tuned_studies import replacements, tuned_studies
+from fedpara.report.tuning import with_tuned
 
 ROOT = Path(__file__).parent.parent.parent
 

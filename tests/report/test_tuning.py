@@ -12,8 +12,9 @@ from fedpara.experiments.config_file import to_toml
 from fedpara.experiments.storage.catalog import Library
 from fedpara.report.document import BEGIN, END, HEADLINE
 from fedpara.report.own import Unit
-from fedpara.report.tables import NOT_RUN, table_of
-from fedpara.report.tuning import final_table, replacements, trials_table, tuned_studies
+from fedpara.report.tables import NOT_RUN, NOT_SCORED, table_of
+from fedpara.report.tuned_studies import replacements, tuned_studies
+from fedpara.report.tuning import final_table, trials_table
 
 RECIPE = {
     cell.row: cell.experiments[0]
@@ -172,17 +173,23 @@ def test_without_final_runs_nothing_is_replaced(tmp_path):
 
 
 def test_a_folder_of_fedpara_tune_is_recognized(tmp_path):
-    base = Experiment(model="mlp", scheme="original", rounds=2)
-    for number, lr in enumerate((0.1, 0.2)):
-        trial = replace(base, validation=0.1, lr=lr, seed=100, momentum=0.9 * number)
-        write(tmp_path / "mine" / "trials" / f"my-net-{number}-seed100", trial, 0.5 + lr)
+    base, mine = Experiment(model="mlp", scheme="original", rounds=2), tmp_path / "mine"
+    for number, lr in enumerate((0.1, 0.2, 0.3)):
+        trial = replace(base, validation=0.1, lr=lr, seed=100, momentum=0.9 * (number > 0))
+        write(mine / "trials" / f"my-net-{number}-seed100", trial, 0.5 + lr)
+    (mine / "trials" / "my-net-2-seed100" / "metrics.jsonl").write_text("")  # diverged in the first round
     for seed in (1, 2):
-        write(
-            tmp_path / "mine" / "final" / f"my-net-seed{seed}", replace(trial, validation=0.0, seed=seed), 0.8
-        )
+        write(mine / "final" / f"my-net-seed{seed}", replace(trial, validation=0.0, lr=0.2, seed=seed), 0.8)
+    (mine / "chosen.json").write_text('{"chosen": {"my-net": "my-net-1"}, "diverged": {}, "examples": 2100}')
     library, (study,) = studies(tmp_path)
     assert (study.name, study.methods[0].name, len(study.methods[0].finals)) == ("mine", "my-net", 2)
-    assert trials_table(study, library).study.rows == ["lr=0.1, momentum=0", "lr=0.2, momentum=0.9"]
+    table = trials_table(study, library)
+    assert table.study.rows == ["lr=0.1, momentum=0", "lr=0.2, momentum=0.9", "lr=0.3, momentum=0.9"]
+    assert [table.at(row, "my-net").text for row in table.study.rows] == [
+        "60.00",
+        "70.00 (chosen)",
+        NOT_SCORED,
+    ]
     report([tmp_path], tmp_path / "page.md", None, "paper")
-    text = (tmp_path / "page.md").read_text()
-    assert "| my-net | 2 | 70.00 (lr=0.2, momentum=0.9) | 80.00 ± 0.00 |" in text
+    text = (tmp_path / "page.md").read_text()  # sqrt(0.7 * 0.3 / 2100) is a hundredth
+    assert "| my-net | 3 | 70.00 ± 1.00 (lr=0.2, momentum=0.9) | 80.00 ± 0.00 |" in text

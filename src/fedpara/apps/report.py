@@ -21,14 +21,8 @@ from fedpara.report.own_formats import csv_text as own_csv
 from fedpara.report.own_formats import document as own_document
 from fedpara.report.page import own_page, page
 from fedpara.report.tables import Table, table_of
-from fedpara.report.tuning import (
-    TunedStudy,
-    final_table,
-    replacements,
-    trials_table,
-    tuned_studies,
-    with_tuned,
-)
+from fedpara.report.tuned_studies import TunedStudy, replacements, tuned_studies
+from fedpara.report.tuning import final_table, trials_table, with_tuned
 
 ENDINGS = {
     "html": (".html", ".htm"),

@@ -10,7 +10,8 @@ from fedpara.experiments.paper.recipe import CHOSEN
 from fedpara.report.formats import markdown
 from fedpara.report.others import OTHERS
 from fedpara.report.tables import NO_NUMBER, NOT_RUN, TO_RUN_AGAIN, Table
-from fedpara.report.tuning import TITLES, TUNED, is_tuned
+from fedpara.report.tuned_studies import TITLES
+from fedpara.report.tuning import TUNED, is_tuned
 
 PROTOCOL = f"""\
 **Protocol.** {TUNED}

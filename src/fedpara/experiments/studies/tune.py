@@ -158,6 +158,12 @@ def _refuse_another_grid(path: Path, described: Mapping[str, Any]) -> None:
         )
 
 
+def held_out_examples(path: Path) -> int | None:
+    """The number of held-out examples of a folder of `tune`, if its choice is made and the number is known."""
+    count = _read(path / CHOSEN).get("examples") if (path / CHOSEN).exists() else None
+    return count if isinstance(count, int) else None
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
@@ -182,7 +188,7 @@ def _choose(
     known = group.gather("the choice", lambda: Part(_read(path / CHOSEN) if (path / CHOSEN).exists() else {}))
     before = known[0].header if "chosen" in known[0].header else None
     if before is not None:
-        failed = dict(before["failed"])
+        failed = dict(before["diverged"])
         done = {name: read_run(folder / name) for name in runs if name not in failed}
         examples = before["examples"]
     else:
@@ -205,7 +211,7 @@ def _choose(
         choices[name] = choice
     chosen = {name: choice.chosen.trial.name for name, choice in choices.items()}
     if before is None:
-        _save(path / CHOSEN, {"chosen": chosen, "failed": failed, "examples": examples})
+        _save(path / CHOSEN, {"chosen": chosen, "diverged": failed, "examples": examples})
     return choices, failed
 
 
