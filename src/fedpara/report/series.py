@@ -18,6 +18,8 @@ _SETS = {
     "mnist": "MNIST",
     "femnist": "FEMNIST",
     "shakespeare": "Shakespeare",
+    "shakespeare-100": "Shakespeare, 100 roles",
+    "shakespeare-100-mixed": "Shakespeare, mixed windows",
     "digits": "digits",
 }
 _SPLITS = {
