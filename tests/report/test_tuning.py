@@ -1,6 +1,7 @@
 """Tuned methods in reports: trials, the chosen one and its final runs, from where the run folders lie."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -161,6 +162,16 @@ def test_runs_of_another_setting_and_unfinished_runs_do_not_count(results):
     table = final_table(study, library, Unit("GB", 2**30))
     assert table.at("original", "test accuracy [%]").value == pytest.approx(82.5)
     assert "original: 1 final run has another setting" in " ".join(table.study.notes)
+
+
+def test_an_unfair_study_fills_no_other_table(results):
+    shutil.rmtree(results / "tuning" / "cifar10-iid" / "cifar10-iid-narrow-1")
+    library, (study,) = studies(results)
+    assert replacements([study]) == {}
+    assert "equally many trials" in " ".join(final_table(study, library, Unit("GB", 2**30)).study.notes)
+    table = trials_table(study, library)
+    assert table.at("lr=0.2", "narrow dense VGG16") is None
+    assert table.at("trial 2", "narrow dense VGG16").value == 61
 
 
 def test_without_final_runs_nothing_is_replaced(tmp_path):

@@ -70,9 +70,9 @@ class TunedStudy:
         return self.methods[0].outcomes[0].trial.experiment
 
     @property
-    def numbers(self) -> list[int]:
-        """The number of finished trials of each method."""
-        return [sum(one.score is not None for one in method.outcomes) for method in self.methods]
+    def is_fair(self) -> bool:
+        """Whether all methods have the same number of trials."""
+        return len({len(method.outcomes) for method in self.methods}) == 1
 
 
 def _setting(experiment: Experiment) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def _held_out(experiment: Experiment) -> int | None:
 
 
 def replacements(studies: Iterable[TunedStudy]) -> dict[str, Replacement]:
-    """By the identity of every tried setting: the chosen one, which has final runs."""
+    """By the identity of every tried setting: the chosen one, if it has final runs and the study is fair."""
     return {
         replace(outcome.trial.experiment, validation=0.0, seed=0).identity: Replacement(
             method.finals[0].experiment,
@@ -174,6 +174,6 @@ def replacements(studies: Iterable[TunedStudy]) -> dict[str, Replacement]:
         )
         for study in studies
         for method in study.methods
-        if method.finals
+        if study.is_fair and method.finals
         for outcome in method.outcomes
     }

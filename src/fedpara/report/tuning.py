@@ -73,14 +73,14 @@ def final_table(
 
 def trials_table(study: TunedStudy, library: Library) -> Table:
     """Every trial's validation score: one column per method. The best one of each is marked."""
-    count = max(len(method.outcomes) for method in study.methods)
     columns = {method.title: method for method in study.methods}
     cells = []
-    for number in range(count):
+    for number in sorted({one.trial.number for method in study.methods for one in method.outcomes}):
         there = {
-            title: method.outcomes[number]
+            title: outcome
             for title, method in columns.items()
-            if number < len(method.outcomes)
+            for outcome in method.outcomes
+            if outcome.trial.number == number
         }
         labels = {outcome.trial.label for outcome in there.values()}
         row = labels.copy().pop() if len(labels) == 1 else f"trial {number}"
@@ -130,8 +130,6 @@ def _trial_notes(study: TunedStudy) -> tuple[str, ...]:
     errors = [metric.scaled(one.standard_error) for one in chosen if one.standard_error is not None]
     if errors:
         notes.append(f"The standard error of a score is about {max(errors):.2g}.")
-    if len(set(study.numbers)) > 1:
-        notes.append("The methods do not have equally many finished trials yet.")
     return tuple(notes)
 
 
@@ -139,10 +137,10 @@ def _base(study: TunedStudy) -> str:
     """The values of trial 0 that the other trials change, if each changes one. Those of single methods come last."""
     if any(method.outcomes[0].trial.values for method in study.methods):
         return ""
+    names = sorted({name for m in study.methods for one in m.outcomes for name in one.trial.values})
     each = {}
     for method in study.methods:
         first = method.outcomes[0].trial.experiment
-        names = sorted({name for one in method.outcomes for name in one.trial.values})
         each[method.title] = [
             f"{name}={text_of(value)}" for name in names if (value := getattr(first, name)) is not None
         ]
