@@ -155,6 +155,10 @@ def _final_notes(study: TunedStudy) -> tuple[str, ...]:
     notes = [
         f'The table "Trials: {data}" has every trial. The ± of a validation score is its standard error.'
     ]
+    if not study.is_fair:
+        notes.append(
+            "The methods do not have equally many trials yet, so no other table uses their final runs."
+        )
     for method in study.methods:
         if method.choice and method.choice.ties:
             labels = "; ".join(one.trial.label for one in method.choice.ties)
