@@ -129,6 +129,9 @@ class Session:
         x = {name: model[name] for name in self.program.shared}
         private = self.program.start(self.program.retained)
         memory = {PRIVATE: private, **self.algorithm.client_init(x)}
+        if self.link.uplink.feedback:
+            lossy = self._lossy(self.link.uplink, self.up)
+            memory[RESIDUE] = {name: torch.zeros(self.up[name][1]) for name in lossy}
         kept = [session.algorithm.local.keep_optimizer for session in self.trainings]
         if not any(kept) and self.algorithm.personal is None:
             return memory
@@ -139,9 +142,6 @@ class Session:
         if self.algorithm.personal is not None:
             memory[PERSONAL] = {**self.program.start(self.program.buffers), **parameters}
             memory[PERSONAL] |= {name: model[name] for name in self.program.buffers if name in model}
-        if self.link.uplink.feedback:
-            lossy = self._lossy(self.link.uplink, self.up)
-            memory[RESIDUE] = {name: torch.zeros(self.up[name][1]) for name in lossy}
         return memory
 
     @cached_property
