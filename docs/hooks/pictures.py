@@ -109,7 +109,7 @@ TUTORIALS: dict[str, tuple[str, Callable[[dict[str, Any], Any], None]]] = {
     "factorize": ("01_factorize.py", factorize),
     "compare_schemes": ("03_compare_schemes.py", compare_schemes),
     "personalize": ("04_personalize.py", personalize),
-    "own_algorithm": ("02_own_algorithm.py", own_algorithm),
+    "own_algorithm": ("own_algorithm.py", own_algorithm),
     "regression": ("regression.py", regression),
     "segmentation": ("segmentation.py", segmentation),
     "larger_than_memory": ("larger_than_memory.py", larger_than_memory),
