@@ -70,12 +70,16 @@ def personalize(found: dict[str, Any], axes: Any) -> None:
 
 
 def own_algorithm(found: dict[str, Any], axes: Any) -> None:
-    for (name, run), colour in zip(found["runs"].items(), (GREY, BLUE, AMBER), strict=True):
-        axes.plot(
-            [r.number for r in run.rounds], [100 * r.accuracy for r in run.rounds], color=colour, label=name
-        )
-    axes.set(xlabel="round", ylabel="test accuracy [%]")
-    axes.legend(loc="lower right")
+    figure = axes.figure
+    axes.remove()
+    parts = {"strips": (GREY, BLUE, AMBER), "uneven": (GREY, GREEN)}
+    for panel, (part, colours) in zip(figure.subplots(1, 2, sharey=True), parts.items(), strict=True):
+        for (name, run), colour in zip(found[part].items(), colours, strict=True):
+            scores = [100 * r.accuracy for r in run.rounds]
+            panel.plot([r.number for r in run.rounds], scores, color=colour, label=name)
+        panel.set(xlabel="round", title={"strips": "strips", "uneven": "a large client that errs"}[part])
+        panel.legend(loc="lower right")
+    figure.axes[0].set(ylabel="test accuracy [%]")
 
 
 def regression(found: dict[str, Any], axes: Any) -> None:

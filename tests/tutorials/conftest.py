@@ -30,7 +30,7 @@ SMALL = {
         "batch_size": 4,
     },
     "adapters": {"clients": 4},
-    "own_algorithm": {"dataset": "own_algorithm:load(clients=4, count=200)", "clients": 4},
+    "own_algorithm": {"dataset": "own_algorithm:disputed(clients=4, count=200)", "clients": 4},
 }
 
 
