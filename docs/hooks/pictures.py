@@ -73,13 +73,15 @@ def own_algorithm(found: dict[str, Any], axes: Any) -> None:
     figure = axes.figure
     axes.remove()
     parts = {"strips": (GREY, BLUE, AMBER), "uneven": (GREY, GREEN)}
-    for panel, (part, colours) in zip(figure.subplots(1, 2, sharey=True), parts.items(), strict=True):
+    titles = ("strips", "a large client that errs")
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, title, (part, colours) in zip(panels, titles, parts.items(), strict=True):
         for (name, run), colour in zip(found[part].items(), colours, strict=True):
             scores = [100 * r.accuracy for r in run.rounds]
             panel.plot([r.number for r in run.rounds], scores, color=colour, label=name)
-        panel.set(xlabel="round", title={"strips": "strips", "uneven": "a large client that errs"}[part])
-        panel.legend(loc="lower right")
-    figure.axes[0].set(ylabel="test accuracy [%]")
+        panel.set(xlabel="round", title=title)
+        panel.legend(loc="center right")
+    panels[0].set(ylabel="test accuracy [%]")
 
 
 def regression(found: dict[str, Any], axes: Any) -> None:
