@@ -16,7 +16,7 @@ PRINTED = {
     "factorize": ["times fewer", "merged: a plain"],
     "compare_schemes": ["original", "FedPara, float16 uplink"],
     "personalize": ["pFedPara", "client 3's merged model"],
-    "own_algorithm": ["fedavgm", "after 30 rounds"],
+    "own_algorithm": ["fedavgm", "fednova", "after 30 rounds"],
     "regression": ["FedPara   R2 0.", "MAE"],
     "segmentation": ["FedPara   dice", "IoU"],
     "larger_than_memory": ["MB of data", "the peak memory grew by less than"],

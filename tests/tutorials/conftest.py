@@ -15,7 +15,6 @@ import pytest
 from fedpara.experiments import Experiment
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = {"own_algorithm": "02_own_algorithm"}
 SMALL = {
     "regression": {"dataset": "regression:load(clients=4)", "clients": 4},
     "segmentation": {"dataset": "segmentation:load(clients=3, images=5)", "clients": 3, "batch_size": 3},
@@ -31,7 +30,7 @@ SMALL = {
         "batch_size": 4,
     },
     "adapters": {"clients": 4},
-    "own_algorithm": {"dataset": "own_algorithm:load(clients=4, count=200)", "clients": 4},
+    "own_algorithm": {"dataset": "own_algorithm:disputed(clients=4, count=200)", "clients": 4},
 }
 
 
@@ -48,7 +47,7 @@ class Tutorial:
 
     @property
     def script(self) -> Path:
-        return ROOT / "examples" / f"{SCRIPTS.get(self.name, self.name)}.py"
+        return ROOT / "examples" / f"{self.name}.py"
 
     @property
     def module(self):

@@ -64,7 +64,7 @@ def test_the_command_of_a_page_repeats_the_numbers_of_its_script(tutorial):
     asked, numbers = asdict(tutorial.asked), {}
     for node in ast.walk(ast.parse(tutorial.script.read_text())):
         if isinstance(node, ast.Call) and re.search(
-            r"\b(fedavgm?|simulate|FedPara)$", ast.unparse(node.func)
+            r"\b(fedavgm?|fednova|simulate|FedPara)$", ast.unparse(node.func)
         ):
             numbers |= {k.arg: k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)}
     assert {"rounds", "cohort"} < numbers.keys()
