@@ -13,7 +13,12 @@ MODELS = (
 SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
 LOSSES = ("cross-entropy", "mse", "mae", "bce", "next-token")
 METRICS = ("accuracy", "top-5", "r2", "mse", "mae", "dice", "iou", "perplexity")
-"""Copies of the names in `data`, `models`, `parameterization` and `tasks`, which import torch. A test compares them."""
+DEFENCES = (
+    *("auto", "mean", "median", "trimmed-mean", "krum", "multi-krum"),
+    *("rfa", "centred-clip", "norm-clip", "fltrust", "flame"),
+)
+ATTACKS = ("sign-flip", "scaling", "noise", "label-flip", "backdoor", "alie", "ipm", "gauge")
+"""Copies of the names in `data`, `models`, `parameterization`, `tasks`, `robust` and `attacks`, which import torch. A test compares them."""
 SPLITS = ("iid", "dirichlet", "dirichlet-capped", "shards", "owner", "largest")
 ENGINES = ("auto", "sequential", "batched", "flower")
 SAMPLERS = ("uniform", "poisson", "by-data")
