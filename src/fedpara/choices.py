@@ -18,7 +18,8 @@ DEFENCES = (
     *("rfa", "centred-clip", "norm-clip", "fltrust", "flame"),
 )
 ATTACKS = ("sign-flip", "scaling", "noise", "label-flip", "backdoor", "alie", "ipm", "gauge")
-"""Copies of the names in `data`, `models`, `parameterization`, `tasks`, `robust` and `attacks`, which import torch. A test compares them."""
+"""Copies of the names in `data`, `models`, `parameterization`, `tasks`, `robust` and `attacks`, which import torch. A
+test compares them."""
 SPLITS = ("iid", "dirichlet", "dirichlet-capped", "shards", "owner", "largest")
 ENGINES = ("auto", "sequential", "batched", "flower")
 SAMPLERS = ("uniform", "poisson", "by-data")
@@ -33,6 +34,7 @@ CLASSES = 10
 
 PAPER_RUNS = Path("runs/paper")
 PAPER_RESULTS = Path("results/paper")
+ROBUSTNESS = Path("results/robustness")
 
 DEADLINE = 3600.0
 """Seconds that a Flower server waits for a round."""

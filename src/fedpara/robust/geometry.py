@@ -7,7 +7,6 @@ So an iteration such as Weiszfeld's runs on n x n numbers, whatever the size of 
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
