@@ -1,6 +1,6 @@
 """Which clients are hostile, and a federation with their examples poisoned."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +25,7 @@ def hostile_clients(seed: int, clients: int, share: float) -> frozenset[int]:
 class _Changed(Sequence[Indices]):
     """The clients' indices, with those of hostile clients replaced."""
 
-    def __init__(self, clients: Sequence[Indices], changed: dict[int, Indices]) -> None:
+    def __init__(self, clients: Sequence[Indices], changed: Mapping[int, Indices]) -> None:
         self._clients, self._changed = clients, changed
 
     def __len__(self) -> int:
@@ -46,7 +46,8 @@ def poisoned(attack: Attack, data: FederatedData, hostile: frozenset[int], seed:
 
     if isinstance(data, LoadedData):
         return _loaded(data, lambda client, found: of(client, found) if client in hostile else found)
-    end, changed, parts = len(data.train), {}, [data.train]
+    changed: dict[int, Indices] = {}
+    end, parts = len(data.train), [data.train]
     for client in sorted(hostile):
         held = data.client(client)
         if len(held):
@@ -54,8 +55,7 @@ def poisoned(attack: Attack, data: FederatedData, hostile: frozenset[int], seed:
             changed[client] = np.arange(end, end + len(held))
             end += len(held)
     inputs, targets = (join([getattr(part, name) for part in parts]) for name in ("inputs", "targets"))
-    owners = None  # clients are chosen already
-    train = replace(data.train, inputs=inputs, targets=targets, owners=owners)
+    train = replace(data.train, inputs=inputs, targets=targets, owners=None)  # clients are chosen already
     return replace(data, train=train, clients=_Changed(data.clients, changed))
 
 

@@ -9,6 +9,8 @@ hostile ones, which still have something to teach, are long. s sees both. t is 1
 cosine of 1/4 or more) and 1.3 when they no longer do.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -56,7 +58,7 @@ def flame(g: Geometry) -> Tensor:
 def _majority(distances: Tensor) -> Tensor:
     """The members of the largest single-linkage group, cut at the largest gap."""
     n = len(distances)
-    groups = []
+    groups: list[tuple[float, Tensor]] = []
     for threshold in distances.flatten().unique().tolist():
         linked = distances <= threshold
         while not torch.equal(further := (linked.double() @ linked.double()) > 0, linked):
@@ -64,6 +66,7 @@ def _majority(distances: Tensor) -> Tensor:
         largest = linked[linked.sum(1).argmax()]
         if largest.sum() > n / 2 and (not groups or largest.sum() > groups[-1][1].sum()):
             groups.append((threshold, largest))
-    gaps = [later[0] - earlier[0] for earlier, later in zip(groups, groups[1:], strict=False)]
+    gaps = [later[0] - earlier[0] for earlier, later in pairwise(groups)]
     chosen = max(range(len(gaps)), key=gaps.__getitem__) if gaps else 0
-    return groups[chosen][1].nonzero().flatten()
+    members = groups[chosen][1]
+    return members.nonzero().flatten()

@@ -78,8 +78,9 @@ class Guard:
 
     @cached_property
     def _triggered(self) -> Examples:
-        assert self.attack is not None and self.attack.triggered is not None and self.task.test is not None
-        return self.attack.triggered(self.task.test)
+        assert self.attack is not None
+        assert self.attack.triggered is not None
+        return self.attack.triggered(self.task.test)  # type: ignore[arg-type]
 
     def _after_collusion(self, x: State, held: Held) -> list[Update]:
         updates = [update for _, update, _ in held]
