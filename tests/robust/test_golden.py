@@ -1,11 +1,14 @@
 """Golden: every defence against a NumPy computation on whole vectors, without Gram matrices."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from fedpara.algorithms import FromMean, Update
-from fedpara.robust import DEFENCES, Blocks, robust_mean
+from fedpara.robust import DEFENCES, Blocks, clustering, robust_mean
+from fedpara.robust.geometry import Geometry
 
 SHAPES = {"a": (3, 4), "b": (5,)}
 WEIGHTS = np.array([4.0, 1.0, 2.0, 3.0, 2.0, 5.0, 1.0, 2.0, 3.0])
@@ -37,7 +40,7 @@ def made(name, x, u, aggregate=BY_EXAMPLES, own=None, **options):
     updates = [Update(state(x + row), {}, int(w)) for row, w in zip(u, WEIGHTS, strict=False)]
     buffers = [{"b": torch.tensor([float(i)])} for i in range(len(u))]
     trusted = None if own is None else state(x + own)
-    mean, _ = robust_mean(DEFENCES[name](**options), Blocks(), state(x), updates, buffers, aggregate, trusted)
+    mean, *_ = robust_mean(DEFENCES[name](**options), Blocks(), state(x), updates, buffers, aggregate, trusted)
     return vector(mean.y) - x
 
 
@@ -159,3 +162,21 @@ def test_flame_keeps_the_majority_of_directions():
     )
     expected = WEIGHTS[:6] @ clipped(u)[:6] / WEIGHTS[:6].sum()
     np.testing.assert_allclose(made("flame", np.zeros(17), u), expected, atol=1e-10)
+
+
+def test_auto_remembers_an_outlier():
+    """standing = 0.9 standing + log(s / (t median(s))), from -0.5 to 4: an outlier stays out when it looks honest."""
+    u = np.random.default_rng(0).normal(size=(7, 17)) + 1
+    u /= np.linalg.norm(u, axis=1, keepdims=True)
+    honest = Geometry(torch.from_numpy(u @ u.T), torch.full((7,), 1 / 7, dtype=torch.float64))
+    one = int(clustering.suspicion(honest).argmin())
+    assert clustering.auto(honest)[one] > 0
+    by = torch.ones(7, dtype=torch.float64)
+    by[one] = -100
+    past = clustering.standing(honest.scaled(by))
+    assert past[one] == 4.0
+    again = replace(honest, past=past)
+    assert clustering.auto(again)[one] == 0
+    evidence = np.clip(np.log(clustering.suspicion(honest).numpy()), -1, 4)
+    expected = np.clip(0.9 * past.numpy() + evidence, -0.5, 4)
+    np.testing.assert_allclose(clustering.standing(again), expected)

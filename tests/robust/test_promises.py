@@ -20,7 +20,7 @@ def result(name, u, own=None, **options):
     updates = [Update({"w": torch.from_numpy(row)}, {}, 1) for row in u]
     trusted = None if own is None else {"w": torch.from_numpy(own)}
     x = {"w": torch.zeros(D, dtype=torch.float64)}
-    mean, _ = robust_mean(DEFENCES[name](**options), Blocks(), x, updates, [{}] * len(u), ALIKE, trusted)
+    mean, *_ = robust_mean(DEFENCES[name](**options), Blocks(), x, updates, [{}] * len(u), ALIKE, trusted)
     return mean.y["w"].numpy()
 
 
@@ -135,7 +135,7 @@ def test_rescaled_factors_change_nothing(name, kind):
     made = []
     for states in (ys, rescaled):
         updates = [Update(y, {}, 1) for y in states]
-        mean, _ = robust_mean(DEFENCES[name](), Blocks(forms), x, updates, [{}] * 9, ALIKE, own)
+        mean, *_ = robust_mean(DEFENCES[name](), Blocks(forms), x, updates, [{}] * 9, ALIKE, own)
         made.append({block.name: block.of(mean.y) for block in Blocks(forms).over(x)})
     moved = (made[0]["w"] - next(Blocks(forms).over(x)).of(x)).norm()
     assert not torch.equal(

@@ -2,11 +2,13 @@
 
     flame   the largest group of similar directions, by single linkage of cosine distances, clipped to the median norm
     auto    s_i = ||u_i|| (1 - m_i)^4,   m_i = the median cosine of u_i with the other updates
-            drops s_i > t median(s), and updates with a negative product with the geometric median; then clips
+            evidence e_i = log(s_i / (t median(s))), standing m_i = 0.9 m_i + e_i, from -0.5 to 4
+            drops m_i > 0, and updates with a negative product with the geometric median; then clips
 
 Early in training honest updates agree, and hostile ones have smaller cosines. Later honest updates are short, and
 hostile ones, which still have something to teach, are long. s sees both. t is 1.15 while honest updates agree (a median
-cosine of 1/4 or more) and 1.3 when they no longer do.
+cosine of 1/4 or more) and 1.3 when they no longer do. The standing lasts between rounds: a client that once pointed away
+from all others stays out, also when directions no longer tell. Credit is small, so nobody can save up for an attack.
 """
 
 from itertools import pairwise
@@ -20,17 +22,27 @@ from fedpara.robust.weighing import clip_factors, only, rfa
 POWER = 4
 TIGHT, LOOSE = 1.15, 1.3
 AGREEMENT = 0.25
+DECAY, CREDIT, MOST = 0.9, 0.5, 4.0
 
 
 def auto(g: Geometry) -> Tensor:
     """The weighted mean of the updates that are no outliers, clipped to the median norm."""
     clip = clip_factors(g.norms, None)
-    kept = suspicion(g) <= 1
+    kept = standing(g) <= 0
+    if not kept.any():
+        kept = suspicion(g) <= 1
     clipped = g.scaled(clip)
     with_most = clipped.gram @ rfa(clipped) >= 0
     if (kept & with_most).any():
         kept &= with_most
     return only(g, kept.nonzero().flatten()) * clip
+
+
+def standing(g: Geometry) -> Tensor:
+    """Each client's standing after this round: above 0, its update is not used."""
+    evidence = suspicion(g).clamp_min(1e-6).log().clamp(-1, MOST)
+    past = torch.zeros_like(evidence) if g.past is None else g.past
+    return (DECAY * past + evidence).clamp(-CREDIT, MOST)
 
 
 def suspicion(g: Geometry) -> Tensor:

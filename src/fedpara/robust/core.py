@@ -9,7 +9,7 @@ coordinate by coordinate.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ class Defence:
     """geometry of n updates -> c [n]"""
     combine: Callable[[Tensor], Tensor] | None = None
     """[n, ...] -> [...]"""
+    remember: Callable[[Geometry], Tensor] | None = None
+    """geometry -> each client's standing after this round [n], which the next `Geometry.past` holds; 0 at first"""
     needs: Callable[[int], int] = _any
     """cohort -> the fewest clients with which the defence keeps its promise"""
     clean: int | Examples | None = None
@@ -52,24 +54,33 @@ def robust_mean(
     buffers: Sequence[State],
     aggregate: FromMean,
     own: State | None = None,
-) -> tuple[Mean, State]:
-    """(the defence's mean, that of the buffers). `own` is the server's own model after training on its clean set."""
+    past: Tensor | None = None,
+) -> tuple[Mean, State, Tensor | None]:
+    """(the defence's mean, that of the buffers, the clients' standings if the defence remembers them)
+
+    `own` is the server's own model after training on its clean set. `past` are the standings before this round.
+    """
     with exact_products(), torch.no_grad():
         if defence.combine is not None:
-            return _combined(defence.combine, blocks, x, updates, buffers)
+            return *_combined(defence.combine, blocks, x, updates, buffers), None
         w = torch.tensor([aggregate.weight(update) for update in updates], dtype=torch.float64)
         g = geometry(blocks, x, [update.y for update in updates], w / w.sum(), own)
+        g = replace(g, past=torch.zeros_like(w) if past is None else past)
         kept = g.norms.isfinite()  # composing finite factors may overflow
         c = torch.zeros_like(w)
         if kept.any():
             assert defence.weigh is not None
-            c[kept] = defence.weigh(_among(g, kept))
+            among = _among(g, kept)
+            c[kept] = defence.weigh(among)
+            if defence.remember is not None:
+                past = g.past.clone()  # type: ignore[union-attr]
+                past[kept] = defence.remember(among)
         y = _moved(blocks, x, [update.y for update in updates], c)
         share = c.clamp_min(0)
         extra = _extras(updates, share)
         total = float(share.sum())
         averages = _weighted(buffers, share, total) if total else _each(coordinatewise_median, buffers)
-        return Mean(y, extra, len(updates)), averages
+        return Mean(y, extra, len(updates)), averages, past if defence.remember is not None else None
 
 
 def geometry(blocks: Blocks, x: State, ys: Sequence[State], w: Tensor, own: State | None = None) -> Geometry:
@@ -88,7 +99,8 @@ def geometry(blocks: Blocks, x: State, ys: Sequence[State], w: Tensor, own: Stat
 def _among(g: Geometry, kept: Tensor) -> Geometry:
     w = g.w[kept]
     trusted = None if g.trusted is None else (g.trusted[0][kept], g.trusted[1])
-    return Geometry(g.gram[kept][:, kept], w / w.sum(), trusted)
+    past = None if g.past is None else g.past[kept]
+    return Geometry(g.gram[kept][:, kept], w / w.sum(), trusted, past)
 
 
 def _moved(blocks: Blocks, x: State, ys: Sequence[State], c: Tensor) -> State:

@@ -77,8 +77,11 @@ def flame() -> Defence:
 
 
 def auto() -> Defence:
-    """The default: outliers in length or direction are dropped, the others clipped to the median norm."""
-    return Defence("auto", weigh=clustering.auto, needs=_three)
+    """The default: outliers in length or direction are dropped, the others clipped to the median norm.
+
+    It remembers who was an outlier. On Flower, a node's key should therefore be bound to its clients.
+    """
+    return Defence("auto", weigh=clustering.auto, remember=clustering.standing, needs=_three)
 
 
 def _own_weights(g: Any) -> Any:

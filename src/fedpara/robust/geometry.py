@@ -20,6 +20,8 @@ class Geometry:
     gram: Tensor
     w: Tensor
     trusted: tuple[Tensor, float] | None = None
+    past: Tensor | None = None
+    """each client's standing before this round, for a defence that remembers (`Defence.remember`)"""
 
     def __len__(self) -> int:
         return len(self.w)
@@ -45,7 +47,7 @@ class Geometry:
     def scaled(self, by: Tensor) -> "Geometry":
         """The geometry of the updates by_i u_i."""
         trusted = None if self.trusted is None else (self.trusted[0] * by, self.trusted[1])
-        return Geometry(self.gram * by[:, None] * by, self.w, trusted)
+        return Geometry(self.gram * by[:, None] * by, self.w, trusted, self.past)
 
 
 def median(values: Tensor) -> Tensor:

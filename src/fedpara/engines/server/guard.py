@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 from fedpara.algorithms import Algorithm, FromMean, Update, Variables, Visit
 from fedpara.attacks import Attack, hostile_clients
@@ -29,6 +30,9 @@ BACKDOOR = "backdoor"
 """The name of the attack's success among the scores."""
 CLEAN = 27
 """Separates the draw of clean examples from all others."""
+
+STANDING, CLIENTS = "standing", "clients"
+"""The server's variable with every client's standing, if the defence remembers them. Algorithms do not see it."""
 
 Held = Sequence[tuple[int, Update, State]]
 """(client, its update, its buffers) of a round, in the cohort's order"""
@@ -56,8 +60,17 @@ class Guard:
             return aggregate(x, server, updates, clients), averages
         assert isinstance(aggregate, FromMean)
         own = self._own_model(x, server, buffers, round) if self.clean is not None else None
-        made, averages = robust_mean(self.defence, self.blocks, x, updates, buffers, aggregate, own)
-        return aggregate.step(x, server, made, clients), averages
+        everyone = server.get(STANDING, {}).get(CLIENTS, torch.zeros(clients, dtype=torch.float64)).cpu()
+        ids = [client for client, *_ in held]
+        made, averages, standing = robust_mean(
+            self.defence, self.blocks, x, updates, buffers, aggregate, own, everyone[ids]
+        )
+        fresh, variables = aggregate.step(x, without_standing(server), made, clients)
+        if standing is not None:
+            everyone = everyone.clone()
+            everyone[ids] = standing
+            variables = {**variables, STANDING: {CLIENTS: everyone}}
+        return (fresh, variables), averages
 
     def probe(self, progress: Progress) -> dict[str, float]:
         """The share of test examples with the trigger that the model takes for the attacker's target."""
@@ -101,7 +114,7 @@ class Guard:
             self.clean,
             algorithm,
             x,
-            algorithm.broadcast(server),
+            algorithm.broadcast(without_standing(server)),
             algorithm.client_init(x),
             seed=session.seed,
             round=round,
@@ -111,6 +124,11 @@ class Guard:
         eta = algorithm.local.of(client).mean_lr(round, trained.steps)
         seed = torch_seed(session.seed, "send", round, client)
         return algorithm.send(x, y, Visit(client, round, trained.steps, eta, seed))
+
+
+def without_standing(server: Variables) -> Variables:
+    """The algorithm's own variables."""
+    return {name: state for name, state in server.items() if name != STANDING}
 
 
 def make_guard(session: Session, task: Task, data: FederatedData, settings: Settings) -> Guard | None:
