@@ -165,18 +165,21 @@ def test_flame_keeps_the_majority_of_directions():
 
 
 def test_auto_remembers_an_outlier():
-    """standing = 0.9 standing + log(s / (t median(s))), from -0.5 to 4: an outlier stays out when it looks honest."""
+    """standing = 0.9 standing + a max(0, 4 log((1 - m) / median(1 - m)) - 1): an outlier stays out for a while."""
     u = np.random.default_rng(0).normal(size=(7, 17)) + 1
     u /= np.linalg.norm(u, axis=1, keepdims=True)
     honest = Geometry(torch.from_numpy(u @ u.T), torch.full((7,), 1 / 7, dtype=torch.float64))
     one = int(clustering.suspicion(honest).argmin())
     assert clustering.auto(honest)[one] > 0
-    by = torch.ones(7, dtype=torch.float64)
-    by[one] = -100
-    past = clustering.standing(honest.scaled(by))
-    assert past[one] == 4.0
+    by = np.ones(7)
+    by[one] = -1
+    past = clustering.standing(honest.scaled(torch.from_numpy(by)))
+    c = cosines(u * by[:, None])
+    aside = 1 - np.array([np.sort(np.delete(row, i))[2] for i, row in enumerate(c)])  # the lower median of 6
+    a = np.clip(np.sort(c[~np.eye(7, dtype=bool)])[20] / 0.25, 0, 1)
+    expected = a * np.maximum(0, 4 * np.log(aside / np.median(aside)) - 1)
+    np.testing.assert_allclose(past, expected)
+    assert past[one] > 0.3
     again = replace(honest, past=past)
     assert clustering.auto(again)[one] == 0
-    evidence = np.clip(np.log(clustering.suspicion(honest).numpy()), -1, 4)
-    expected = np.clip(0.9 * past.numpy() + evidence, -0.5, 4)
-    np.testing.assert_allclose(clustering.standing(again), expected)
+    np.testing.assert_allclose(clustering.standing(again)[one], 0.9 * expected[one])

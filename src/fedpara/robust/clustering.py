@@ -2,13 +2,17 @@
 
     flame   the largest group of similar directions, by single linkage of cosine distances, clipped to the median norm
     auto    s_i = ||u_i|| (1 - m_i)^4,   m_i = the median cosine of u_i with the other updates
-            evidence e_i = log(s_i / (t median(s))), standing m_i = 0.9 m_i + e_i, from -0.5 to 4
-            drops m_i > 0, and updates with a negative product with the geometric median; then clips
+            drops s_i > t median(s), and updates with a negative product with the geometric median; then clips
 
 Early in training honest updates agree, and hostile ones have smaller cosines. Later honest updates are short, and
 hostile ones, which still have something to teach, are long. s sees both. t is 1.15 while honest updates agree (a median
-cosine of 1/4 or more) and 1.3 when they no longer do. The standing lasts between rounds: a client that once pointed away
-from all others stays out, also when directions no longer tell. Credit is small, so nobody can save up for an attack.
+cosine of 1/4 or more: a = 1) and 1.3 when they no longer do (a = 0).
+
+Some attacks have no length of their own and show only while honest updates agree. So `auto` remembers, for each client,
+
+    standing_i = 0.9 standing_i + a max(0, 4 log((1 - m_i) / median(1 - m)) - 1)
+
+and drops clients with a standing above 0.3.
 """
 
 from itertools import pairwise
@@ -22,36 +26,44 @@ from fedpara.robust.weighing import clip_factors, only, rfa
 POWER = 4
 TIGHT, LOOSE = 1.15, 1.3
 AGREEMENT = 0.25
-DECAY, CREDIT, MOST = 0.9, 0.5, 4.0
+DECAY, USUAL, TOLERATED = 0.9, 1.0, 0.3
 
 
 def auto(g: Geometry) -> Tensor:
     """The weighted mean of the updates that are no outliers, clipped to the median norm."""
     clip = clip_factors(g.norms, None)
-    kept = standing(g) <= 0
-    if not kept.any():
-        kept = suspicion(g) <= 1
     clipped = g.scaled(clip)
     with_most = clipped.gram @ rfa(clipped) >= 0
-    if (kept & with_most).any():
-        kept &= with_most
+    kept = suspicion(g) <= 1  # at least half of the updates
+    for test in (standing(g) <= TOLERATED, with_most):
+        if (kept & test).any():
+            kept &= test
     return only(g, kept.nonzero().flatten()) * clip
 
 
-def standing(g: Geometry) -> Tensor:
-    """Each client's standing after this round: above 0, its update is not used."""
-    evidence = suspicion(g).clamp_min(1e-6).log().clamp(-1, MOST)
-    past = torch.zeros_like(evidence) if g.past is None else g.past
-    return (DECAY * past + evidence).clamp(-CREDIT, MOST)
-
-
 def suspicion(g: Geometry) -> Tensor:
-    """s_i / (t median(s)): above 1 for an outlier. At least half of the updates are at most 1."""
-    cosines = _others(g)
-    s = g.norms * (1 - cosines.nanmedian(1).values) ** POWER
-    agreement = min(1.0, max(0.0, float(cosines.nanmedian()) / AGREEMENT))
-    t = LOOSE - (LOOSE - TIGHT) * agreement
+    """s_i / (t median(s)): above 1 for an outlier."""
+    s = g.norms * _aside(g)
+    t = LOOSE - (LOOSE - TIGHT) * agreement(g)
     return s / (t * median(s)).clamp_min(1e-300)
+
+
+def standing(g: Geometry) -> Tensor:
+    """Each client's standing after this round."""
+    aside = _aside(g)
+    evidence = (aside / median(aside).clamp_min(1e-300)).clamp_min(1e-300).log() - USUAL
+    past = torch.zeros_like(aside) if g.past is None else g.past
+    return DECAY * past + agreement(g) * evidence.clamp_min(0)
+
+
+def agreement(g: Geometry) -> float:
+    """a: 1 if the median cosine between updates is 1/4 or more, and 0 if it is not positive."""
+    return min(1.0, max(0.0, float(_others(g).nanmedian()) / AGREEMENT))
+
+
+def _aside(g: Geometry) -> Tensor:
+    """(1 - m_i)^4"""
+    return (1 - _others(g).nanmedian(1).values) ** POWER
 
 
 def _others(g: Geometry) -> Tensor:
