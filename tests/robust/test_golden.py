@@ -40,7 +40,9 @@ def made(name, x, u, aggregate=BY_EXAMPLES, own=None, **options):
     updates = [Update(state(x + row), {}, int(w)) for row, w in zip(u, WEIGHTS, strict=False)]
     buffers = [{"b": torch.tensor([float(i)])} for i in range(len(u))]
     trusted = None if own is None else state(x + own)
-    mean, *_ = robust_mean(DEFENCES[name](**options), Blocks(), state(x), updates, buffers, aggregate, trusted)
+    mean, *_ = robust_mean(
+        DEFENCES[name](**options), Blocks(), state(x), updates, buffers, aggregate, trusted
+    )
     return vector(mean.y) - x
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from flower_nodes import BASE, CASES, run_on_nodes, run_sequentially, same_results
 
 import fedpara as fp
 from fedpara import algorithms, attacks, data, robust
@@ -16,7 +17,14 @@ from fedpara.experiments.storage.checkpoint import final_checkpoint
 from fedpara.models import mlp
 
 SMALL = Experiment(
-    model="mlp", data_fraction=0.15, clients=10, cohort=9, rounds=2, device="cpu", attack="sign-flip", hostile=0.2
+    model="mlp",
+    data_fraction=0.15,
+    clients=10,
+    cohort=9,
+    rounds=2,
+    device="cpu",
+    attack="sign-flip",
+    hostile=0.2,
 )
 
 
@@ -34,6 +42,14 @@ def test_an_interrupted_run_resumes_bit_for_bit(tmp_path, engine, attack, defenc
     assert all(torch.equal(a[name], b[name]) for name in a)
     line = json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[-1])
     assert ("backdoor" in line.get("scores", {})) == attack.startswith("backdoor")
+
+
+@pytest.mark.parametrize("case", ["scaffold", "pfedpara"])
+def test_defences_work_on_flower(tmp_path, case):
+    experiment = replace(BASE, cohort=5, rounds=2, robust="auto", **CASES[case])
+    run_sequentially(experiment, tmp_path / "a")
+    run_on_nodes(experiment, tmp_path / "b")
+    assert same_results(tmp_path / "a", tmp_path / "b")
 
 
 def federation(clients=8):
