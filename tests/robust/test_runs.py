@@ -1,4 +1,4 @@
-"""Runs with hostile clients and a defence: in every engine, resumed bit for bit, and mistakes before a folder is made."""
+"""Runs with hostile clients and a defence: every engine, resumed bit for bit, mistakes before a folder is made."""
 
 import json
 from dataclasses import replace
