@@ -45,18 +45,29 @@ def moons(count, seed):
     return Examples(torch.tensor(points, dtype=torch.float32), torch.tensor(labels), classes=2)
 
 
-train, test = moons(2000, seed=0), moons(1000, seed=1)
-by_height = train.inputs[:, 1].argsort()
-clients = fp.FederatedData(train, list(by_height.split(100)))  # each client has a horizontal strip
+def load(clients=20, count=2000):
+    train, test = moons(count, seed=0), moons(1000, seed=1)
+    by_height = train.inputs[:, 1].argsort()
+    strips = list(by_height.chunk(clients))  # each client has a horizontal strip
+    return fp.FederatedData(train, strips, test=test)
+
+
+def network(width=64):
+    return nn.Sequential(
+        nn.Linear(2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2)
+    )
+
+
 # --8<-- [end:data]
 
 # --8<-- [start:run]
-runs = {}
-for algorithm in (algorithms.fedavg(lr=0.02), fedavgm(lr=0.02), algorithms.scaffold(lr=0.02)):
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
-    model = fp.factorize(network, fp.FedPara(gamma=0.3))
-    run = fp.simulate(fp.Task(model, test=test), clients, algorithm, rounds=30, cohort=5)
-    runs[algorithm.name] = run
-    print(f"{algorithm.name:8} {run.accuracy:.1%} after 30 rounds and {run.bytes / 1e6:.2f} MB")
+if __name__ == "__main__":
+    data = load()
+    runs = {}
+    for algorithm in (algorithms.fedavg(lr=0.02), fedavgm(lr=0.02), algorithms.scaffold(lr=0.02)):
+        torch.manual_seed(0)
+        model = fp.factorize(network(), fp.FedPara(gamma=0.3))
+        run = fp.simulate(fp.Task(model), data, algorithm, rounds=30, cohort=5)
+        runs[algorithm.name] = run
+        print(f"{algorithm.name:8} {run.accuracy:.1%} after 30 rounds and {run.bytes / 1e6:.2f} MB")
 # --8<-- [end:run]

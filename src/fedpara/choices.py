@@ -5,7 +5,10 @@ This module imports nothing heavy, so `fedpara --help` and a mistyped option res
 
 from pathlib import Path
 
-DATASETS = ("digits", "cifar10", "cifar100", "cinic10", "mnist", "fashion-mnist", "femnist", "shakespeare")
+DATASETS = (
+    *("digits", "cifar10", "cifar100", "cinic10", "mnist", "fashion-mnist", "femnist"),
+    *("shakespeare", "shakespeare-100", "shakespeare-100-mixed"),
+)
 MODELS = (
     *("vgg16", "vgg16-nodrop", "vgg16-nobias", "vgg16-gn2", "vgg16-gn2-nodrop", "vgg16-narrow", "vgg16-tiny"),
     *("resnet18", "resnet18-gn", "resnet18-tiny", "lstm", "lstm-tiny", "mlp", "deep-mlp", "cnn"),
@@ -20,7 +23,7 @@ DEFENCES = (
 ATTACKS = ("sign-flip", "scaling", "noise", "label-flip", "backdoor", "alie", "ipm", "gauge")
 """Copies of the names in `data`, `models`, `parameterization`, `tasks`, `robust` and `attacks`, which import torch. A
 test compares them."""
-SPLITS = ("iid", "dirichlet", "dirichlet-capped", "shards", "owner", "largest")
+SPLITS = ("iid", "dirichlet", "dirichlet-capped", "shards", "owner", "largest", "drawn")
 ENGINES = ("auto", "sequential", "batched", "flower")
 SAMPLERS = ("uniform", "poisson", "by-data")
 FORMATS = ("html", "markdown", "csv", "latex", "png", "svg", "pdf")

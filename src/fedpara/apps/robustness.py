@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from fedpara.apps.terminal.table import empty_table, print_table
-from fedpara.experiments.robustness import SEEDS, Outcome, rows, study
+from fedpara.experiments.studies.robustness import SEEDS, Outcome, rows, study
 
 RESULTS = "outcomes.jsonl"
 

@@ -80,11 +80,13 @@ class Session:
         x = {name: model[name] for name in self.program.shared}
         private = self.program.start(self.program.retained)
         memory = {PRIVATE: private, **self.algorithm.client_init(x)}
+        kept = [session.algorithm.local.keep_optimizer for session in self.trainings]
+        if not any(kept) and self.algorithm.personal is None:
+            return memory
         parameters = {**self.program.start(self.program.parameters), **x}
-        for session, prefix in zip(self.trainings, _SLOTS, strict=False):
-            local = session.algorithm.local
-            if local.keep_optimizer:
-                memory |= named_slots(build_optimizer(local).init(parameters), prefix)
+        for session, keeps, prefix in zip(self.trainings, kept, _SLOTS, strict=False):
+            if keeps:
+                memory |= named_slots(build_optimizer(session.algorithm.local).init(parameters), prefix)
         if self.algorithm.personal is not None:
             memory[PERSONAL] = {**self.program.start(self.program.buffers), **parameters}
             memory[PERSONAL] |= {name: model[name] for name in self.program.buffers if name in model}

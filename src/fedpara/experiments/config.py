@@ -20,7 +20,7 @@ from fedpara.references import OBJECT, REFERENCE_HINT
 from fedpara.robust import DEFENCES
 from fedpara.tasks import LOSSES, METRICS, Augment
 
-OWNED = ("owner", "largest")
+OWNED = ("owner", "largest", "drawn")
 """Splits whose clients are the owners of the examples."""
 
 TITLES = {"original": "original"} | {name: scheme.title for name, scheme in parameterization.SCHEMES.items()}
@@ -108,7 +108,7 @@ class Experiment:
     algorithm: str = "fedavg"
     options: dict[str, float] = field(default_factory=dict, hash=False)  # of the algorithm: mu, alpha, ...
     share: str = "all"  # fedper: all but the last layer; none: Local
-    split: str = "dirichlet"  # one of SPLITS; largest: the owners with the most examples
+    split: str = "dirichlet"  # one of SPLITS; largest, drawn: owners with many examples (`federation.py`)
     alpha: float = 0.5  # of the Dirichlet splits
     clients: int = 100
     keep: int | None = None  # use only the first `keep` clients
@@ -117,7 +117,7 @@ class Experiment:
     validation: float = (
         0.0  # fraction of each client's examples to hold out and score instead of the test set
     )
-    test_owners: str = "training"  # owner and largest: whose test examples score the global model; or all
+    test_owners: str = "training"  # owner, largest, drawn: whose test examples score the global model; or all
     personal: bool = False  # score each client's own model on its own test data
     cohort: int = 10
     sampler: str = "uniform"  # poisson, by-data: who takes part in a round
