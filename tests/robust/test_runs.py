@@ -12,8 +12,8 @@ import fedpara as fp
 from fedpara import algorithms, attacks, data, robust
 from fedpara.errors import ConfigError
 from fedpara.experiments import Experiment, resume, run
-from fedpara.experiments.studies.robustness import markdown, study
 from fedpara.experiments.storage.checkpoint import final_checkpoint
+from fedpara.experiments.studies.robustness import markdown, study
 from fedpara.models import mlp
 
 SMALL = Experiment(

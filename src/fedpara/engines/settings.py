@@ -1,7 +1,8 @@
 """Settings: how a run is carried out. The task, the data and the algorithm say what is learned."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -62,10 +63,11 @@ class Settings:
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: expected one of {', '.join(known)}.")
-        for name, known in (("robust", DEFENCES), ("attack", ATTACKS)):
+        factories: dict[str, Mapping[str, Callable[..., Any]]] = {"robust": DEFENCES, "attack": ATTACKS}
+        for name, library in factories.items():
             if isinstance(text := getattr(self, name), str):
-                function, arguments = library_call(text, known, name)
-                object.__setattr__(self, name, known[function](**arguments))
+                function, arguments = library_call(text, library, name)
+                object.__setattr__(self, name, library[function](**arguments))
         check_hostile(self.attack, self.hostile, self.engine)
         check_device(self.device)
         check_precision(self.precision, self.engine, self.device)
