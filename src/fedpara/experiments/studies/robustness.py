@@ -28,7 +28,15 @@ DEFENCES = (
 )
 SCALES = {
     "digits": Experiment(
-        model="mlp", gamma=0.1, clients=20, cohort=10, rounds=20, epochs=5, evaluate_every=5, device="cpu"
+        model="mlp",
+        gamma=0.1,
+        clients=20,
+        cohort=10,
+        rounds=20,
+        epochs=5,
+        evaluate_every=5,
+        engine="sequential",
+        device="cpu",
     ),
     "cifar10": Experiment(
         dataset="cifar10",
