@@ -142,17 +142,35 @@ def clipped(u):
     return u * np.minimum(1, np.median(d) / d)[:, None]
 
 
+def lower_median(values):
+    return np.sort(values)[(len(values) - 1) // 2]
+
+
+def aside_and_agreement(u):
+    """((1 - m)^4, a)"""
+    c, n = cosines(u), len(u)
+    m = np.array([lower_median(np.delete(row, i)) for i, row in enumerate(c)])
+    return (1 - m) ** 4, np.clip(lower_median(c[~np.eye(n, dtype=bool)]) / 0.25, 0, 1)
+
+
 def test_auto(round_of):
     x, u = round_of
-    c = cosines(u)
-    m = np.array([np.median(np.sort(np.delete(row, i))[[3]]) for i, row in enumerate(c)])  # the lower of 8
-    s = np.linalg.norm(u, axis=1) * (1 - m) ** 4
-    everyone = np.sort(c[~np.eye(9, dtype=bool)])[35]  # the lower median of 72
-    t = 1.3 - 0.15 * np.clip(everyone / 0.25, 0, 1)
-    kept = s <= t * np.median(s)
-    assert not kept[-2:].any()
-    assert 4 < kept.sum() < 9
-    expected = WEIGHTS[kept] @ clipped(u)[kept] / WEIGHTS[kept].sum()
+    u = u.copy()
+    u[0] *= -0.3  # short, and against the others
+    v = WEIGHTS @ clipped(u)
+    for _ in range(500):
+        beta = WEIGHTS / np.linalg.norm(clipped(u) - v, axis=1)
+        v = beta @ clipped(u) / beta.sum()
+    aside, a = aside_and_agreement(u)
+    standing = a * np.maximum(0, np.log(aside / np.median(aside)) - 1)
+    first = (clipped(u) @ v >= 0) & (standing <= 0.3)
+    assert not first[0]
+    rest, w = u[first], WEIGHTS[first]
+    aside, a = aside_and_agreement(rest)
+    s = np.linalg.norm(rest, axis=1) * aside
+    kept = s <= (1.3 - 0.15 * a) * np.median(s)
+    assert 3 < kept.sum() < len(rest)
+    expected = w[kept] @ clipped(rest)[kept] / w[kept].sum()
     np.testing.assert_allclose(made("auto", x, u), expected, atol=1e-9)
 
 

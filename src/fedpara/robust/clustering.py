@@ -2,7 +2,7 @@
 
     flame   the largest group of similar directions, by single linkage of cosine distances, clipped to the median norm
     auto    s_i = ||u_i|| (1 - m_i)^4,   m_i = the median cosine of u_i with the other updates
-            drops s_i > t median(s), and updates with a negative product with the geometric median; then clips
+            drops updates with a negative product with the geometric median, then s_i > t median(s); clips the rest
 
 Early in training honest updates agree, and hostile ones have smaller cosines. Later honest updates are short, and
 hostile ones, which still have something to teach, are long. s sees both. t is 1.15 while honest updates agree (a median
@@ -12,7 +12,7 @@ Some attacks have no length of their own and show only while honest updates agre
 
     standing_i = 0.9 standing_i + a max(0, 4 log((1 - m_i) / median(1 - m)) - 1)
 
-and drops clients with a standing above 0.3.
+and drops clients with a standing above 0.3 before it takes medians.
 """
 
 from itertools import pairwise
@@ -20,7 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fedpara.robust.geometry import Geometry, median
+from fedpara.robust.geometry import Geometry, among, median
 from fedpara.robust.weighing import clip_factors, only, rfa
 
 POWER = 4
@@ -31,14 +31,14 @@ DECAY, USUAL, TOLERATED = 0.9, 1.0, 0.3
 
 def auto(g: Geometry) -> Tensor:
     """The weighted mean of the updates that are no outliers, clipped to the median norm."""
-    clip = clip_factors(g.norms, None)
-    clipped = g.scaled(clip)
-    with_most = clipped.gram @ rfa(clipped) >= 0
-    kept = suspicion(g) <= 1  # at least half of the updates
-    for test in (standing(g) <= TOLERATED, with_most):
-        if (kept & test).any():
-            kept &= test
-    return only(g, kept.nonzero().flatten()) * clip
+    clipped = g.scaled(clip_factors(g.norms, None))
+    first = (standing(g) <= TOLERATED) & (clipped.gram @ rfa(clipped) >= 0)
+    if 2 * first.sum() < len(g):  # the tests disagree with the majority: judge by this round alone
+        first = torch.ones_like(first)
+    c = torch.zeros_like(g.w)
+    rest = among(g, first)  # short hostile updates would lower the medians
+    c[first] = only(rest, (suspicion(rest) <= 1).nonzero().flatten()) * clip_factors(rest.norms, None)
+    return c
 
 
 def suspicion(g: Geometry) -> Tensor:

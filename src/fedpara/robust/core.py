@@ -18,7 +18,7 @@ from fedpara.algorithms import FromMean, Mean, Update, Variables
 from fedpara.data import Examples
 from fedpara.robust.composed import Blocks, exact_products
 from fedpara.robust.coordinatewise import coordinatewise_median
-from fedpara.robust.geometry import Geometry
+from fedpara.robust.geometry import Geometry, among
 from fedpara.state import State
 
 LONGEST = 3.0
@@ -70,11 +70,11 @@ def robust_mean(
         c = torch.zeros_like(w)
         if kept.any():
             assert defence.weigh is not None
-            among = _among(g, kept)
-            c[kept] = defence.weigh(among)
+            usable = among(g, kept)
+            c[kept] = defence.weigh(usable)
             if defence.remember is not None:
                 past = g.past.clone()  # type: ignore[union-attr]
-                past[kept] = defence.remember(among)
+                past[kept] = defence.remember(usable)
         y = _moved(blocks, x, [update.y for update in updates], c)
         share = c.clamp_min(0)
         extra = _extras(updates, share)
@@ -94,13 +94,6 @@ def geometry(blocks: Blocks, x: State, ys: Sequence[State], w: Tensor, own: Stat
     n = len(ys)
     trusted = (gram[:n, n], float(gram[n, n].sqrt())) if own is not None else None
     return Geometry(gram[:n, :n], w, trusted)
-
-
-def _among(g: Geometry, kept: Tensor) -> Geometry:
-    w = g.w[kept]
-    trusted = None if g.trusted is None else (g.trusted[0][kept], g.trusted[1])
-    past = None if g.past is None else g.past[kept]
-    return Geometry(g.gram[kept][:, kept], w / w.sum(), trusted, past)
 
 
 def _moved(blocks: Blocks, x: State, ys: Sequence[State], c: Tensor) -> State:

@@ -50,6 +50,14 @@ class Geometry:
         return Geometry(self.gram * by[:, None] * by, self.w, trusted, self.past)
 
 
+def among(g: Geometry, kept: Tensor) -> Geometry:
+    """The geometry of some of the updates, whose weights sum to 1 again."""
+    w = g.w[kept]
+    trusted = None if g.trusted is None else (g.trusted[0][kept], g.trusted[1])
+    past = None if g.past is None else g.past[kept]
+    return Geometry(g.gram[kept][:, kept], w / w.sum(), trusted, past)
+
+
 def median(values: Tensor) -> Tensor:
     """The median; the mean of the two middle values if there are two."""
     return values.quantile(0.5)
