@@ -29,6 +29,7 @@ PAGES = [
     "guides/compression.md",
     "guides/data.md",
     "guides/participation.md",
+    "guides/robustness.md",
     "guides/run-folders.md",
     "guides/your-code.md",
     *(f"guides/{name}.md" for name in ("adapters", "algorithms", "data", "run-folders")),

@@ -16,7 +16,13 @@ MODELS = (
 SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
 LOSSES = ("cross-entropy", "mse", "mae", "bce", "next-token")
 METRICS = ("accuracy", "top-5", "r2", "mse", "mae", "dice", "iou", "perplexity")
-"""Copies of the names in `data`, `models`, `parameterization` and `tasks`, which import torch. A test compares them."""
+DEFENCES = (
+    *("auto", "mean", "median", "trimmed-mean", "krum", "multi-krum"),
+    *("rfa", "centred-clip", "norm-clip", "fltrust", "flame"),
+)
+ATTACKS = ("sign-flip", "scaling", "noise", "label-flip", "backdoor", "alie", "ipm", "gauge")
+"""Copies of the names in `data`, `models`, `parameterization`, `tasks`, `robust` and `attacks`, which import torch. A
+test compares them."""
 SPLITS = ("iid", "dirichlet", "dirichlet-capped", "shards", "owner", "largest", "drawn")
 ENGINES = ("auto", "sequential", "batched", "flower")
 SAMPLERS = ("uniform", "poisson", "by-data")
@@ -31,6 +37,7 @@ CLASSES = 10
 
 PAPER_RUNS = Path("runs/paper")
 PAPER_RESULTS = Path("results/paper")
+ROBUSTNESS = Path("results/robustness")
 
 DEADLINE = 3600.0
 """Seconds that a Flower server waits for a round."""

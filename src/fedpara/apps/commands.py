@@ -10,7 +10,9 @@ import typer
 
 from fedpara.apps.terminal.interrupt import starting
 from fedpara.choices import (
+    ATTACKS,
     DATASETS,
+    DEFENCES,
     ENGINES,
     LOSSES,
     METRICS,
@@ -195,6 +197,17 @@ def run(
     ] = None,
     max_norm: Annotated[
         float | None, typer.Option(help="Reject updates further than this from the model.")
+    ] = None,
+    robust: Annotated[
+        str | None,
+        typer.Option(help=f"Defence against hostile clients: {', '.join(DEFENCES)}; or {REFERENCE}"),
+    ] = None,
+    attack: Annotated[
+        str | None,
+        typer.Option(help=f"What simulated hostile clients do: {', '.join(ATTACKS)}; or {REFERENCE}"),
+    ] = None,
+    hostile: Annotated[
+        float | None, typer.Option(help="Share of the clients that are hostile, such as 0.2.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every random draw.")] = None,
     engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,

@@ -7,7 +7,7 @@ import typer
 
 from fedpara.apps.commands import DataDir, Json, Track
 from fedpara.apps.terminal.interrupt import starting
-from fedpara.choices import ENGINES, PAPER_RESULTS, PAPER_RUNS
+from fedpara.choices import ENGINES, PAPER_RESULTS, PAPER_RUNS, ROBUSTNESS
 
 
 def sweep(
@@ -145,10 +145,17 @@ def reproduce(
 ) -> None:
     """Run what a table or figure of the paper needs, print paper | ours, and draw the figure.
 
+    The name robustness stands for the table of attacks and defences; its scales are digits and cifar10.
+
     Finished runs are skipped; interrupted runs are resumed.
 
     Example: fedpara reproduce capacity-cnn --only cifar10-iid
     """
+    if names == ["robustness"]:
+        with starting():
+            from fedpara.apps.robustness import robustness
+        robustness(scale, seeds, rounds, ROBUSTNESS if out == PAPER_RUNS else out, as_json)
+        return
     with starting():
         from fedpara.apps.reproduce import reproduce as work
     work(names, list_, seeds, rounds, only, scale, out, results, data_dir, engine, precision, keep, as_json)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fedpara.algorithms import Variables
 from fedpara.algorithms.core import Weighting
@@ -11,6 +12,9 @@ from fedpara.engines.participation.cohorts import Cohorts, Sampler, uniform
 from fedpara.engines.participation.devices import Devices
 from fedpara.state import State, in_words
 from fedpara.tasks.metrics import shown
+
+if TYPE_CHECKING:
+    from fedpara.engines.server.guard import Guard
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +118,7 @@ class Schedule:
     devices: Devices | None = None
     patience: int | None = None  # evaluations without a better score after which the run stops
     higher_is_better: bool = True  # the direction of the score
+    guard: "Guard | None" = None  # a defence against hostile clients, and a simulated attack
 
     def cohorts(self, seed: int) -> Cohorts:
         return Cohorts(seed, self.clients, self.cohort, self.sampler, self.lost)

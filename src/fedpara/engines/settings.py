@@ -1,16 +1,20 @@
 """Settings: how a run is carried out. The task, the data and the algorithm say what is learned."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from fedpara.algorithms.core import Weighting
 from fedpara.algorithms.local import AT_MOST_ONE, BELOW_ONE, COUNT, POSITIVE, SEED, check
+from fedpara.attacks import ATTACKS, Attack
 from fedpara.choices import ENGINES
 from fedpara.engines.participation.cohorts import Sampler, check_sampler
 from fedpara.engines.participation.devices import Devices
 from fedpara.errors import ConfigError
+from fedpara.references import library_call
+from fedpara.robust import DEFENCES, Defence
 from fedpara.wire import Link
 
 Share = Literal["all", "none", "fedper"]
@@ -39,6 +43,9 @@ class Settings:
     lost: float = 0.0
     devices: Devices | None = None
     patience: int | None = None
+    robust: str | Defence | None = None
+    attack: str | Attack | None = None
+    hostile: float = 0.0
 
     def __post_init__(self) -> None:
         check(COUNT, rounds=self.rounds, cohort=self.cohort, evaluate_every=self.evaluate_every)
@@ -56,8 +63,32 @@ class Settings:
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: expected one of {', '.join(known)}.")
+        factories: dict[str, Mapping[str, Callable[..., Any]]] = {"robust": DEFENCES, "attack": ATTACKS}
+        for name, library in factories.items():
+            if isinstance(text := getattr(self, name), str):
+                function, arguments = library_call(text, library, name)
+                object.__setattr__(self, name, library[function](**arguments))
+        check_hostile(self.attack, self.hostile, self.engine)
         check_device(self.device)
         check_precision(self.precision, self.engine, self.device)
+
+
+def check_hostile(attack: object, share: float, engine: str) -> None:
+    """ConfigError unless an attack and a share of hostile clients are given together, or neither."""
+    if not 0 <= share <= 0.5:
+        raise ConfigError(
+            f"hostile is {share}: expected a share of the clients of at most 0.5, such as 0.2. No defence can tell a "
+            "hostile majority from an honest one."
+        )
+    if (attack is None) != (share == 0):
+        missing = (
+            "hostile clients: set hostile, such as 0.2" if share == 0 else "an attack, such as 'sign-flip'"
+        )
+        raise ConfigError(f"{'attack' if share == 0 else f'hostile {share}'} needs {missing}.")
+    if attack is not None and engine == "flower":
+        raise ConfigError(
+            "an attack is simulated, and Flower's nodes are real clients: use another engine. `robust` works on Flower."
+        )
 
 
 def check_device(device: str | None) -> None:

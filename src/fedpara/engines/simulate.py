@@ -8,6 +8,7 @@ import numpy as np
 
 from fedpara.algorithms import Algorithm
 from fedpara.algorithms.core import Weighting
+from fedpara.attacks import Attack, poisoned
 from fedpara.data import FederatedData
 from fedpara.engines.batched.engine import Batched
 from fedpara.engines.batched.round_plan import typical_shape
@@ -23,11 +24,13 @@ from fedpara.engines.participation.devices import Devices
 from fedpara.engines.program import make_program, shared_names
 from fedpara.engines.progress import Progress, Round, Schedule
 from fedpara.engines.server.engine import Engine
+from fedpara.engines.server.guard import attacked, hostile_of, make_guard
 from fedpara.engines.server.rounds import run_rounds
 from fedpara.engines.server.scores import with_everyone
 from fedpara.engines.session import Session, own_part
 from fedpara.engines.settings import Precision, Settings, Share
 from fedpara.errors import ConfigError, RunError
+from fedpara.robust import Defence
 from fedpara.state import State
 from fedpara.tasks import Task
 from fedpara.tasks.metrics import shown
@@ -136,6 +139,9 @@ def simulate(
     lost: float = 0.0,
     devices: Devices | None = None,
     patience: int | None = None,
+    robust: str | Defence | None = None,
+    attack: str | Attack | None = None,
+    hostile: float = 0.0,
     memory: ClientMemory | None = None,
     on_round: Callable[[Round], object] | None = None,
 ) -> Run:
@@ -175,6 +181,11 @@ def simulate(
     devices         the clients' bandwidth and speed, such as `Devices(bandwidth=lognormal(1e6, 0.5), speed=20)`: each
                     round then has a simulated clock, and a deadline refuses clients that are too slow
     patience        stop after this many evaluations without a better score
+    robust          how the server defends itself against hostile clients: "auto", "rfa", "trimmed-mean(0.2)", or a
+                    Defence of `fedpara.robust`; by default it takes the algorithm's mean
+    attack          what hostile clients do, for studies: "label-flip", "backdoor(target=3)", or an Attack of
+                    `fedpara.attacks`
+    hostile         the share of the clients that are hostile, such as 0.2; the seed decides which
     memory          where client memories are stored: an object with `get(client)` and
                     `put(client, round, variables)`
     on_round        called with the result of each round; the run ends if it returns False
@@ -198,6 +209,9 @@ def simulate(
         lost=lost,
         devices=devices,
         patience=patience,
+        robust=robust,
+        attack=attack,
+        hostile=hostile,
     )
     refuse_flower_engine(engine)
     task = with_own_test(task, data)
@@ -241,7 +255,9 @@ def prepare(
     """(session, schedule, whether clients are scored), after all checks and before anything runs."""
     if algorithm.local.schedule is not None:
         algorithm = replace(algorithm, local=replace(algorithm.local, rounds=settings.rounds))
-    session = Session(make_program(task.model, settings.share), algorithm, settings.link, settings.seed)
+    program = make_program(task.model, settings.share)
+    algorithm = attacked(algorithm, program, settings, len(data))
+    session = Session(program, algorithm, settings.link, settings.seed)
     personal = data.has_personal if settings.personal is None else settings.personal
     check_run(session, task, data, settings, personal)
     max_share = settings.max_share
@@ -265,6 +281,7 @@ def prepare(
         lost=settings.lost,
         devices=settings.devices,
         patience=settings.patience,
+        guard=make_guard(session, task, data, settings),
     )
     schedule.cohorts(session.seed).draw(1)  # raises if a custom sampler returns something else than clients
     return session, schedule, personal
@@ -284,6 +301,8 @@ def build_engine(
 ) -> Engine:
     """The engine that the settings name. Under torchrun every rank builds one, for its share of the cohort."""
     group = join()
+    if isinstance(settings.attack, Attack):
+        data = poisoned(settings.attack, data, hostile_of(settings, len(data)), settings.seed)
     inner = _build_on_this_rank(settings, session, task, data, memory, group)
     return inner if group.size == 1 else Distributed(group, inner, session)
 

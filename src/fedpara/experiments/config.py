@@ -12,10 +12,12 @@ from fedpara import algorithms, models, parameterization, references
 from fedpara.algorithms.core import Weighting
 from fedpara.algorithms.optimizers import OPTIMIZERS
 from fedpara.algorithms.schedules import SCHEDULES
+from fedpara.attacks import ATTACKS
 from fedpara.choices import ENGINES, SAMPLERS, SPLITS
 from fedpara.engines.settings import Precision, Share
 from fedpara.errors import ConfigError, among
 from fedpara.references import OBJECT, REFERENCE_HINT
+from fedpara.robust import DEFENCES
 from fedpara.tasks import LOSSES, METRICS, Augment
 from fedpara.wire import parse_encoding
 
@@ -42,12 +44,17 @@ CHOICES: dict[str, Sequence[str]] = {
 }
 """Accepted values by field. A field with the default None may also be left out."""
 
-CALLS: dict[str, dict[str, Callable[..., Any]]] = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+CALLS: dict[str, dict[str, Callable[..., Any]]] = {
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+    "robust": DEFENCES,
+    "attack": ATTACKS,
+}
 """Fields that take a factory of the library with its arguments, such as cosine(warmup=5)."""
 
 REFERENCED = (
     *("dataset", "model", "where", "split", "algorithm"),
-    *("loss", "metrics", "optimizer", "schedule", "sampler"),
+    *("loss", "metrics", "optimizer", "schedule", "sampler", "robust", "attack"),
 )
 """Fields that also take a reference to your function, such as mypkg:unet(width=32). See `fedpara.references`."""
 
@@ -75,6 +82,9 @@ LATER: dict[str, Any] = {
     "optimizer": "sgd",
     "schedule": None,
     "keep_optimizer": False,
+    "robust": None,
+    "attack": None,
+    "hostile": 0.0,
     "objects": None,
 }
 
@@ -136,6 +146,9 @@ class Experiment:
     weights: str = "examples"  # weight updates by their number of examples, or uniform
     max_share: float | None = None  # the largest share of a round's weight that one client may have
     max_norm: float | None = None  # reject updates farther than this from the model
+    robust: str | None = None  # against hostile clients: auto, rfa, trimmed-mean(0.2), ...
+    attack: str | None = None  # of simulated hostile clients: label-flip, backdoor(target=3), ...
+    hostile: float = 0.0  # the share of the clients that are hostile
     evaluate_every: int = 1
     target: float | None = None  # stop at this accuracy
     patience: int | None = None  # stop after this many evaluations without a better score

@@ -75,7 +75,7 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
     collected = collect(session, schedule, progress, chosen, message, sent, replies, meter)
     x, server, averages, count = progress.x, progress.server, progress.buffers, len(collected.replies)
     if collected.aggregator is not None and count >= schedule.minimum:
-        x, server, averages = collected.aggregator.aggregate(server, schedule.clients)
+        x, server, averages = collected.aggregator.aggregate(server, schedule.clients, t)
         _refuse_overflow(t, [x, averages, *server.values()])
     else:
         _refuse_divergence(t, collected)
