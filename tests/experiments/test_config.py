@@ -129,6 +129,10 @@ OTHER = {
     "schedule": "step_decay(30)",
     "keep_optimizer": True,
     "objects": "model 1234",
+    "privacy": "user(noise=1.1, clip=0.5)",
+    "epsilon": 4.0,
+    "delta": 1e-6,
+    "privacy_seed": 3,
 }
 
 

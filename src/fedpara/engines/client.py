@@ -126,6 +126,8 @@ def reply_of(
         own = {**own, PERSONAL: one.state, **slots}
     seed = torch_seed(session.seed, "send", round, client)
     y = algorithm.send(x, y, Visit(client, round, trained.steps, eta, seed))
+    if session.privacy is not None:
+        y = session.privacy.bounded(x, y, down)
     sent = {**y, **{name: trained.buffers[name] for name in program.shared_buffers}}
     private = {name: trained.state[name] for name in program.retained}
     try:

@@ -5,7 +5,10 @@ from functools import cached_property
 
 from fedpara.algorithms import Algorithm, Variables
 from fedpara.algorithms.optimizers import Slots, build_optimizer
+from fedpara.engines.distributed.process_group import join
 from fedpara.engines.program import Program
+from fedpara.privacy import Privacy
+from fedpara.privacy.randomness import fresh_key
 from fedpara.state import State
 from fedpara.wire import AnyMessage, Header, Link, Spec, admit, pack, spec_of, unpack
 
@@ -25,6 +28,8 @@ class Session:
     algorithm: Algorithm
     link: Link
     seed: int
+    privacy: Privacy | None = None
+    secret: bool = False  # cohorts and noise come from the operating system, not from the seed
 
     def __repr__(self) -> str:
         link = f"{self.link.down} down, {self.link.up} up"
@@ -110,6 +115,13 @@ class Session:
     def stateful(self) -> bool:
         """Whether clients keep anything between rounds."""
         return any(self.first_memory(self._x()).values())
+
+    @cached_property
+    def cohort_seed(self) -> int:
+        """Decides the cohorts. A secret one is drawn anew in every process: a cohort that is known hides nobody."""
+        if not self.secret:
+            return self.seed
+        return int(join().agreed("the secret of the cohorts", fresh_key().hex())[:15], 16)
 
     def header(self, round: int, sender: str = "server", examples: int = 0) -> Header:
         return Header(round, self.algorithm.name, self.program.scheme, sender, examples)

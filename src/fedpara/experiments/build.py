@@ -21,6 +21,7 @@ from fedpara.experiments.config import Experiment
 from fedpara.experiments.federation import load_federation
 from fedpara.parameterization import Scheme
 from fedpara.parameterization.selection import Where
+from fedpara.privacy import Privacy, read_privacy
 from fedpara.tasks import Metric, Task
 from fedpara.trees import leaves
 from fedpara.wire import Link
@@ -103,6 +104,10 @@ def build_sampler(experiment: Experiment) -> Any:
     """The sampler's name, or your function."""
     named = "sampler" in experiment.references
     return references.value(experiment.sampler) if named else experiment.sampler
+
+
+def build_privacy(experiment: Experiment) -> Privacy | None:
+    return None if experiment.privacy is None else read_privacy(experiment.privacy)
 
 
 def build_schedule(experiment: Experiment) -> RateSchedule | None:

@@ -64,6 +64,7 @@ def as_experiment(
         "sampler": settings.sampler
         if isinstance(settings.sampler, str)
         else _object(_name(settings.sampler)),
+        "privacy": None if settings.privacy is None else str(settings.privacy),
     }
     plain = {
         "clients": len(data),

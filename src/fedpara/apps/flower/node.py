@@ -27,8 +27,9 @@ from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import make_program
 from fedpara.engines.session import Session
 from fedpara.engines.settings import check_device
+from fedpara.engines.setup.private_run import open_session
 from fedpara.errors import ConfigError, FedParaError, RunError, WireError
-from fedpara.experiments.build import Parts, build
+from fedpara.experiments.build import Parts, build, build_privacy
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.config_file import with_values
 from fedpara.experiments.node_data import is_own, read_own
@@ -190,7 +191,9 @@ def _site(experiment_toml: str, node_config: tuple[tuple[str, Any], ...]) -> Sit
     parts = build(experiment, Path(str(data_dir)).expanduser() if data_dir else None)
     program = make_program(parts.task.model, experiment.share)  # type: ignore[arg-type]
     own = read_own(experiment.dataset, config) if is_own(experiment.dataset) else None
-    session = Session(program, parts.algorithm, parts.link, experiment.seed)
+    session = open_session(
+        program, parts.algorithm, parts.link, seed=experiment.seed, privacy=build_privacy(experiment)
+    )
     return Site(session, Worker(program, parts.task, node_device(config, experiment.device)), parts, own)
 
 

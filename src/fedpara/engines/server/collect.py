@@ -7,6 +7,7 @@ from fedpara.algorithms import Update
 from fedpara.engines.client import Reply, from_change, sends_changes
 from fedpara.engines.progress import Progress, Schedule
 from fedpara.engines.server.aggregation import Aggregator, round_weights
+from fedpara.engines.server.private import PrivateSum, private_sum
 from fedpara.engines.session import Session
 from fedpara.engines.threads import checked_in_order
 from fedpara.engines.transfer import HOST, device_of, move
@@ -21,7 +22,7 @@ LARGE_MESSAGE = 1 << 20  # bytes; threads speed up hashing and copying above thi
 class Collected:
     """A round's results. `replies` are those with accepted updates, without their messages."""
 
-    aggregator: Aggregator | None = None
+    aggregator: Aggregator | PrivateSum | None = None
     replies: list[Reply] = field(default_factory=list)
     refused: list[tuple[int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -40,7 +41,8 @@ def collect(
     meter: Meter,
 ) -> Collected:
     """Collects at most one update per client of the cohort, even if the engine or the network returns more."""
-    collected, round = Collected(), progress.round + 1
+    round = progress.round + 1
+    collected = Collected(private_sum(session, schedule, progress, round))
     waiting, devices = dict.fromkeys(chosen), schedule.devices
     known = {HOST.type: sent}  # the model as it was sent, on each device that holds an update
 
