@@ -129,6 +129,7 @@ OTHER = {
     "schedule": "step_decay(30)",
     "keep_optimizer": True,
     "objects": "model 1234",
+    "rotate": True,
     "privacy": "user(noise=1.1, clip=0.5)",
     "epsilon": 4.0,
     "delta": 1e-6,

@@ -207,6 +207,9 @@ def run(
     max_norm: Annotated[
         float | None, typer.Option(help="Reject updates further than this from the model.")
     ] = None,
+    rotate: Annotated[
+        bool | None, typer.Option(help="Train and send one factor of every weight per round, in turn.")
+    ] = None,
     privacy: Annotated[
         str | None,
         typer.Option(

@@ -129,6 +129,8 @@ def reply_of(
     if session.privacy is not None:
         y = session.privacy.bounded(x, y, down)
     sent = {**y, **{name: trained.buffers[name] for name in program.shared_buffers}}
+    for name in session.resting(round):
+        del sent[name]
     private = {name: trained.state[name] for name in program.retained}
     try:
         message = _encode_update(session, sent, model, extra, round, client, examples)

@@ -7,6 +7,7 @@ from fedpara.algorithms import Algorithm, Variables
 from fedpara.algorithms.optimizers import Slots, build_optimizer
 from fedpara.engines.distributed.process_group import join
 from fedpara.engines.program import Program
+from fedpara.engines.setup.rotation import Rotation
 from fedpara.privacy import Privacy
 from fedpara.privacy.randomness import fresh_key
 from fedpara.state import State
@@ -29,6 +30,7 @@ class Session:
     link: Link
     seed: int
     privacy: Privacy | None = None
+    rotation: Rotation | None = None
     secret: bool = False  # cohorts and noise come from the operating system, not from the seed
 
     def __repr__(self) -> str:
@@ -48,6 +50,15 @@ class Session:
         a, x = self.algorithm, self._x()
         extra, _ = a.finish(x, x, a.broadcast(a.server_init(x)), a.client_init(x), 1, 1.0)
         return spec_of(pack({"": self._model(), **extra}), self.link.up, self.exact)
+
+    def up_in(self, round: int) -> Spec:
+        """The same for one round: factors that rest are not sent."""
+        resting = self.resting(round)
+        return {name: one for name, one in self.up.items() if name not in resting}
+
+    def resting(self, round: int) -> frozenset[str]:
+        """The tensors of the model that neither train nor travel up in this round."""
+        return frozenset() if self.rotation is None else self.rotation.resting(round)
 
     def _x(self) -> State:
         return self.program.start(self.program.shared)
@@ -78,7 +89,8 @@ class Session:
             }
             for variable, tensors in unpack(state).items()
         }
-        return variables.pop(""), variables
+        model = variables.pop("")
+        return model, variables if self.rotation is None else {**variables, **self.rotation.turn(round)}
 
     def first_memory(self, model: State) -> Variables:
         """A client's memory before its first round."""

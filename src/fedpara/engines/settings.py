@@ -40,6 +40,7 @@ class Settings:
     lost: float = 0.0
     devices: Devices | None = None
     patience: int | None = None
+    rotate: bool = False
     privacy: Privacy | None = None
     epsilon: float | None = None
     delta: float | None = None

@@ -76,6 +76,7 @@ LATER: dict[str, Any] = {
     "schedule": None,
     "keep_optimizer": False,
     "objects": None,
+    "rotate": False,
     "privacy": None,
     "delta": None,
     "privacy_seed": None,
@@ -142,6 +143,7 @@ class Experiment:
     evaluate_every: int = 1
     target: float | None = None  # stop at this accuracy
     patience: int | None = None  # stop after this many evaluations without a better score
+    rotate: bool = False  # train and send one factor of every weight per round, in turn
     privacy: str | None = None  # user(noise=1.1, clip=0.5): hides whether a client took part
     epsilon: float | None = None  # the privacy budget: stop before a round that would exceed it
     delta: float | None = None  # of every epsilon; N^-1.1 for N clients

@@ -192,7 +192,12 @@ def _site(experiment_toml: str, node_config: tuple[tuple[str, Any], ...]) -> Sit
     program = make_program(parts.task.model, experiment.share)  # type: ignore[arg-type]
     own = read_own(experiment.dataset, config) if is_own(experiment.dataset) else None
     session = open_session(
-        program, parts.algorithm, parts.link, seed=experiment.seed, privacy=build_privacy(experiment)
+        program,
+        parts.algorithm,
+        parts.link,
+        seed=experiment.seed,
+        privacy=build_privacy(experiment),
+        rotate=experiment.rotate,
     )
     return Site(session, Worker(program, parts.task, node_device(config, experiment.device)), parts, own)
 

@@ -50,7 +50,7 @@ def collect(
         if reply.message is None:
             return None
         device = device_of([reply.message.tensors]) if isinstance(reply.message, Message) else HOST
-        if schedule.max_norm is not None and device.type not in known:
+        if (schedule.max_norm is not None or session.rotation) and device.type not in known:
             known[device.type] = move(sent, device)
         try:
             return _admit(session, schedule, reply, known.get(device.type, sent), round)
@@ -115,7 +115,7 @@ def _admit(
     changes = sends_changes(session.link)
     header, state = admit(
         reply.message,
-        spec=session.up,
+        spec=session.up_in(round),
         round=round,
         method=session.algorithm.name,
         scheme=session.program.scheme,
@@ -133,7 +133,7 @@ def _admit(
     model = variables.pop("")
     if changes:
         model = from_change(model, sent, session.exact)
-    program = session.program
+    program, model = session.program, {**{name: sent[name] for name in session.resting(round)}, **model}
     y = {name: model[name] for name in program.shared}
     averaged = {name: model[name] for name in program.shared_buffers}
     return Update(y, variables, header.examples), averaged

@@ -92,7 +92,8 @@ def private_sum(session: Session, schedule: Schedule, progress: Progress, round:
     spending = schedule.spending
     if spending is None or not isinstance(spending.kind, User):
         return None
-    return PrivateSum(session, spending, progress.x, progress.server, round, session.program.shared)
+    names = tuple(name for name in session.program.shared if name not in session.resting(round))
+    return PrivateSum(session, spending, progress.x, progress.server, round, names)
 
 
 def budget_notes(schedule: Schedule, round: int) -> list[str]:

@@ -79,6 +79,7 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
     # A private sum gets its noise even if nobody replied: an unchanged model would tell that.
     if collected.aggregator is not None and (count >= schedule.minimum or schedule.spending is not None):
         x, server, averages = collected.aggregator.aggregate(server, schedule.clients)
+        x |= {name: progress.x[name] for name in session.resting(t)}  # not the rounded mean of equal numbers
         _refuse_overflow(t, [x, averages, *server.values()])
     else:
         _refuse_divergence(t, collected)

@@ -9,6 +9,7 @@ from fedpara.algorithms import Algorithm, FromMean, Variables
 from fedpara.engines.program import Program
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
+from fedpara.engines.setup.rotation import make_rotation
 from fedpara.errors import ConfigError
 from fedpara.privacy import Privacy, Spending
 from fedpara.privacy.accountant import default_delta
@@ -25,11 +26,16 @@ def open_session(
     seed: int,
     privacy: Privacy | None = None,
     privacy_seed: int | None = None,
+    rotate: bool = False,
 ) -> Session:
     """The session that the server and its clients agree on."""
+    rotation = make_rotation(program, algorithm) if rotate else None
+    if rotation is not None:
+        algorithm = rotation.of(algorithm)
     if privacy is not None and privacy.adaptive:
         algorithm = _sending_the_bound(algorithm, privacy.bound)
-    return Session(program, algorithm, link, seed, privacy, privacy is not None and privacy_seed is None)
+    secret = privacy is not None and privacy_seed is None
+    return Session(program, algorithm, link, seed, privacy, rotation, secret)
 
 
 def _sending_the_bound(algorithm: Algorithm, first: float) -> Algorithm:
