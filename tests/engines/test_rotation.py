@@ -19,7 +19,7 @@ SCHEMES = {
     "fedpara": {},
     "lowrank": {"scheme": "lowrank"},
     "kernels": {"model": "cnn", "steps": 1},
-    "pfedpara": {"scheme": "pfedpara", "personal": True},
+    "pfedpara": {"scheme": "pfedpara", "personal": True, "lr": 0.05},
     "lossy": {"link_up": "int8", "link_down": "float16"},
     "private": {
         "sampler": "poisson",

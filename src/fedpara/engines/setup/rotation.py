@@ -24,8 +24,8 @@ from fedpara.errors import ConfigError
 from fedpara.state import State
 
 ROTATION, TURN = "rotation", "turn"
-"""The variable that tells a client's steps which factors train, and its only tensor. It is not sent: it follows from the
-round."""
+"""The variable that tells a client's steps which factors train, and its only tensor. It follows from the round, so it
+is not sent."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def make_rotation(program: Program, algorithm: Algorithm) -> Rotation:
     """The rotation of the program's shared factors. ConfigError if it would not be exact."""
     for problem in _problems(program, algorithm):
         raise ConfigError(f"rotate trains one factor of each weight per round, and {problem}")
-    places = {}
+    places: dict[str, tuple[int, int]] = {}
     for weight, form in program.forms.items():
         names = [name for factor in form.factors if (name := f"{weight}.{factor}") in set(program.shared)]
         places |= {name: (j, len(names)) for j, name in enumerate(names)}
