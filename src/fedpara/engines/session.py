@@ -8,7 +8,7 @@ from fedpara.algorithms.optimizers import Slots, build_optimizer
 from fedpara.engines.distributed.process_group import join
 from fedpara.engines.program import Program
 from fedpara.engines.setup.rotation import Rotation
-from fedpara.privacy import Privacy
+from fedpara.privacy import Privacy, User
 from fedpara.privacy.randomness import fresh_key
 from fedpara.state import State
 from fedpara.wire import AnyMessage, Header, Link, Spec, admit, pack, spec_of, unpack
@@ -31,7 +31,7 @@ class Session:
     seed: int
     privacy: Privacy | None = None
     rotation: Rotation | None = None
-    secret: bool = False  # cohorts and noise come from the operating system, not from the seed
+    privacy_seed: int | None = None  # of the noise; None takes it from the operating system
 
     def __repr__(self) -> str:
         link = f"{self.link.down} down, {self.link.up} up"
@@ -130,8 +130,8 @@ class Session:
 
     @cached_property
     def cohort_seed(self) -> int:
-        """Decides the cohorts. A secret one is drawn anew in every process: a cohort that is known hides nobody."""
-        if not self.secret:
+        """Decides the cohorts. User-level privacy draws a secret one in every process: known cohorts hide less."""
+        if not isinstance(self.privacy, User) or self.privacy_seed is not None:
             return self.seed
         return int(join().agreed("the secret of the cohorts", fresh_key().hex())[:15], 16)
 

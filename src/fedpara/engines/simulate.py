@@ -105,8 +105,9 @@ def simulate(
     patience        stop after this many evaluations without a better score
     rotate          train and send one factor of every weight per round, in turn: averaging is then exact, and uploads
                     are two to four times smaller
-    privacy         such as `privacy.User(noise=1.1, clip=0.5)`: the models hide whether any one client took part.
-                    Needs sampler="poisson" and weights="uniform"
+    privacy         `privacy.User(noise=1.1, clip=0.5)`: the models hide whether any one client took part; needs
+                    sampler="poisson" and weights="uniform". `privacy.Example(noise=1.0, clip=1.0)`: what a client
+                    sends hides whether any one of its examples was there
     epsilon         the privacy budget: the run stops before a round that would exceed it
     delta           the delta of every epsilon; by default N^-1.1 for N clients
     privacy_seed    draws the noise from this seed: for tests, because such a run is not private
@@ -192,7 +193,7 @@ def prepare(
     )
     personal = data.has_personal if settings.personal is None else settings.personal
     check_run(session, task, data, settings, personal)
-    spending = private_spending(session, settings, len(data))
+    spending = private_spending(session, settings, task, data)
     max_share = settings.max_share
     if not len(data.train) and max_share is None:  # only the nodes know how many examples they have
         max_share = MAX_CLAIMED_SHARE

@@ -144,7 +144,7 @@ class Experiment:
     target: float | None = None  # stop at this accuracy
     patience: int | None = None  # stop after this many evaluations without a better score
     rotate: bool = False  # train and send one factor of every weight per round, in turn
-    privacy: str | None = None  # user(noise=1.1, clip=0.5): hides whether a client took part
+    privacy: str | None = None  # user(noise=1.1, clip=0.5) hides clients, example(noise=1, clip=1) examples
     epsilon: float | None = None  # the privacy budget: stop before a round that would exceed it
     delta: float | None = None  # of every epsilon; N^-1.1 for N clients
     privacy_seed: int | None = None  # of the noise, for tests: such a run is not private

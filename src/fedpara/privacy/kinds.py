@@ -1,4 +1,4 @@
-"""User: the kind of privacy a run has, as a value and as text such as user(noise=1.1, clip=0.5)."""
+"""User and Example: the kinds of privacy, as values and as text such as user(noise=1.1, clip=0.5)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -41,17 +41,8 @@ class User:
     name: ClassVar[str] = "user"
 
     def __post_init__(self) -> None:
-        if self.clip is None:
-            raise ConfigError(
-                f"privacy {self} has noise and no clip: noise hides a client only if its update is bounded. Add a "
-                "clip, such as clip=0.5."
-            )
-        if not self.noise >= SMALLEST_NOISE:
-            raise ConfigError(
-                f"privacy {self}: noise is {self.noise}: expected {SMALLEST_NOISE} or more. With less, a single round "
-                "already costs an epsilon above 50."
-            )
-        for name in ("clip", "clip_rate", "bit_noise"):
+        _check_noise_and_clip(self)
+        for name in ("clip_rate", "bit_noise"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"privacy {self}: {name} is {value}: expected a number above 0.")
@@ -94,9 +85,40 @@ class User:
         return noise_of_updates(self.noise, bits)
 
 
-KINDS: dict[str, Callable[..., Any]] = {"user": User}
+@dataclass(frozen=True)
+class Example:
+    """Example-level differential privacy: what a client sends hides whether any one of its examples was there.
 
-Privacy = User
+        g = (sum_j g_j min(1, clip / ||g_j||) + N(0, (noise clip)^2)) / B in every local step
+
+    noise   z, the noise multiplier: the standard deviation of the noise over `clip`
+    clip    C, the largest norm of one example's gradient
+
+    The client adds the noise itself, so it need not trust the server. An example is in one batch of each epoch, and the
+    cost is that of a Gaussian mechanism per use: no credit is taken for the shuffling of batches.
+    """
+
+    noise: float
+    clip: float | None = None
+
+    name: ClassVar[str] = "example"
+    adaptive: ClassVar[bool] = False
+    quantile: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        _check_noise_and_clip(self)
+
+    def __str__(self) -> str:
+        return text_of(self)
+
+    @property
+    def bound(self) -> float:
+        assert self.clip is not None
+        return self.clip
+
+
+Privacy = User | Example
+KINDS: dict[str, Callable[..., Privacy]] = {"user": User, "example": Example}
 
 
 def read_privacy(text: str) -> Privacy:
@@ -106,8 +128,21 @@ def read_privacy(text: str) -> Privacy:
             f"privacy is {text!r}: expected {' or '.join(KINDS)}, such as user(noise=1.1, clip=0.5)."
         )
     name, arguments = library_call(text, KINDS, "privacy")
-    made: Privacy = KINDS[name](**arguments)
-    return made
+    return KINDS[name](**arguments)
+
+
+def _check_noise_and_clip(kind: Privacy) -> None:
+    if kind.clip is None:
+        raise ConfigError(
+            f"privacy {kind} has noise and no clip: noise hides only what is bounded. Add a clip, such as clip=0.5."
+        )
+    if not kind.clip > 0:
+        raise ConfigError(f"privacy {kind}: clip is {kind.clip}: expected a number above 0.")
+    if not kind.noise >= SMALLEST_NOISE:
+        raise ConfigError(
+            f"privacy {kind}: noise is {kind.noise}: expected {SMALLEST_NOISE} or more. With less, a single round "
+            "already costs an epsilon above 50."
+        )
 
 
 def text_of(privacy: Any) -> str:

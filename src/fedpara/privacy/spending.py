@@ -1,34 +1,39 @@
 """Spending: what a run has spent after each round, and when its budget is spent."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from fedpara.errors import ConfigError
 from fedpara.privacy.accountant import epsilon, epsilon_rdp
-from fedpara.privacy.kinds import User
+from fedpara.privacy.kinds import Privacy
 
 SEEDED = "the noise comes from a seed, so it hides nothing"
 
 
 @dataclass(frozen=True)
 class Spending:
-    """The cost of a run with user-level privacy. `budget` is the largest epsilon, `seed` that of the noise."""
+    """The cost of a private run. `budget` is the largest epsilon, `seed` that of the noise.
 
-    kind: User
+    `uses`, with example-level privacy: how often the first rounds used the most used example.
+    """
+
+    kind: Privacy
     clients: int
     cohort: int  # expected, q N
     delta: float
     budget: float | None = None
     seed: int | None = None
+    uses: Callable[[int], int] | None = None
 
-    @cached_property
-    def sampling(self) -> float:
-        """q, the probability with which a client takes part in a round."""
-        return self.cohort / self.clients
+    def costs(self, rounds: int) -> tuple[float, float, int, float]:
+        """(noise, sampling probability, number of Gaussian mechanisms, delta)"""
+        if self.uses is not None:
+            return self.kind.noise, 1.0, self.uses(rounds), self.delta
+        return self.kind.noise, self.cohort / self.clients, rounds, self.delta
 
     def epsilon(self, rounds: int) -> float:
-        return epsilon(self.kind.noise, self.sampling, rounds, self.delta)
+        return epsilon(*self.costs(rounds))
 
     def spent(self, rounds: int) -> bool:
         """Whether one more round would cost more than the budget."""
@@ -47,7 +52,7 @@ class Spending:
         return {
             "kind": self.kind.name,
             "epsilon": self.epsilon(rounds),
-            "epsilon_rdp": epsilon_rdp(self.kind.noise, self.sampling, rounds, self.delta),
+            "epsilon_rdp": epsilon_rdp(*self.costs(rounds)),
             "delta": self.delta,
             "noise": self.kind.noise,
             "clip": bound,

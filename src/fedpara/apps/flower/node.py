@@ -197,6 +197,7 @@ def _site(experiment_toml: str, node_config: tuple[tuple[str, Any], ...]) -> Sit
         parts.link,
         seed=experiment.seed,
         privacy=build_privacy(experiment),
+        privacy_seed=experiment.privacy_seed,
         rotate=experiment.rotate,
     )
     return Site(session, Worker(program, parts.task, node_device(config, experiment.device)), parts, own)

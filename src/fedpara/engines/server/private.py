@@ -17,7 +17,7 @@ from fedpara.engines.distributed.process_group import join
 from fedpara.engines.progress import Progress, Schedule
 from fedpara.engines.session import Session
 from fedpara.engines.transfer import HOST, device_of, move, move_variables
-from fedpara.privacy import Spending, User
+from fedpara.privacy import Privacy, Spending, User
 from fedpara.privacy.clipping import clip_update, is_below, next_bound
 from fedpara.privacy.kinds import CLIP, PRIVACY
 from fedpara.privacy.randomness import Noise, fresh_key, seeded_key
@@ -82,7 +82,7 @@ class PrivateSum:
         return bytes.fromhex(join().agreed(f"the noise of round {self._round}", fresh_key().hex()))
 
 
-def bound_of(kind: User, server: Variables) -> float:
+def bound_of(kind: Privacy, server: Variables) -> float:
     """C of this round."""
     return float(server[PRIVACY][CLIP]) if kind.adaptive else kind.bound
 

@@ -18,7 +18,7 @@ from fedpara.engines.progress import Progress, Round, Schedule
 from fedpara.engines.server.broadcast import broadcast
 from fedpara.engines.server.collect import Collected, collect
 from fedpara.engines.server.engine import Engine
-from fedpara.engines.server.private import budget_notes, spent_after
+from fedpara.engines.server.private import PrivateSum, budget_notes, spent_after
 from fedpara.engines.server.scores import evaluated, with_everyone
 from fedpara.engines.session import Session
 from fedpara.errors import RunError
@@ -74,10 +74,11 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
     )
     collected = collect(session, schedule, progress, chosen, message, sent, replies, meter)
     x, server, averages, count = progress.x, progress.server, progress.buffers, len(collected.replies)
-    if session.privacy is not None:
+    private = isinstance(collected.aggregator, PrivateSum)
+    if private:
         _refuse_divergence(t, collected)
     # A private sum gets its noise even if nobody replied: an unchanged model would tell that.
-    if collected.aggregator is not None and (count >= schedule.minimum or schedule.spending is not None):
+    if collected.aggregator is not None and (count >= schedule.minimum or private):
         x, server, averages = collected.aggregator.aggregate(server, schedule.clients)
         x |= {name: progress.x[name] for name in session.resting(t)}  # not the rounded mean of equal numbers
         _refuse_overflow(t, [x, averages, *server.values()])

@@ -38,7 +38,7 @@ def round_of(line: dict[str, Any], schedule: Schedule, seed: int) -> Round:
         everyone = Everyone(**{"score": score, **values})
     scores = line.get("scores") or {name: line[name] for name in ("accuracy", "loss")}
     privacy = line.get("privacy")
-    secret = bool(privacy and privacy["private"])  # its cohorts are not kept
+    secret = bool(privacy and privacy["private"] and privacy["kind"] == "user")  # its cohorts are not kept
     measured = any(value is not None for value in scores.values())
     return Round(
         Progress(number, {}, {}, {}, line["total_up"], line["total_down"], line.get("clock")),
