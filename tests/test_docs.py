@@ -28,6 +28,7 @@ PAGES = [
     "guides/algorithms.md",
     "guides/data.md",
     "guides/participation.md",
+    "guides/privacy.md",
     "guides/run-folders.md",
     "guides/your-code.md",
     *(f"guides/{name}.md" for name in ("adapters", "algorithms", "data", "run-folders")),

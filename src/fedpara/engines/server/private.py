@@ -47,7 +47,9 @@ class PrivateSum:
     def add(self, client: int, update: Update, buffers: State) -> None:
         """Adds an accepted update, clipped to the bound."""
         device = device_of([update.y])
-        x = self._known.setdefault(device.type, move(self._x, device))
+        if device.type not in self._known:
+            self._known[device.type] = move(self._x, device)
+        x = self._known[device.type]
         d, norm = clip_update({name: (update.y[name] - x[name]).double() for name in self._names}, self.bound)
         self._below += is_below(norm, self.bound) - 0.5
         for name, tensor in d.items():
