@@ -42,7 +42,7 @@ class Plan:
 
     base: Experiment
     epsilons: tuple[float | None, ...] = (None, 2.0, 4.0, 8.0)
-    lrs: tuple[float, ...] = (0.05, 0.15, 0.5)
+    lrs: tuple[float, ...] = (0.03, 0.1, 0.3)
     clips: tuple[float, ...] = (0.1, 0.3, 1.0)
     seeds: int = 3
 

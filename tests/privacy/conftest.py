@@ -32,7 +32,9 @@ class Rounds:
         self.size = size
         self.reset()
 
-    def reset(self):
+    def reset(self, seed=None):
+        if seed is not None:
+            self.spending = replace(self.spending, seed=seed)
         self.x, self.round = {"weight": torch.zeros(1, self.size)}, 0
         self.server = self.session.algorithm.server_init(self.x)
 
