@@ -30,6 +30,7 @@ PAGES = [
     "guides/data.md",
     "guides/participation.md",
     "guides/robustness.md",
+    "guides/privacy.md",
     "guides/run-folders.md",
     "guides/your-code.md",
     *(f"guides/{name}.md" for name in ("adapters", "algorithms", "data", "run-folders")),

@@ -42,7 +42,7 @@ __all__ = [
 # A name is imported at its first use (PEP 562): importing torch takes seconds, and `fedpara --help` does not need it.
 _MODULES = (
     *("algorithms", "attacks", "data", "engines", "errors", "experiments", "files", "layout", "models"),
-    *("parameterization", "robust", "state", "tasks", "trees", "wire"),
+    *("parameterization", "privacy", "robust", "state", "tasks", "trees", "wire"),
 )
 _HOMES = {
     "Devices": "engines",

@@ -129,6 +129,11 @@ OTHER = {
     "schedule": "step_decay(30)",
     "keep_optimizer": True,
     "objects": "model 1234",
+    "rotate": True,
+    "privacy": "user(noise=1.1, clip=0.5)",
+    "epsilon": 4.0,
+    "delta": 1e-6,
+    "privacy_seed": 3,
 }
 
 

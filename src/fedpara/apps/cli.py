@@ -45,6 +45,7 @@ app = typer.Typer(
 app.command()(commands.inspect)
 app.command()(commands.run)
 app.command()(commands.resume)
+app.command()(commands.privacy)
 app.command()(study_commands.sweep)
 app.command()(study_commands.tune)
 app.command()(study_commands.reproduce)

@@ -13,6 +13,7 @@ from fedpara.choices import ENGINES
 from fedpara.engines.participation.cohorts import Sampler, check_sampler
 from fedpara.engines.participation.devices import Devices
 from fedpara.errors import ConfigError
+from fedpara.privacy import Privacy
 from fedpara.references import library_call
 from fedpara.robust import DEFENCES, Defence
 from fedpara.wire import Link
@@ -46,12 +47,20 @@ class Settings:
     robust: str | Defence | None = None
     attack: str | Attack | None = None
     hostile: float = 0.0
+    rotate: bool = False
+    privacy: Privacy | None = None
+    epsilon: float | None = None
+    delta: float | None = None
+    privacy_seed: int | None = None
 
     def __post_init__(self) -> None:
         check(COUNT, rounds=self.rounds, cohort=self.cohort, evaluate_every=self.evaluate_every)
         check(COUNT, patience=self.patience)
         check(BELOW_ONE, lost=self.lost)
         check_sampler(self.sampler)
+        check(POSITIVE, epsilon=self.epsilon)
+        check(BELOW_ONE, delta=self.delta)
+        check(SEED, privacy_seed=self.privacy_seed)
         check(SEED, seed=self.seed)
         for rule, name in ((POSITIVE, "max_norm"), (AT_MOST_ONE, "max_share")):
             if getattr(self, name) is not None:

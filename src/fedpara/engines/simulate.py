@@ -1,8 +1,7 @@
 """simulate: a whole federated run in one call."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from textwrap import shorten
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,99 +20,24 @@ from fedpara.engines.local.engine import Sequential
 from fedpara.engines.memory import ClientMemory, InMemory
 from fedpara.engines.participation.cohorts import Cohorts, Sampler, find_sampler
 from fedpara.engines.participation.devices import Devices
-from fedpara.engines.program import make_program, shared_names
-from fedpara.engines.progress import Progress, Round, Schedule
+from fedpara.engines.program import make_program
+from fedpara.engines.progress import Round, Schedule
+from fedpara.engines.result import Run
 from fedpara.engines.server.engine import Engine
 from fedpara.engines.server.guard import attacked, hostile_of, make_guard
 from fedpara.engines.server.rounds import run_rounds
 from fedpara.engines.server.scores import with_everyone
-from fedpara.engines.session import Session, own_part
+from fedpara.engines.session import Session
 from fedpara.engines.settings import Precision, Settings, Share
-from fedpara.errors import ConfigError, RunError
+from fedpara.engines.setup.private_run import open_session, private_spending
+from fedpara.errors import ConfigError
+from fedpara.privacy import Privacy
 from fedpara.robust import Defence
-from fedpara.state import State
 from fedpara.tasks import Task
-from fedpara.tasks.metrics import shown
 from fedpara.wire import Link
 
 MAX_CLAIMED_SHARE = 0.5
 """The default of `max_share` if only the clients know how many examples they have."""
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """The result of `simulate`. `state` is the whole model; its private parts are the initial ones.
-
-    Only the last of `rounds` holds the server's tensors.
-    """
-
-    session: Session
-    memory: ClientMemory
-    rounds: tuple[Round, ...]
-    engine: str  # which engine ran, how, and what was not possible and why
-
-    @property
-    def progress(self) -> Progress:
-        return self.rounds[-1].progress
-
-    @property
-    def state(self) -> State:
-        return self._whole({})
-
-    def client_state(self, client: int) -> State:
-        """One client's own model: the shared part after the last aggregation, and the client's private part.
-
-        If the algorithm has personal models, as Ditto has, it is the client's personal model.
-        The client would begin its next round with this model. `Round.before` scores such a model; `Round.after` scores
-        it after training, before aggregation.
-        """
-        return self._whole(own_part(self.memory.get(client) or {}))
-
-    def _whole(self, private: State) -> State:
-        """Every name of `model.state_dict()`, including those of tied weights."""
-        program = self.session.program
-        state = {**program.initial, **self.progress.x, **self.progress.buffers, **private}
-        return state | {twin: state[name] for twin, name in shared_names(program.model).items()}
-
-    @property
-    def primary(self) -> str:
-        """The name of the primary metric."""
-        return self.rounds[-1].primary
-
-    @property
-    def score(self) -> float:
-        """The last measured value of the primary metric."""
-        return self._last(self.primary)
-
-    @property
-    def accuracy(self) -> float:
-        """The last measured accuracy, a fraction."""
-        return self._last("accuracy")
-
-    def _last(self, metric: str) -> float:
-        measured = [r.scores[metric] for r in self.rounds if metric in r.scores]
-        if not measured:
-            whose = "the clients" if self.session.program.private else "the Task or the clients"
-            among_ = f" as a metric of the Task, and {whose}" if metric != self.primary else f" {whose}"
-            raise RunError(f"no {metric} was measured: give{among_} test data.")
-        return measured[-1]
-
-    @property
-    def bytes(self) -> int:
-        return self.progress.bytes_up + self.progress.bytes_down
-
-    def __repr__(self) -> str:
-        last = next((r for r in reversed(self.rounds) if r.score is not None), None)
-        measured = (
-            f"{shown(last.primary, last.score)} after round {last.number}"
-            if last and last.score is not None
-            else "not measured"
-        )
-        engine = shorten(self.engine, 160, placeholder=" ...")
-        return (
-            f"Run({self.progress.round} rounds of {self.session.algorithm.name}, {self.bytes / 1e6:.2f} MB sent\n"
-            f"    {self.primary}: {measured}\n    engine: {engine})"
-        )
 
 
 def simulate(
@@ -142,6 +66,11 @@ def simulate(
     robust: str | Defence | None = None,
     attack: str | Attack | None = None,
     hostile: float = 0.0,
+    rotate: bool = False,
+    privacy: Privacy | None = None,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    privacy_seed: int | None = None,
     memory: ClientMemory | None = None,
     on_round: Callable[[Round], object] | None = None,
 ) -> Run:
@@ -186,6 +115,14 @@ def simulate(
     attack          what hostile clients do, for studies: "label-flip", "backdoor(target=3)", or an Attack of
                     `fedpara.attacks`
     hostile         the share of the clients that are hostile, such as 0.2; the seed decides which
+    rotate          train and send one factor of every weight per round, in turn: averaging is then exact, and uploads
+                    are two to four times smaller
+    privacy         `privacy.User(noise=1.1, clip=0.5)`: the models hide whether any one client took part; needs
+                    sampler="poisson" and weights="uniform". `privacy.Example(noise=1.0, clip=1.0)`: what a client
+                    sends hides whether any one of its examples was there
+    epsilon         the privacy budget: the run stops before a round that would exceed it
+    delta           the delta of every epsilon; by default N^-1.1 for N clients
+    privacy_seed    draws the noise from this seed: for tests, because such a run is not private
     memory          where client memories are stored: an object with `get(client)` and
                     `put(client, round, variables)`
     on_round        called with the result of each round; the run ends if it returns False
@@ -212,6 +149,11 @@ def simulate(
         robust=robust,
         attack=attack,
         hostile=hostile,
+        rotate=rotate,
+        privacy=privacy,
+        epsilon=epsilon,
+        delta=delta,
+        privacy_seed=privacy_seed,
     )
     refuse_flower_engine(engine)
     task = with_own_test(task, data)
@@ -256,10 +198,18 @@ def prepare(
     if algorithm.local.schedule is not None:
         algorithm = replace(algorithm, local=replace(algorithm.local, rounds=settings.rounds))
     program = make_program(task.model, settings.share)
-    algorithm = attacked(algorithm, program, settings, len(data))
-    session = Session(program, algorithm, settings.link, settings.seed)
+    session = open_session(
+        program,
+        attacked(algorithm, program, settings, len(data)),
+        settings.link,
+        seed=settings.seed,
+        privacy=settings.privacy,
+        privacy_seed=settings.privacy_seed,
+        rotate=settings.rotate,
+    )
     personal = data.has_personal if settings.personal is None else settings.personal
     check_run(session, task, data, settings, personal)
+    spending = private_spending(session, settings, task, data)
     max_share = settings.max_share
     if not len(data.train) and max_share is None:  # only the nodes know how many examples they have
         max_share = MAX_CLAIMED_SHARE
@@ -282,6 +232,7 @@ def prepare(
         devices=settings.devices,
         patience=settings.patience,
         guard=make_guard(session, task, data, settings),
+        spending=spending,
     )
     schedule.cohorts(session.seed).draw(1)  # raises if a custom sampler returns something else than clients
     return session, schedule, personal
@@ -330,7 +281,7 @@ def _build_on_this_rank(
     reason = unsupported(session, task, data)
     size = -(-settings.cohort // group.size)
     sampler = find_sampler(settings.sampler, lambda: data.sizes)
-    cohorts = Cohorts(session.seed, len(data), size, sampler, settings.lost)
+    cohorts = Cohorts(session.cohort_seed, len(data), size, sampler, settings.lost)
     shape = None if reason else typical_shape(session, data, cohorts)
     if shape is not None and settings.engine == "auto" and device.type == "cpu":
         reason = slower_on_cpu(session, shape.lanes)

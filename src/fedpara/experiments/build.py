@@ -22,6 +22,7 @@ from fedpara.experiments.config import CALLS, Experiment
 from fedpara.experiments.federation import load_federation
 from fedpara.parameterization import Scheme
 from fedpara.parameterization.selection import Where
+from fedpara.privacy import Privacy, read_privacy
 from fedpara.robust import Defence
 from fedpara.tasks import Metric, Task
 from fedpara.trees import leaves
@@ -130,6 +131,10 @@ def _made(experiment: Experiment, field: str, kind: type) -> Any:
     if not isinstance(made, kind):
         raise references.wrong_result(text, made, f"a fedpara {kind.__name__}")
     return made
+
+
+def build_privacy(experiment: Experiment) -> Privacy | None:
+    return None if experiment.privacy is None else read_privacy(experiment.privacy)
 
 
 def build_schedule(experiment: Experiment) -> RateSchedule | None:

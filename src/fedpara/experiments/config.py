@@ -16,6 +16,7 @@ from fedpara.attacks import ATTACKS
 from fedpara.choices import ENGINES, SAMPLERS, SPLITS
 from fedpara.engines.settings import Precision, Share
 from fedpara.errors import ConfigError, among
+from fedpara.privacy import read_privacy
 from fedpara.references import OBJECT, REFERENCE_HINT
 from fedpara.robust import DEFENCES
 from fedpara.tasks import LOSSES, METRICS, Augment
@@ -60,7 +61,7 @@ REFERENCED = (
 
 # A resumed run may change these fields. They leave the computation as it is: engines and precisions differ only in
 # rounding, and the last round of a run is always evaluated.
-FREE = ("rounds", "engine", "precision", "device", "target", "patience")
+FREE = ("rounds", "engine", "precision", "device", "target", "patience", "epsilon")
 
 # Fields that were added after some runs had finished, with the value that those runs used. Such a field enters the
 # identity only if its value differs, so that the identities of the older runs stay valid.
@@ -86,6 +87,10 @@ LATER: dict[str, Any] = {
     "attack": None,
     "hostile": 0.0,
     "objects": None,
+    "rotate": False,
+    "privacy": None,
+    "delta": None,
+    "privacy_seed": None,
 }
 
 
@@ -152,6 +157,11 @@ class Experiment:
     evaluate_every: int = 1
     target: float | None = None  # stop at this accuracy
     patience: int | None = None  # stop after this many evaluations without a better score
+    rotate: bool = False  # train and send one factor of every weight per round, in turn
+    privacy: str | None = None  # user(noise=1.1, clip=0.5) hides clients, example(noise=1, clip=1) examples
+    epsilon: float | None = None  # the privacy budget: stop before a round that would exceed it
+    delta: float | None = None  # of every epsilon; N^-1.1 for N clients
+    privacy_seed: int | None = None  # of the noise, for tests: such a run is not private
     seed: int = 0
     engine: str = "auto"
     precision: str | None = None  # float32, tf32, bfloat16: on a GPU
@@ -193,6 +203,8 @@ class Experiment:
                 raise ConfigError(f"{field} is {error}") from None
         elif field in ("link_up", "link_down"):
             parse_encoding(text, field)
+        elif field == "privacy":
+            read_privacy(text)
         elif field in CALLS:
             references.library_call(text, CALLS[field], field)
         elif field in CHOICES and text not in CHOICES[field]:

@@ -66,6 +66,7 @@ def as_experiment(
         else _object(_name(settings.sampler)),
         "robust": None if settings.robust is None else _object(settings.robust.name),  # type: ignore[union-attr]
         "attack": None if settings.attack is None else _object(settings.attack.name),  # type: ignore[union-attr]
+        "privacy": None if settings.privacy is None else str(settings.privacy),
     }
     plain = {
         "clients": len(data),

@@ -8,6 +8,7 @@ from fedpara.engines.client import Reply, from_change, sends_changes
 from fedpara.engines.differences import bytes_to
 from fedpara.engines.progress import Progress, Schedule
 from fedpara.engines.server.aggregation import Aggregator, round_weights
+from fedpara.engines.server.private import PrivateSum, private_sum
 from fedpara.engines.session import Session
 from fedpara.engines.threads import checked_in_order
 from fedpara.engines.transfer import HOST, device_of, move
@@ -22,7 +23,7 @@ LARGE_MESSAGE = 1 << 20  # bytes; threads speed up hashing and copying above thi
 class Collected:
     """A round's results. `replies` are those with accepted updates, without their messages."""
 
-    aggregator: Aggregator | None = None
+    aggregator: Aggregator | PrivateSum | None = None
     replies: list[Reply] = field(default_factory=list)
     refused: list[tuple[int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -41,7 +42,8 @@ def collect(
     meter: Meter,
 ) -> Collected:
     """Collects at most one update per client of the cohort, even if the engine or the network returns more."""
-    collected, round = Collected(), progress.round + 1
+    round = progress.round + 1
+    collected = Collected(private_sum(session, schedule, progress, round))
     waiting, devices = dict.fromkeys(chosen), schedule.devices
     known = {HOST.type: sent}  # the model as it was sent, on each device that holds an update
 
@@ -49,7 +51,7 @@ def collect(
         if reply.message is None:
             return None
         device = device_of([reply.message.tensors]) if isinstance(reply.message, Message) else HOST
-        if schedule.max_norm is not None and device.type not in known:
+        if (schedule.max_norm is not None or session.rotation) and device.type not in known:
             known[device.type] = move(sent, device)
         try:
             return _admit(session, schedule, reply, known.get(device.type, sent), round)
@@ -114,7 +116,7 @@ def _admit(
     changes = sends_changes(session.link)
     header, state = admit(
         reply.message,
-        spec=session.up,
+        spec=session.up_in(round),
         round=round,
         method=session.algorithm.name,
         scheme=session.program.scheme,
@@ -132,7 +134,7 @@ def _admit(
     model = variables.pop("")
     if changes:
         model = from_change(model, sent, session.exact)
-    program = session.program
+    program, model = session.program, {**{name: sent[name] for name in session.resting(round)}, **model}
     y = {name: model[name] for name in program.shared}
     averaged = {name: model[name] for name in program.shared_buffers}
     return Update(y, variables, header.examples), averaged

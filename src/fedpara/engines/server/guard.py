@@ -140,6 +140,10 @@ def make_guard(session: Session, task: Task, data: FederatedData, settings: Sett
         return None
     if defence is not None:
         _check_defence(defence, session, settings.cohort)
+        if settings.rotate:
+            raise ConfigError(
+                f"robust {defence.name!r} refits every factor, and rotate moves one per round: leave one of them out."
+            )
     clean = _clean_examples(defence, data, settings.seed) if defence is not None else None
     hostile = hostile_of(settings, len(data))
     if attack is not None and attack.triggered is not None and task.test is not None:

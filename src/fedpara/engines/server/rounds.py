@@ -19,6 +19,7 @@ from fedpara.engines.progress import Progress, Round, Schedule
 from fedpara.engines.server.broadcast import broadcast
 from fedpara.engines.server.collect import Collected, collect
 from fedpara.engines.server.engine import Engine
+from fedpara.engines.server.private import PrivateSum, budget_notes, spent_after
 from fedpara.engines.server.scores import evaluated, with_everyone
 from fedpara.engines.session import Session
 from fedpara.errors import RunError
@@ -62,7 +63,7 @@ def run_rounds(
 
 def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool, progress: Progress) -> Round:
     t = progress.round + 1
-    cohorts = schedule.cohorts(session.seed)
+    cohorts = schedule.cohorts(session.cohort_seed)
     chosen = cohorts.draw(t)
     lost = [client for client in chosen if cohorts.loses(t, client)]
     present = [client for client in chosen if client not in lost]
@@ -74,14 +75,20 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
     )
     collected = collect(session, schedule, progress, chosen, message, sent, replies, meter)
     x, server, averages, count = progress.x, progress.server, progress.buffers, len(collected.replies)
-    if collected.aggregator is not None and count >= schedule.minimum:
+    private = isinstance(collected.aggregator, PrivateSum)
+    if private:
+        _refuse_divergence(t, collected)
+    # A private sum gets its noise even if nobody replied: an unchanged model would tell that.
+    if collected.aggregator is not None and (count >= schedule.minimum or private):
         x, server, averages = collected.aggregator.aggregate(server, schedule.clients, t)
+        x |= {name: progress.x[name] for name in session.resting(t)}  # not the rounded mean of equal numbers
         _refuse_overflow(t, [x, averages, *server.values()])
     else:
         _refuse_divergence(t, collected)
         few = f"{count} of {schedule.minimum} usable updates" if count else "no usable update"
         collected.notes.append(f"round {t} had {few if chosen else 'no clients'}: the model stays unchanged")
         collected.replies.clear()
+    collected.notes += budget_notes(schedule, t)
     collected.aggregator = None  # frees GPU memory for scoring
     engine.commit(t, [reply.client for reply in collected.replies])
     up, down = meter.total_up, meter.total_down
@@ -108,6 +115,7 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
         notes=tuple(collected.notes),
         memories=tuple(reply.client for reply in collected.replies) if session.stateful else (),
         primary=schedule.primary,
+        privacy=spent_after(schedule, progress.server, t),
     )
     return evaluated(session, engine, schedule, collected.replies if scored else [], result)
 
