@@ -134,6 +134,9 @@ OTHER = {
     "epsilon": 4.0,
     "delta": 1e-6,
     "privacy_seed": 3,
+    "robust": "trimmed-mean(0.2)",
+    "attack": "label-flip",
+    "hostile": 0.2,
 }
 
 

@@ -38,7 +38,7 @@ def sweep(
     Example: fedpara sweep --config base.toml --set lr=0.02,0.1 --set scheme=fedpara,lowrank --seeds 0-4
     """
     with starting():
-        from fedpara.apps.sweep import sweep as work
+        from fedpara.apps.studies.sweep import sweep as work
     work(preset, config, set_ or [], seeds, out, data_dir, track, as_json)
 
 
@@ -100,7 +100,7 @@ def tune(
     --set lr=0.05,0.1,0.2 --rounds 60 --final-seeds 1-3 --final-rounds 200
     """
     with starting():
-        from fedpara.apps.tune import tune as work
+        from fedpara.apps.studies.tune import tune as work
     work(
         preset,
         config,
@@ -153,9 +153,9 @@ def reproduce(
     """
     if names == ["robustness"]:
         with starting():
-            from fedpara.apps.robustness import robustness
+            from fedpara.apps.studies.robustness import robustness
         robustness(scale, seeds, rounds, ROBUSTNESS if out == PAPER_RUNS else out, as_json)
         return
     with starting():
-        from fedpara.apps.reproduce import reproduce as work
+        from fedpara.apps.studies.reproduce import reproduce as work
     work(names, list_, seeds, rounds, only, scale, out, results, data_dir, engine, precision, keep, as_json)

@@ -105,7 +105,7 @@ def _user_problems(session: Session, settings: Settings, task: Task, data: Feder
     colluding = getattr(settings.attack, "collude", None) and settings.attack
     for name, given in (("robust", settings.robust), ("attack", colluding)):
         if given:
-            yield f"adds updates up as they arrive, and {name} {given.name!r} compares them: leave one of the two out."
+            yield f"adds updates up as they arrive, and {name} compares them: leave one of the two out."
     kind.update_noise(settings.cohort)  # raises if the bits of adaptive clipping cost too much
 
 
