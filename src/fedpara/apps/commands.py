@@ -168,6 +168,12 @@ def run(
         str | None, typer.Option(help="Encoding of uploads: float32, float16, bfloat16, int8.")
     ] = None,
     link_down: Annotated[str | None, typer.Option(help="Encoding of downloads: the same choices.")] = None,
+    secure: Annotated[
+        str | None,
+        typer.Option(
+            help="Secure aggregation, so that the server sees only sums: secagg, 'secagg(clip=0.5)'."
+        ),
+    ] = None,
     target: Annotated[
         float | None,
         typer.Option(help="Stop when the primary metric reaches this, such as an accuracy of 0.8."),

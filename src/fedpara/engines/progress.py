@@ -8,6 +8,7 @@ from fedpara.algorithms import Variables
 from fedpara.algorithms.core import Weighting
 from fedpara.engines.participation.cohorts import Cohorts, Sampler, uniform
 from fedpara.engines.participation.devices import Devices
+from fedpara.secure import SecAgg
 from fedpara.state import State, in_words
 from fedpara.tasks.metrics import shown
 
@@ -112,6 +113,7 @@ class Schedule:
     devices: Devices | None = None
     patience: int | None = None  # evaluations without a better score after which the run stops
     higher_is_better: bool = True  # the direction of the score
+    secure: SecAgg | None = None  # the server gets the sum of the updates only
 
     def cohorts(self, seed: int) -> Cohorts:
         return Cohorts(seed, self.clients, self.cohort, self.sampler, self.lost)

@@ -11,6 +11,7 @@ from fedpara.choices import ENGINES
 from fedpara.engines.participation.cohorts import Sampler, check_sampler
 from fedpara.engines.participation.devices import Devices
 from fedpara.errors import ConfigError
+from fedpara.secure import SecAgg, read_secure
 from fedpara.wire import Link
 
 Share = Literal["all", "none", "fedper"]
@@ -39,6 +40,7 @@ class Settings:
     lost: float = 0.0
     devices: Devices | None = None
     patience: int | None = None
+    secure: str | SecAgg | None = None
 
     def __post_init__(self) -> None:
         check(COUNT, rounds=self.rounds, cohort=self.cohort, evaluate_every=self.evaluate_every)
@@ -56,6 +58,8 @@ class Settings:
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: expected one of {', '.join(known)}.")
+        if isinstance(self.secure, str):
+            object.__setattr__(self, "secure", read_secure(self.secure))
         check_device(self.device)
         check_precision(self.precision, self.engine, self.device)
 

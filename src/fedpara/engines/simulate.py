@@ -28,6 +28,7 @@ from fedpara.engines.server.scores import with_everyone
 from fedpara.engines.session import Session, own_part
 from fedpara.engines.settings import Precision, Settings, Share
 from fedpara.errors import ConfigError, RunError
+from fedpara.secure import SecAgg
 from fedpara.state import State
 from fedpara.tasks import Task
 from fedpara.tasks.metrics import shown
@@ -136,6 +137,7 @@ def simulate(
     lost: float = 0.0,
     devices: Devices | None = None,
     patience: int | None = None,
+    secure: str | SecAgg | None = None,
     memory: ClientMemory | None = None,
     on_round: Callable[[Round], object] | None = None,
 ) -> Run:
@@ -174,6 +176,8 @@ def simulate(
     devices         the clients' bandwidth and speed, such as `Devices(bandwidth=lognormal(1e6, 0.5), speed=20)`: each
                     round then has a simulated clock, and a deadline refuses clients that are too slow
     patience        stop after this many evaluations without a better score
+    secure          "secagg" or "secagg(clip=0.5)": secure aggregation, so that the server learns only the sum of a
+                    round's updates
     memory          where client memories are stored: an object with `get(client)` and
                     `put(client, round, variables)`
     on_round        called with the result of each round; the run ends if it returns False
@@ -197,6 +201,7 @@ def simulate(
         lost=lost,
         devices=devices,
         patience=patience,
+        secure=secure,
     )
     refuse_flower_engine(engine)
     task = with_own_test(task, data)
@@ -264,6 +269,7 @@ def prepare(
         lost=settings.lost,
         devices=settings.devices,
         patience=settings.patience,
+        secure=settings.secure,  # type: ignore[arg-type]  # Settings has read it
     )
     schedule.cohorts(session.seed).draw(1)  # raises if a custom sampler returns something else than clients
     return session, schedule, personal

@@ -16,6 +16,7 @@ from fedpara.choices import ENGINES, SAMPLERS, SPLITS
 from fedpara.engines.settings import Precision, Share
 from fedpara.errors import ConfigError, among
 from fedpara.references import OBJECT, REFERENCE_HINT
+from fedpara.secure import SECURE
 from fedpara.tasks import LOSSES, METRICS, Augment
 
 OWNED = ("owner", "largest")
@@ -41,7 +42,11 @@ CHOICES: dict[str, Sequence[str]] = {
 }
 """Accepted values by field. A field with the default None may also be left out."""
 
-CALLS: dict[str, dict[str, Callable[..., Any]]] = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+CALLS: dict[str, dict[str, Callable[..., Any]]] = {
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+    "secure": SECURE,
+}
 """Fields that take a factory of the library with its arguments, such as cosine(warmup=5)."""
 
 REFERENCED = (
@@ -74,6 +79,7 @@ LATER: dict[str, Any] = {
     "optimizer": "sgd",
     "schedule": None,
     "keep_optimizer": False,
+    "secure": None,
     "objects": None,
 }
 
@@ -135,6 +141,7 @@ class Experiment:
     weights: str = "examples"  # weight updates by their number of examples, or uniform
     max_share: float | None = None  # the largest share of a round's weight that one client may have
     max_norm: float | None = None  # reject updates farther than this from the model
+    secure: str | None = None  # secagg(clip=0.5): the server learns only the sum of the updates
     evaluate_every: int = 1
     target: float | None = None  # stop at this accuracy
     patience: int | None = None  # stop after this many evaluations without a better score
@@ -178,7 +185,7 @@ class Experiment:
             except ConfigError as error:
                 raise ConfigError(f"{field} is {error}") from None
         elif field in CALLS:
-            references.library_call(text, CALLS[field], field)
+            references.library_call(text, CALLS[field], field, REFERENCE_HINT if field in REFERENCED else "")
         elif field in CHOICES and text not in CHOICES[field]:
             yours = f" {REFERENCE_HINT}" * (field in REFERENCED)
             raise ConfigError(f"unknown {field} {text!r}: {among(str(text), CHOICES[field])}{yours}")

@@ -64,6 +64,7 @@ def as_experiment(
         "sampler": settings.sampler
         if isinstance(settings.sampler, str)
         else _object(_name(settings.sampler)),
+        "secure": None if settings.secure is None else str(settings.secure),
     }
     plain = {
         "clients": len(data),

@@ -154,7 +154,7 @@ class Aggregation:
             if left := [other for other in self._sharing[client] if other in alive]:
                 secret = self._restored(client, shares.get(client, []), "mask")
                 self._unmask(client, secret, left)
-        weight = sum(self._weights[client] for client in alive)
+        weight = sum(self._weights[client] for client in sorted(alive))
         total, largest = restored(self._total, self.how, self.width)
         self._check(total, largest, weight)
         return total, weight

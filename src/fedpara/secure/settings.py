@@ -68,6 +68,6 @@ SECURE: dict[str, Callable[..., Any]] = {"secagg": SecAgg}
 
 def read_secure(text: str) -> SecAgg:
     """The settings from a config, such as secagg(clip=0.5, bits=20)."""
-    name, arguments = library_call(text, SECURE, "secure")
+    name, arguments = library_call(text, SECURE, "secure", hint="")
     made: SecAgg = SECURE[name](**arguments)
     return made
