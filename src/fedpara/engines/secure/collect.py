@@ -74,6 +74,8 @@ class SecureRound:
             self.collected.replies.clear()
         for client, why in aggregation.refused.items():
             self.gone.setdefault(client, why)
+        arrived = {*aggregation.arrived}
+        self.collected.replies = [reply for reply in self.collected.replies if reply.client in arrived]
         accepted = {reply.client for reply in self.collected.replies}
         self.collected.refused += [
             (client, self.gone[client]) for client in chosen if client in self.gone and client not in accepted
