@@ -89,7 +89,7 @@ def respond(
     def work() -> Response:
         if request.kind not in SECURE_KINDS:
             return (score if request.kind == "score" else train)(request, node_config)
-        from fedpara.apps.flower.secure_node import respond_stage
+        from fedpara.apps.flower.secure.node import respond_stage
 
         experiment = _experiment(request.experiment)
         return respond_stage(request, node_config, experiment, {} if kept is None else kept)
