@@ -48,7 +48,7 @@ def test_the_import_rules_can_be_broken(checkout):
         "A layer imports only from layers below it": ("models", "import fedpara.data"),
         "interop knows weights and models, not federations": ("interop", "from fedpara import wire"),
         "report reads only experiments": ("report", "from fedpara.models import vgg16"),
-        "flwr only in apps.flower": ("wire", "def late():\n    import flwr.common"),
+        "flwr only in apps.flower and secure": ("wire", "def late():\n    import flwr.common"),
         "matplotlib only in report": ("apps", "from matplotlib import pyplot"),
         "typer and rich only in apps": ("engines", "import rich.progress"),
     }

@@ -64,12 +64,14 @@ def parse(text: str) -> Reference:
     return Reference(text, module, function, keywords)
 
 
-def library_call(text: str, known: Mapping[str, Callable[..., Any]], what: str) -> tuple[str, dict[str, Any]]:
+def library_call(
+    text: str, known: Mapping[str, Callable[..., Any]], what: str, hint: str = REFERENCE_HINT
+) -> tuple[str, dict[str, Any]]:
     """(name, arguments by name) of a factory of the library, such as step_decay(30) or cosine. Nothing is called."""
     name, bracket, rest = text.partition("(")
     name = name.strip()
     if name not in known:
-        raise ConfigError(f"unknown {what} {text!r}: {among(name, known)} {REFERENCE_HINT}")
+        raise ConfigError(f"unknown {what} {text!r}: {among(name, known)} {hint}".rstrip())
     try:
         body = ast.parse(f"call({rest}" if bracket else "call()", mode="eval").body
         if not isinstance(body, ast.Call) or not isinstance(body.func, ast.Name):

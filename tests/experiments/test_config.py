@@ -128,6 +128,7 @@ OTHER = {
     "optimizer": "adamw(betas=(0.9, 0.95))",
     "schedule": "step_decay(30)",
     "keep_optimizer": True,
+    "secure": "secagg(clip=0.5)",
     "objects": "model 1234",
     "rotate": True,
     "privacy": "user(noise=1.1, clip=0.5)",

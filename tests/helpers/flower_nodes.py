@@ -34,6 +34,7 @@ class Nodes:
             for k in range(count)
         }
         self.keys = {}
+        self.kept = {}  # what each node holds in memory
         self.now, self.waiting, self.asked = 0.0, {}, []
         self.change = lambda request, packet: packet  # alters a response on its way
         self.delay = lambda request: 0.0
@@ -47,7 +48,7 @@ class Nodes:
             request = from_packet(packet, Request, 1 << 30)
             self.asked.append((request.kind, request.round, request.client, node))
             name = f"message-{len(self.asked)}"
-            got = self.change(request, respond(packet, self.configs[node]))
+            got = self.change(request, respond(packet, self.configs[node], self.kept.setdefault(node, {})))
             self.waiting[name] = (self.now + self.delay(request), got)
             names.append(name)
         return names

@@ -199,6 +199,12 @@ def run(
             help="Encoding of downloads: the same choices. Below 8 bits the server sends differences."
         ),
     ] = None,
+    secure: Annotated[
+        str | None,
+        typer.Option(
+            help="Secure aggregation, so that the server sees only sums: secagg, 'secagg(clip=0.5)'."
+        ),
+    ] = None,
     target: Annotated[
         float | None,
         typer.Option(help="Stop when the primary metric reaches this, such as an accuracy of 0.8."),

@@ -18,6 +18,7 @@ from fedpara.algorithms.core import expect_like, expect_variables
 from fedpara.data import Examples, FederatedData
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import Program, named_tensors
+from fedpara.engines.secure.checks import secure_problems
 from fedpara.engines.session import PERSONAL, PRIVATE, Session
 from fedpara.engines.settings import Settings
 from fedpara.errors import ConfigError, in_a_line
@@ -44,6 +45,8 @@ def _problems(
     program, local = session.program, session.algorithm.local
     if settings.cohort > len(data):
         yield f"a cohort of {settings.cohort} from {len(data)} clients: choose a smaller cohort.", None
+    for problem in secure_problems(session, settings):
+        yield problem, None
     if task.augment == "crop-flip" and len(data.train.shape) != 3:
         yield f"crop-flip needs images, and the examples have shape {data.train.shape}: use 'none'.", None
     if local.jacobian and (reason := _why_no_jacobian(program)):

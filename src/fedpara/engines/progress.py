@@ -11,6 +11,7 @@ from fedpara.engines.differences import Known
 from fedpara.engines.participation.cohorts import Cohorts, Sampler, uniform
 from fedpara.engines.participation.devices import Devices
 from fedpara.privacy import Spending
+from fedpara.secure import SecAgg
 from fedpara.state import State, in_words
 from fedpara.tasks.metrics import shown
 
@@ -122,6 +123,7 @@ class Schedule:
     higher_is_better: bool = True  # the direction of the score
     guard: "Guard | None" = None  # a defence against hostile clients, and a simulated attack
     spending: Spending | None = None  # of a private run
+    secure: SecAgg | None = None  # the server gets the sum of the updates only
 
     def cohorts(self, seed: int) -> Cohorts:
         return Cohorts(seed, self.clients, self.cohort, self.sampler, self.lost)

@@ -12,7 +12,17 @@ import numpy as np
 import torch
 
 Purpose = Literal[
-    "cohort", "batches", "augment", "layers", "link-up", "link-down", "final", "lost", "devices", "send"
+    "cohort",
+    "batches",
+    "augment",
+    "layers",
+    "link-up",
+    "link-down",
+    "final",
+    "lost",
+    "devices",
+    "send",
+    "secure",
 ]
 _PURPOSES: tuple[Purpose, ...] = get_args(
     Purpose

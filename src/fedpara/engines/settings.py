@@ -16,6 +16,7 @@ from fedpara.errors import ConfigError
 from fedpara.privacy import Privacy
 from fedpara.references import library_call
 from fedpara.robust import DEFENCES, Defence
+from fedpara.secure import SecAgg, read_secure
 from fedpara.wire import Link
 
 Share = Literal["all", "none", "fedper"]
@@ -52,6 +53,7 @@ class Settings:
     epsilon: float | None = None
     delta: float | None = None
     privacy_seed: int | None = None
+    secure: str | SecAgg | None = None
 
     def __post_init__(self) -> None:
         check(COUNT, rounds=self.rounds, cohort=self.cohort, evaluate_every=self.evaluate_every)
@@ -78,6 +80,8 @@ class Settings:
                 function, arguments = library_call(text, library, name)
                 object.__setattr__(self, name, library[function](**arguments))
         check_hostile(self.attack, self.hostile, self.engine)
+        if isinstance(self.secure, str):
+            object.__setattr__(self, "secure", read_secure(self.secure))
         check_device(self.device)
         check_precision(self.precision, self.engine, self.device)
 

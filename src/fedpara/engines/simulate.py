@@ -33,6 +33,7 @@ from fedpara.engines.setup.private_run import open_session, private_spending
 from fedpara.errors import ConfigError
 from fedpara.privacy import Privacy
 from fedpara.robust import Defence
+from fedpara.secure import SecAgg
 from fedpara.tasks import Task
 from fedpara.wire import Link
 
@@ -71,6 +72,7 @@ def simulate(
     epsilon: float | None = None,
     delta: float | None = None,
     privacy_seed: int | None = None,
+    secure: str | SecAgg | None = None,
     memory: ClientMemory | None = None,
     on_round: Callable[[Round], object] | None = None,
 ) -> Run:
@@ -123,6 +125,8 @@ def simulate(
     epsilon         the privacy budget: the run stops before a round that would exceed it
     delta           the delta of every epsilon; by default N^-1.1 for N clients
     privacy_seed    draws the noise from this seed: for tests, because such a run is not private
+    secure          "secagg" or "secagg(clip=0.5)": secure aggregation, so that the server learns only the sum of a
+                    round's updates
     memory          where client memories are stored: an object with `get(client)` and
                     `put(client, round, variables)`
     on_round        called with the result of each round; the run ends if it returns False
@@ -154,6 +158,7 @@ def simulate(
         epsilon=epsilon,
         delta=delta,
         privacy_seed=privacy_seed,
+        secure=secure,
     )
     refuse_flower_engine(engine)
     task = with_own_test(task, data)
@@ -233,6 +238,7 @@ def prepare(
         patience=settings.patience,
         guard=make_guard(session, task, data, settings),
         spending=spending,
+        secure=settings.secure,  # type: ignore[arg-type]  # Settings has read it
     )
     schedule.cohorts(session.seed).draw(1)  # raises if a custom sampler returns something else than clients
     return session, schedule, personal

@@ -19,6 +19,7 @@ from fedpara.errors import ConfigError, among
 from fedpara.privacy import read_privacy
 from fedpara.references import OBJECT, REFERENCE_HINT
 from fedpara.robust import DEFENCES
+from fedpara.secure import SECURE
 from fedpara.tasks import LOSSES, METRICS, Augment
 from fedpara.wire import parse_encoding
 
@@ -50,6 +51,7 @@ CALLS: dict[str, dict[str, Callable[..., Any]]] = {
     "schedule": SCHEDULES,
     "robust": DEFENCES,
     "attack": ATTACKS,
+    "secure": SECURE,
 }
 """Fields that take a factory of the library with its arguments, such as cosine(warmup=5)."""
 
@@ -86,6 +88,7 @@ LATER: dict[str, Any] = {
     "robust": None,
     "attack": None,
     "hostile": 0.0,
+    "secure": None,
     "objects": None,
     "rotate": False,
     "privacy": None,
@@ -154,6 +157,7 @@ class Experiment:
     robust: str | None = None  # against hostile clients: auto, rfa, trimmed-mean(0.2), ...
     attack: str | None = None  # of simulated hostile clients: label-flip, backdoor(target=3), ...
     hostile: float = 0.0  # the share of the clients that are hostile
+    secure: str | None = None  # secagg(clip=0.5): the server learns only the sum of the updates
     evaluate_every: int = 1
     target: float | None = None  # stop at this accuracy
     patience: int | None = None  # stop after this many evaluations without a better score
@@ -206,7 +210,7 @@ class Experiment:
         elif field == "privacy":
             read_privacy(text)
         elif field in CALLS:
-            references.library_call(text, CALLS[field], field)
+            references.library_call(text, CALLS[field], field, REFERENCE_HINT if field in REFERENCED else "")
         elif field in CHOICES and text not in CHOICES[field]:
             yours = f" {REFERENCE_HINT}" * (field in REFERENCED)
             raise ConfigError(f"unknown {field} {text!r}: {among(str(text), CHOICES[field])}{yours}")

@@ -67,6 +67,7 @@ def as_experiment(
         "robust": None if settings.robust is None else _object(settings.robust.name),  # type: ignore[union-attr]
         "attack": None if settings.attack is None else _object(settings.attack.name),  # type: ignore[union-attr]
         "privacy": None if settings.privacy is None else str(settings.privacy),
+        "secure": None if settings.secure is None else str(settings.secure),
     }
     plain = {
         "clients": len(data),

@@ -19,6 +19,7 @@ import torch
 from fedpara.engines.distributed.process_group import Part, ProcessGroup, join
 from fedpara.engines.participation.devices import read_devices
 from fedpara.engines.progress import Round, Schedule
+from fedpara.engines.secure.checks import unchecked
 from fedpara.engines.server.engine import Engine
 from fedpara.engines.server.rounds import run_rounds
 from fedpara.engines.session import Session
@@ -290,6 +291,8 @@ def _run_rounds(
     (logger.info if _is_unexpected(experiment.engine, engine.name) else folder.log)(chosen)
     if session.program.private and not personal:
         logger.info("no accuracy is measured: parts of the model are private, and --personal was not given")
+    if note := unchecked(settings):
+        logger.info("%s", note)
     started = time.perf_counter()
     for result in run_rounds(session, engine, schedule, personal, folder.progress, folder.evaluations):
         seconds = time.perf_counter() - started

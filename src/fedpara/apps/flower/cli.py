@@ -71,6 +71,12 @@ def up(
     deadline: Annotated[float, typer.Option(help="Seconds per round.")] = DEADLINE,
     min_replies: Annotated[int, typer.Option(help="Valid replies a round needs.")] = MIN_REPLIES,
     oversample: Annotated[int, typer.Option(help="Clients asked in addition to the cohort.")] = OVERSAMPLE,
+    secure: Annotated[
+        str | None,
+        typer.Option(
+            help="Secure aggregation, so that the server sees only sums: secagg, 'secagg(clip=0.5)'."
+        ),
+    ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of the data sets.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")
@@ -83,4 +89,5 @@ def up(
     with starting():
         from fedpara.apps.flower.up import up as work
     policy = {"deadline": deadline, "min-replies": min_replies, "oversample": oversample}
-    work(preset, config, set_ or [], nodes, out, policy, data_dir, as_json)
+    fields = [*(set_ or []), *([f"secure={secure}"] if secure else [])]
+    work(preset, config, fields, nodes, out, policy, data_dir, as_json)

@@ -11,9 +11,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, Rec
 from flwr.serverapp import Grid
 
 from fedpara.engines.flower.rpc import Fact, Packet
+from fedpara.engines.flower.secure import SECURE_KINDS
 
 FACTS, BODY, STYPE = "facts", "body", "fedpara"
 KINDS = {"hello": MessageType.QUERY, "train": MessageType.TRAIN, "score": MessageType.EVALUATE}
+KINDS |= dict.fromkeys(SECURE_KINDS, MessageType.TRAIN)
 TRAVEL = 30.0
 """Seconds beyond the deadline before Flower drops a message, so that late responses can be logged."""
 

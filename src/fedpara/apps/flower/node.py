@@ -7,7 +7,7 @@ becomes the response's reason. So does a timeout, so a client that hangs does no
 import os
 import threading
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,10 +19,11 @@ import fedpara
 from fedpara.algorithms import Variables
 from fedpara.apps.flower.run_config import served
 from fedpara.data import Examples
-from fedpara.engines.client import client_round, own_model
+from fedpara.engines.client import Reply, client_round, own_model
 from fedpara.engines.device import eager_device
 from fedpara.engines.flower.engine import digest
 from fedpara.engines.flower.rpc import Hello, Packet, Request, Response, from_packet, size_limit, to_packet
+from fedpara.engines.flower.secure import SECURE_KINDS
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import make_program
 from fedpara.engines.session import KNOWN, Session
@@ -44,6 +45,8 @@ RUNS = "FEDPARA_RUNS"
 """Run folders on this machine, one per line. They hold the memory of their clients, as in a simulation."""
 DATA_DIR = "data-dir"
 DEVICE = "device"
+ONLY_SECURE = "only-secure"
+"""In a node's config: refuse to send an update by itself, outside secure aggregation."""
 SPARE = 0.9
 """Share of the server's seconds that the work may take; the rest is for sending the response."""
 GPU = "FEDPARA_DEVICE"
@@ -70,18 +73,29 @@ class Site:
         return held.client(client), held.client_test(client) if personal else None
 
 
-def respond(packet: Packet, node_config: NodeConfig) -> Packet:
-    """The response to a request. An invalid request or file gives a reason, never an exception."""
+def respond(
+    packet: Packet, node_config: NodeConfig, kept: MutableMapping[str, bytes] | None = None
+) -> Packet:
+    """The response to a request. An invalid request or file gives a reason, never an exception.
+
+    `kept` holds what the node keeps in memory between requests.
+    """
     try:
         request = from_packet(packet, Request, REQUEST_LIMIT)
     except WireError as error:
         return to_packet(Hello(fedpara.__version__, reason=f"the request cannot be read: {error}"))
     if request.kind == "hello":
         return to_packet(_in_time(request, lambda: hello(request, node_config), _no_hello))
-    work = score if request.kind == "score" else train
-    return to_packet(
-        _in_time(request, lambda: work(request, node_config), lambda why: _no_response(request, why))
-    )
+
+    def work() -> Response:
+        if request.kind not in SECURE_KINDS:
+            return (score if request.kind == "score" else train)(request, node_config)
+        from fedpara.apps.flower.secure.node import respond_stage
+
+        experiment = _experiment(request.experiment)
+        return respond_stage(request, node_config, experiment, {} if kept is None else kept)
+
+    return to_packet(_in_time(request, work, lambda why: _no_response(request, why)))
 
 
 def hello(request: Request, node_config: NodeConfig) -> Hello:
@@ -100,11 +114,24 @@ def hello(request: Request, node_config: NodeConfig) -> Hello:
 
 def train(request: Request, node_config: NodeConfig) -> Response:
     """One client's part of a round; its new memory is stored on this node."""
+    if node_config.get(ONLY_SECURE):
+        raise RunError(
+            f"this node sends no update by itself ({ONLY_SECURE} in its config): set secure=secagg."
+        )
+    _, _, reply = train_client(request, node_config)
+    encoded = bytes(reply.message or b"")
+    return Response(
+        request.client, request.round, encoded, reply.reason, reply.loss, reply.before, reply.after
+    )
+
+
+def train_client(request: Request, node_config: NodeConfig) -> tuple[Site, State, Reply]:
+    """(the site, the model as it was sent, the reply of the trained client)"""
     begun = _begin(request, node_config)
-    session, site = begun.site.session, begun.site
+    session, site, (model, _) = begun.site.session, begun.site, begun.received
     examples, test = site.data(request.client, request.personal)
     if len(examples) == 0:
-        return Response(request.client, request.round, reason="it holds no examples")
+        return site, model, Reply(request.client, reason="it holds no examples")
     reply, new_memory = client_round(
         session,
         site.worker,
@@ -116,10 +143,7 @@ def train(request: Request, node_config: NodeConfig) -> Response:
         test=test,
     )
     begun.memory.put(request.round, {**new_memory, **begun.known}, request.accepted)
-    encoded = bytes(reply.message or b"")
-    return Response(
-        request.client, request.round, encoded, reply.reason, reply.loss, reply.before, reply.after
-    )
+    return site, model, reply
 
 
 def score(request: Request, node_config: NodeConfig) -> Response:

@@ -31,11 +31,13 @@ from fedpara.engines.flower.rpc import (
     size_limit,
     to_packet,
 )
+from fedpara.engines.flower.secure import SECURE_KINDS, join_bodies, stage_limit, waves
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.memory import ClientMemory
 from fedpara.engines.program import base_digest
 from fedpara.engines.session import Session
 from fedpara.errors import RunError, WireError
+from fedpara.secure.messages import Stage
 from fedpara.state import State
 from fedpara.tasks import Score, Task
 from fedpara.wire import Message
@@ -88,9 +90,10 @@ class Flower:
         self.transport, self.cohort = transport, cohort
         self.worker = Worker(session.program, task, device)
         self._template = Request("hello", experiment, version, run, policy.hello, policy.threads)
-        self._limit = size_limit(session.up)
+        self._limits = {"train": size_limit(session.up), "score": 0}
+        self._limits |= dict.fromkeys(SECURE_KINDS, stage_limit(session, cohort + policy.oversample))
         self._counts, self._clock, self._sleep = counts, clock, sleep
-        self._late: dict[str, tuple[int, int]] = {}
+        self._late: dict[str, tuple[int, int, str]] = {}
         self.roster = Roster(
             transport,
             policy,
@@ -107,6 +110,28 @@ class Flower:
 
     def train(self, round: int, clients: Sequence[int], message: Message, personal: bool) -> Iterator[Reply]:
         yield from self._late_replies()
+        request = replace(
+            self._template, kind="train", round=round, personal=personal, message=bytes(message)
+        )
+        yield from self._ask(request, clients, self._found(clients), message)
+
+    def stage(
+        self, stage: Stage, round: int, bodies: Mapping[int, bytes], message: Message, personal: bool
+    ) -> Iterator[Reply]:
+        """One stage of secure aggregation: a request per client, in waves of at most one per node."""
+        first, clients = stage == "keys", list(bodies)
+        if first:
+            yield from self._late_replies()
+        hosts = self._found(clients) if first else self.roster.hosts(clients)
+        request = replace(self._template, kind=stage, round=round, personal=personal)
+        if stage == "masked":
+            model = bytes(message)
+            bodies = {client: join_bodies(body, model) for client, body in bodies.items()}
+        for wave in waves(clients, hosts):
+            yield from self._ask(request, wave, hosts, bodies)
+
+    def _found(self, clients: Sequence[int]) -> dict[int, int]:
+        """The node of each client that has one. RunError if too few have one."""
         needed = min(self.policy.minimum, len(clients))  # lost clients are not asked
         hosts = self.roster.find(clients, needed)
         if len(hosts) < needed:
@@ -115,10 +140,7 @@ class Flower:
                 f"policy needs {self.policy.minimum}{self.roster.refusals()}. Finished rounds are saved: start "
                 "the nodes and resume the run."
             )
-        request = replace(
-            self._template, kind="train", round=round, personal=personal, message=bytes(message)
-        )
-        yield from self._ask(request, clients, hosts, message)
+        return hosts
 
     def score_clients(self, round: int, clients: Sequence[int], message: Message) -> Iterator[Reply]:
         """Scores each client's own model on its own test data; no memory changes.
@@ -149,16 +171,24 @@ class Flower:
         memory = self.memory.get(client) if self.session.stateful else None
         return int(memory[ACCEPTED]["round"]) if memory else 0
 
-    def _own_part(self, message: Message, client: int) -> dict[str, Any]:
+    def _own_part(self, message: Message | Mapping[int, bytes], client: int) -> dict[str, Any]:
         """What differs between the requests of a round: the round of the client's memory, and what it has missed."""
         if isinstance(message, Differences):
             return {"accepted": message.last(client), "message": b"".join(map(bytes, message.to(client)))}
-        return {"accepted": self._accepted(client)}
+        own = {"message": message[client]} if isinstance(message, Mapping) else {}
+        return {"accepted": self._accepted(client), **own}
 
     def _ask(
-        self, request: Request, clients: Sequence[int], hosts: Mapping[int, int], message: Message
+        self,
+        request: Request,
+        clients: Sequence[int],
+        hosts: Mapping[int, int],
+        message: Message | Mapping[int, bytes],
     ) -> Iterator[Reply]:
-        """One reply per client, in order, by the deadline. `request` is completed for each client."""
+        """One reply per client, in order, by the deadline. `request` is completed for each client.
+
+        `message` is the server's, or a message for each client.
+        """
         open_requests = _OpenRequests(request.kind, request.round, self._clock() + self.policy.deadline)
         asked = [client for client in clients if client in hosts]
         packets = [
@@ -185,8 +215,8 @@ class Flower:
                 )
         self._await(open_requests)
         for name, client in open_requests.pending.items():
-            if request.kind == "train":  # a late score has no bytes to count
-                self._late[name] = client, request.round
+            if request.kind != "score":  # a late score has no bytes to count
+                self._late[name] = client, request.round, request.kind
             if self._clock() >= open_requests.end:
                 # The node may be dead: a hello next time shows it sooner than a round's deadline.
                 self.roster.doubt(hosts[client])
@@ -212,7 +242,7 @@ class Flower:
         if isinstance(got, str):
             return Reply(client, reason=in_one_line(got))
         try:
-            response = from_packet(got, Response, self._limit if kind == "train" else 0)
+            response = from_packet(got, Response, self._limits[kind])
             if (response.client, response.round) != (client, round):
                 raise WireError(
                     f"it responds for client {response.client} in round {response.round}: expected client {client} "
@@ -223,13 +253,14 @@ class Flower:
                     raise WireError(
                         f"it scores {', '.join(score.values) or 'nothing'}: expected {', '.join(self.task.scored)}."
                     )
-            if response.message and not math.isfinite(response.loss):
+            trained = kind in ("train", "masked")
+            if trained and response.message and not math.isfinite(response.loss):
                 raise WireError(f"its loss is {response.loss}: expected a finite number.")
         except WireError as error:
             return Reply(client, reason=str(error), unread=len(got.body))
-        wanted = response.message if kind == "train" else response.before
+        wanted = response.message if kind != "score" else response.before
         if not wanted and not response.reason:
-            expected = "a message" if kind == "train" else "a score"
+            expected = "a message" if kind != "score" else "a score"
             return Reply(client, reason=f"its response is empty: expected {expected} or a reason")
         return replace(response.reply, reason=in_one_line(response.reason))
 
@@ -243,9 +274,9 @@ class Flower:
     def _late_replies(self) -> Iterator[Reply]:
         """Replies to earlier rounds that have arrived since: they are not used, but their bytes count."""
         for name, got in self.transport.collect(list(self._late)).items() if self._late else ():
-            client, round = self._late.pop(name)
+            client, round, kind = self._late.pop(name)
             if not isinstance(got, str):
-                reply = self._reply(got, client, round, "train")
+                reply = self._reply(got, client, round, kind)
                 yield Reply(client, unread=len(reply.message or b"") or reply.unread, late=round)
 
 

@@ -51,7 +51,7 @@ class Request:
     `run` names the run on the node's disk; `seconds` is how long the server waits for the response.
     """
 
-    kind: str  # "hello", "train" or "score"
+    kind: str  # "hello", "train", "score", or a stage of secure aggregation
     experiment: str  # TOML
     version: str
     run: str

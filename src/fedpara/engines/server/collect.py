@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from fedpara.algorithms import Update
+from fedpara.algorithms import Update, Variables
 from fedpara.engines.client import Reply, from_change, sends_changes
 from fedpara.engines.differences import bytes_to
 from fedpara.engines.progress import Progress, Schedule
@@ -19,11 +20,17 @@ from fedpara.wire import Message, Meter, admit, unpack
 LARGE_MESSAGE = 1 << 20  # bytes; threads speed up hashing and copying above this, and slow it down below
 
 
+class Aggregates(Protocol):
+    """Makes the next model from a round's updates, as `Aggregator` does."""
+
+    def aggregate(self, server: Variables, clients: int, round: int) -> tuple[State, Variables, State]: ...
+
+
 @dataclass
 class Collected:
     """A round's results. `replies` are those with accepted updates, without their messages."""
 
-    aggregator: Aggregator | PrivateSum | None = None
+    aggregator: Aggregator | PrivateSum | Aggregates | None = None
     replies: list[Reply] = field(default_factory=list)
     refused: list[tuple[int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -89,7 +96,7 @@ def collect(
             if late:
                 collected.refused.append((reply.client, late))
                 continue
-        if collected.aggregator is None:
+        if not isinstance(collected.aggregator, Aggregator):
             counts = {client: schedule.examples(client) for client in chosen}
             weights, notes = round_weights(counts, schedule.weights, schedule.max_share)
             collected.notes += [f"round {round}: {note}" for note in notes]

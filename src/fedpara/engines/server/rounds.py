@@ -69,11 +69,17 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
     present = [client for client in chosen if client not in lost]
     message, sent = broadcast(session, progress, t)
     meter, scored = Meter(), personal and schedule.evaluates(t)
-    replies = chain(
-        engine.train(t, present, message, scored) if present else (),
-        (Reply(client, reason=LOST) for client in lost),
-    )
-    collected = collect(session, schedule, progress, chosen, message, sent, replies, meter)
+    if schedule.secure is not None:
+        from fedpara.engines.secure.collect import SecureRound  # it needs an extra
+
+        secure = SecureRound(session, schedule, progress, message, meter)
+        collected = secure.collect(engine, chosen, lost, sent, scored)
+    else:
+        replies = chain(
+            engine.train(t, present, message, scored) if present else (),
+            (Reply(client, reason=LOST) for client in lost),
+        )
+        collected = collect(session, schedule, progress, chosen, message, sent, replies, meter)
     x, server, averages, count = progress.x, progress.server, progress.buffers, len(collected.replies)
     private = isinstance(collected.aggregator, PrivateSum)
     if private:
