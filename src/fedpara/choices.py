@@ -16,6 +16,7 @@ METRICS = ("accuracy", "top-5", "r2", "mse", "mae", "dice", "iou", "perplexity")
 """Copies of the names in `data`, `models`, `parameterization` and `tasks`, which import torch. A test compares them."""
 SPLITS = ("iid", "dirichlet", "dirichlet-capped", "shards", "owner", "largest")
 ENGINES = ("auto", "sequential", "batched", "flower")
+PRODUCTS = ("mean", "refit")
 SAMPLERS = ("uniform", "poisson", "by-data")
 FORMATS = ("html", "markdown", "csv", "latex", "png", "svg", "pdf")
 """Output formats of `fedpara report`."""

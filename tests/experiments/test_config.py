@@ -113,6 +113,8 @@ OTHER = {
     "validation": 0.1,
     "weights": "uniform",
     "max_share": 0.5,
+    "products": "refit",
+    "aggregation_error": True,
     "test_owners": "all",
     "sampler": "poisson",
     "lost": 0.3,

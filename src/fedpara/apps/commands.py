@@ -196,6 +196,16 @@ def run(
     max_norm: Annotated[
         float | None, typer.Option(help="Reject updates further than this from the model.")
     ] = None,
+    products: Annotated[
+        str | None,
+        typer.Option(
+            help="How factors are averaged: mean, or refit (factors nearest to the mean of the composed weights)."
+        ),
+    ] = None,
+    aggregation_error: Annotated[
+        bool | None,
+        typer.Option(help="Measure how far the mean of factors is from the mean of weights, per round."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every random draw.")] = None,
     engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
     precision: Annotated[str | None, typer.Option(help="float32, tf32, bfloat16 (default on a GPU)")] = None,

@@ -9,6 +9,7 @@ from fedpara.algorithms.core import Weighting
 from fedpara.engines.differences import Known
 from fedpara.engines.participation.cohorts import Cohorts, Sampler, uniform
 from fedpara.engines.participation.devices import Devices
+from fedpara.engines.server.products import AggregationError, Products
 from fedpara.state import State, in_words
 from fedpara.tasks.metrics import shown
 
@@ -63,6 +64,7 @@ class Round:
     worst_tenth: float | None = None  # of the cohort's own models after training; `after` is their mean
     spread: float | None = None
     primary: str = "accuracy"  # the metric of `before`, `after` and `everyone`
+    aggregation_error: AggregationError | None = None  # if the run measures it
 
     @property
     def score(self) -> float | None:
@@ -114,6 +116,7 @@ class Schedule:
     devices: Devices | None = None
     patience: int | None = None  # evaluations without a better score after which the run stops
     higher_is_better: bool = True  # the direction of the score
+    products: Products | None = None  # what the server does with composed weights
 
     def cohorts(self, seed: int) -> Cohorts:
         return Cohorts(seed, self.clients, self.cohort, self.sampler, self.lost)

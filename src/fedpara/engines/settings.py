@@ -7,7 +7,7 @@ import torch
 
 from fedpara.algorithms.core import Weighting
 from fedpara.algorithms.local import AT_MOST_ONE, BELOW_ONE, COUNT, POSITIVE, SEED, check
-from fedpara.choices import ENGINES
+from fedpara.choices import ENGINES, PRODUCTS
 from fedpara.engines.participation.cohorts import Sampler, check_sampler
 from fedpara.engines.participation.devices import Devices
 from fedpara.errors import ConfigError
@@ -39,6 +39,8 @@ class Settings:
     lost: float = 0.0
     devices: Devices | None = None
     patience: int | None = None
+    products: str = "mean"
+    aggregation_error: bool = False
 
     def __post_init__(self) -> None:
         check(COUNT, rounds=self.rounds, cohort=self.cohort, evaluate_every=self.evaluate_every)
@@ -53,6 +55,7 @@ class Settings:
             ("share", get_args(Share)),
             ("weights", get_args(Weighting)),
             ("engine", ENGINES),
+            ("products", PRODUCTS),
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: expected one of {', '.join(known)}.")

@@ -23,6 +23,7 @@ from fedpara.engines.participation.devices import Devices
 from fedpara.engines.program import make_program, shared_names
 from fedpara.engines.progress import Progress, Round, Schedule
 from fedpara.engines.server.engine import Engine
+from fedpara.engines.server.products import make_products
 from fedpara.engines.server.rounds import run_rounds
 from fedpara.engines.server.scores import with_everyone
 from fedpara.engines.session import Session, own_part
@@ -136,6 +137,8 @@ def simulate(
     lost: float = 0.0,
     devices: Devices | None = None,
     patience: int | None = None,
+    products: str = "mean",
+    aggregation_error: bool = False,
     memory: ClientMemory | None = None,
     on_round: Callable[[Round], object] | None = None,
 ) -> Run:
@@ -175,6 +178,8 @@ def simulate(
     devices         the clients' bandwidth and speed, such as `Devices(bandwidth=lognormal(1e6, 0.5), speed=20)`: each
                     round then has a simulated clock, and a deadline refuses clients that are too slow
     patience        stop after this many evaluations without a better score
+    products        "mean" averages each factor, "refit" takes the factors nearest to the mean of the composed weights
+    aggregation_error  measure in each round how far these two are apart (`Round.aggregation_error`)
     memory          where client memories are stored: an object with `get(client)` and
                     `put(client, round, variables)`
     on_round        called with the result of each round; the run ends if it returns False
@@ -198,6 +203,8 @@ def simulate(
         lost=lost,
         devices=devices,
         patience=patience,
+        products=products,
+        aggregation_error=aggregation_error,
     )
     refuse_flower_engine(engine)
     task = with_own_test(task, data)
@@ -265,6 +272,7 @@ def prepare(
         lost=settings.lost,
         devices=settings.devices,
         patience=settings.patience,
+        products=make_products(session, settings.products, settings.aggregation_error),
     )
     schedule.cohorts(session.seed).draw(1)  # raises if a custom sampler returns something else than clients
     return session, schedule, personal

@@ -12,7 +12,7 @@ from fedpara import algorithms, models, parameterization, references
 from fedpara.algorithms.core import Weighting
 from fedpara.algorithms.optimizers import OPTIMIZERS
 from fedpara.algorithms.schedules import SCHEDULES
-from fedpara.choices import ENGINES, SAMPLERS, SPLITS
+from fedpara.choices import ENGINES, PRODUCTS, SAMPLERS, SPLITS
 from fedpara.engines.settings import Precision, Share
 from fedpara.errors import ConfigError, among
 from fedpara.references import OBJECT, REFERENCE_HINT
@@ -38,6 +38,7 @@ CHOICES: dict[str, Sequence[str]] = {
     "share": get_args(Share),
     "augment": get_args(Augment),
     "weights": get_args(Weighting),
+    "products": PRODUCTS,
     "test_owners": ("training", "all"),
 }
 """Accepted values by field. A field with the default None may also be left out."""
@@ -53,7 +54,7 @@ REFERENCED = (
 
 # A resumed run may change these fields. They leave the computation as it is: engines and precisions differ only in
 # rounding, and the last round of a run is always evaluated.
-FREE = ("rounds", "engine", "precision", "device", "target", "patience")
+FREE = ("rounds", "engine", "precision", "device", "target", "patience", "aggregation_error")
 
 # Fields that were added after some runs had finished, with the value that those runs used. Such a field enters the
 # identity only if its value differs, so that the identities of the older runs stay valid.
@@ -75,6 +76,7 @@ LATER: dict[str, Any] = {
     "optimizer": "sgd",
     "schedule": None,
     "keep_optimizer": False,
+    "products": "mean",
     "objects": None,
 }
 
@@ -136,6 +138,8 @@ class Experiment:
     weights: str = "examples"  # weight updates by their number of examples, or uniform
     max_share: float | None = None  # the largest share of a round's weight that one client may have
     max_norm: float | None = None  # reject updates farther than this from the model
+    products: str = "mean"  # of factors; or refit: factors of the mean of the composed weights
+    aggregation_error: bool = False  # measure how far the two means are apart
     evaluate_every: int = 1
     target: float | None = None  # stop at this accuracy
     patience: int | None = None  # stop after this many evaluations without a better score

@@ -91,7 +91,9 @@ def collect(
             counts = {client: schedule.examples(client) for client in chosen}
             weights, notes = round_weights(counts, schedule.weights, schedule.max_share)
             collected.notes += [f"round {round}: {note}" for note in notes]
-            collected.aggregator = Aggregator(session.algorithm, progress.x, weights)
+            collected.aggregator = Aggregator(
+                session.algorithm, progress.x, weights, products=schedule.products
+            )
         update, buffers = verdict
         if session.link.downlink.text != "float32":
             update = _without_rounding(update, progress.x, sent)

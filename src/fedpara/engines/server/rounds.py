@@ -74,8 +74,10 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
     )
     collected = collect(session, schedule, progress, chosen, message, sent, replies, meter)
     x, server, averages, count = progress.x, progress.server, progress.buffers, len(collected.replies)
+    error = None
     if collected.aggregator is not None and count >= schedule.minimum:
         x, server, averages = collected.aggregator.aggregate(server, schedule.clients)
+        error = collected.aggregator.error
         _refuse_overflow(t, [x, averages, *server.values()])
     else:
         _refuse_divergence(t, collected)
@@ -108,6 +110,7 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
         notes=tuple(collected.notes),
         memories=tuple(reply.client for reply in collected.replies) if session.stateful else (),
         primary=schedule.primary,
+        aggregation_error=error,
     )
     return evaluated(session, engine, schedule, collected.replies if scored else [], result)
 
