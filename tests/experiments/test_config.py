@@ -114,6 +114,7 @@ OTHER = {
     "weights": "uniform",
     "max_share": 0.5,
     "products": "refit",
+    "gammas": "0.1, 0.3",
     "aggregation_error": True,
     "test_owners": "all",
     "sampler": "poisson",

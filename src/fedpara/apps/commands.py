@@ -196,6 +196,10 @@ def run(
     max_norm: Annotated[
         float | None, typer.Option(help="Reject updates further than this from the model.")
     ] = None,
+    gammas: Annotated[
+        str | None,
+        typer.Option(help='A gamma per client, such as "0.1, 0.3, 0.5": client i has number i mod 3.'),
+    ] = None,
     products: Annotated[
         str | None,
         typer.Option(

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fedpara.algorithms import Variables
 from fedpara.algorithms.core import Weighting
@@ -12,6 +13,9 @@ from fedpara.engines.participation.devices import Devices
 from fedpara.engines.server.products import AggregationError, Products
 from fedpara.state import State, in_words
 from fedpara.tasks.metrics import shown
+
+if TYPE_CHECKING:
+    from fedpara.engines.server.levels import Levels
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +121,7 @@ class Schedule:
     patience: int | None = None  # evaluations without a better score after which the run stops
     higher_is_better: bool = True  # the direction of the score
     products: Products | None = None  # what the server does with composed weights
+    levels: "Levels | None" = None  # a gamma per client
 
     def cohorts(self, seed: int) -> Cohorts:
         return Cohorts(seed, self.clients, self.cohort, self.sampler, self.lost)

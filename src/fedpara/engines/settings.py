@@ -1,5 +1,6 @@
 """Settings: how a run is carried out. The task, the data and the algorithm say what is learned."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -41,6 +42,7 @@ class Settings:
     patience: int | None = None
     products: str = "mean"
     aggregation_error: bool = False
+    gammas: str | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         check(COUNT, rounds=self.rounds, cohort=self.cohort, evaluate_every=self.evaluate_every)
@@ -59,8 +61,23 @@ class Settings:
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: expected one of {', '.join(known)}.")
+        if (gammas := read_gammas(self.gammas)) is not None:
+            object.__setattr__(self, "gammas", ", ".join(f"{gamma:g}" for gamma in gammas))
         check_device(self.device)
         check_precision(self.precision, self.engine, self.device)
+
+
+def read_gammas(given: str | Sequence[float] | None) -> tuple[float, ...] | None:
+    """The numbers in a list such as "0.1, 0.3, 0.5"."""
+    if given is None:
+        return None
+    try:
+        gammas = tuple(float(gamma) for gamma in (given.split(",") if isinstance(given, str) else given))
+    except ValueError:
+        gammas = ()
+    if not gammas or not all(0 <= gamma <= 1 for gamma in gammas):
+        raise ConfigError(f"gammas is {given!r}: expected numbers from 0 to 1, such as '0.1, 0.3, 0.5'.")
+    return gammas
 
 
 def check_device(device: str | None) -> None:

@@ -1,6 +1,6 @@
 """simulate: a whole federated run in one call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from textwrap import shorten
 
@@ -22,7 +22,9 @@ from fedpara.engines.participation.cohorts import Cohorts, Sampler, find_sampler
 from fedpara.engines.participation.devices import Devices
 from fedpara.engines.program import make_program, shared_names
 from fedpara.engines.progress import Progress, Round, Schedule
+from fedpara.engines.server.by_gamma import ByGamma
 from fedpara.engines.server.engine import Engine
+from fedpara.engines.server.levels import make_levels
 from fedpara.engines.server.products import make_products
 from fedpara.engines.server.rounds import run_rounds
 from fedpara.engines.server.scores import with_everyone
@@ -139,6 +141,7 @@ def simulate(
     patience: int | None = None,
     products: str = "mean",
     aggregation_error: bool = False,
+    gammas: Sequence[float] | None = None,
     memory: ClientMemory | None = None,
     on_round: Callable[[Round], object] | None = None,
 ) -> Run:
@@ -180,6 +183,7 @@ def simulate(
     patience        stop after this many evaluations without a better score
     products        "mean" averages each factor, "refit" takes the factors nearest to the mean of the composed weights
     aggregation_error  measure in each round how far these two are apart (`Round.aggregation_error`)
+    gammas          a gamma per client: client i has gammas[i % len(gammas)] and the model must have the largest
     memory          where client memories are stored: an object with `get(client)` and
                     `put(client, round, variables)`
     on_round        called with the result of each round; the run ends if it returns False
@@ -205,6 +209,7 @@ def simulate(
         patience=patience,
         products=products,
         aggregation_error=aggregation_error,
+        gammas=gammas,
     )
     refuse_flower_engine(engine)
     task = with_own_test(task, data)
@@ -273,6 +278,7 @@ def prepare(
         devices=settings.devices,
         patience=settings.patience,
         products=make_products(session, settings.products, settings.aggregation_error),
+        levels=make_levels(session, settings, personal),
     )
     schedule.cohorts(session.seed).draw(1)  # raises if a custom sampler returns something else than clients
     return session, schedule, personal
@@ -292,6 +298,10 @@ def build_engine(
 ) -> Engine:
     """The engine that the settings name. Under torchrun every rank builds one, for its share of the cohort."""
     group = join()
+    if (levels := make_levels(session, settings, personal=False)) is not None:
+        cohort = -(-settings.cohort // len(levels.sessions))
+        one = replace(settings, gammas=None, cohort=cohort)
+        return ByGamma(levels, lambda own: build_engine(one, own, task, data, memory))
     inner = _build_on_this_rank(settings, session, task, data, memory, group)
     return inner if group.size == 1 else Distributed(group, inner, session)
 

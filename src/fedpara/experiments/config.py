@@ -13,7 +13,7 @@ from fedpara.algorithms.core import Weighting
 from fedpara.algorithms.optimizers import OPTIMIZERS
 from fedpara.algorithms.schedules import SCHEDULES
 from fedpara.choices import ENGINES, PRODUCTS, SAMPLERS, SPLITS
-from fedpara.engines.settings import Precision, Share
+from fedpara.engines.settings import Precision, Share, read_gammas
 from fedpara.errors import ConfigError, among
 from fedpara.references import OBJECT, REFERENCE_HINT
 from fedpara.tasks import LOSSES, METRICS, Augment
@@ -77,6 +77,7 @@ LATER: dict[str, Any] = {
     "schedule": None,
     "keep_optimizer": False,
     "products": "mean",
+    "gammas": None,
     "objects": None,
 }
 
@@ -87,6 +88,7 @@ class Experiment:
     model: str = "cnn"
     scheme: str = "fedpara"  # original, lowrank, fedpara, pfedpara
     gamma: float | None = None  # 0.1 if rank and ratio are not given either
+    gammas: str | None = None  # a gamma per client, such as "0.1, 0.3, 0.5": client i has number i mod 3
     rank: int | None = None
     ratio: float | None = None  # lowrank only
     nonlinearity: str | None = None  # tanh
@@ -161,6 +163,7 @@ class Experiment:
             several = f.name == "metrics" and bool(value)
             for text in references.split(str(value)) if several else [value]:
                 self._check_name(f.name, text)
+        read_gammas(self.gammas)
         for name, (accepted, holds) in RULES.items():
             if not holds(self):
                 raise ConfigError(f"{name} is {getattr(self, name)}: expected {accepted}.")

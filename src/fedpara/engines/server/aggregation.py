@@ -55,6 +55,11 @@ class Aggregator:
         else:
             self._held.append(update)
 
+    @property
+    def arrived(self) -> float:
+        """sum_i w_i over the updates so far"""
+        return self._buffers.arrived
+
     def aggregate(self, server: Variables, clients: int) -> tuple[State, Variables, State]:
         """(the next x, the server's variables, the mean of the buffers), all on the host."""
         aggregate = self._algorithm.aggregate

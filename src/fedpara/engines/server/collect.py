@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from fedpara.algorithms import Update
+from fedpara.algorithms import Update, Variables
 from fedpara.engines.client import Reply, from_change, sends_changes
 from fedpara.engines.differences import bytes_to
 from fedpara.engines.progress import Progress, Schedule
 from fedpara.engines.server.aggregation import Aggregator, round_weights
+from fedpara.engines.server.products import AggregationError
 from fedpara.engines.session import Session
 from fedpara.engines.threads import checked_in_order
 from fedpara.engines.transfer import HOST, device_of, move
@@ -18,11 +20,19 @@ from fedpara.wire import Message, Meter, admit, unpack
 LARGE_MESSAGE = 1 << 20  # bytes; threads speed up hashing and copying above this, and slow it down below
 
 
+class Aggregates(Protocol):
+    """The sum of a round's updates."""
+
+    error: AggregationError | None
+
+    def aggregate(self, server: Variables, clients: int) -> tuple[State, Variables, State]: ...
+
+
 @dataclass
 class Collected:
     """A round's results. `replies` are those with accepted updates, without their messages."""
 
-    aggregator: Aggregator | None = None
+    aggregator: Aggregates | None = None
     replies: list[Reply] = field(default_factory=list)
     refused: list[tuple[int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -42,6 +52,7 @@ def collect(
 ) -> Collected:
     """Collects at most one update per client of the cohort, even if the engine or the network returns more."""
     collected, round = Collected(), progress.round + 1
+    aggregator: Aggregator | None = None
     waiting, devices = dict.fromkeys(chosen), schedule.devices
     known = {HOST.type: sent}  # the model as it was sent, on each device that holds an update
 
@@ -87,17 +98,16 @@ def collect(
             if late:
                 collected.refused.append((reply.client, late))
                 continue
-        if collected.aggregator is None:
+        if aggregator is None:
             counts = {client: schedule.examples(client) for client in chosen}
             weights, notes = round_weights(counts, schedule.weights, schedule.max_share)
             collected.notes += [f"round {round}: {note}" for note in notes]
-            collected.aggregator = Aggregator(
-                session.algorithm, progress.x, weights, products=schedule.products
-            )
+            aggregator = Aggregator(session.algorithm, progress.x, weights, products=schedule.products)
+            collected.aggregator = aggregator
         update, buffers = verdict
         if session.link.downlink.text != "float32":
             update = _without_rounding(update, progress.x, sent)
-        collected.aggregator.add(reply.client, update, buffers)
+        aggregator.add(reply.client, update, buffers)
         collected.replies.append(replace(reply, message=None))
     for client in waiting:
         meter.down(round, client, bytes_to(message, client))

@@ -19,6 +19,7 @@ from fedpara.engines.progress import Progress, Round, Schedule
 from fedpara.engines.server.broadcast import broadcast
 from fedpara.engines.server.collect import Collected, collect
 from fedpara.engines.server.engine import Engine
+from fedpara.engines.server.levels import in_groups
 from fedpara.engines.server.scores import evaluated, with_everyone
 from fedpara.engines.session import Session
 from fedpara.errors import RunError
@@ -66,13 +67,18 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
     chosen = cohorts.draw(t)
     lost = [client for client in chosen if cohorts.loses(t, client)]
     present = [client for client in chosen if client not in lost]
-    message, sent = broadcast(session, progress, t)
     meter, scored = Meter(), personal and schedule.evaluates(t)
-    replies = chain(
-        engine.train(t, present, message, scored) if present else (),
-        (Reply(client, reason=LOST) for client in lost),
-    )
-    collected = collect(session, schedule, progress, chosen, message, sent, replies, meter)
+    levels, found = schedule.levels, []
+    given = progress if levels is None else levels.ordered(progress)
+    for own, part, some in in_groups(session, schedule, given, chosen):
+        message, sent = broadcast(own, part, t)
+        here = [client for client in some if client in present]
+        replies = chain(
+            engine.train(t, here, message, scored) if here else (),
+            (Reply(client, reason=LOST) for client in some if client in lost),
+        )
+        found.append(collect(own, schedule, part, some, message, sent, replies, meter))
+    collected = found[0] if levels is None else levels.joined(given.x, found)
     x, server, averages, count = progress.x, progress.server, progress.buffers, len(collected.replies)
     error = None
     if collected.aggregator is not None and count >= schedule.minimum:
@@ -98,7 +104,7 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
             bytes_up=progress.bytes_up + up,
             bytes_down=progress.bytes_down + down,
             clock=devices.clock(progress.clock, collected.seconds, bool(lost)) if devices else None,
-            known=known_after(message, [reply.client for reply in collected.replies]),
+            known=known_after(message, [reply.client for reply in collected.replies]) if found else None,
         ),
         tuple(chosen),
         sum(reply.loss for reply in collected.replies) / len(collected.replies)
