@@ -23,6 +23,7 @@ from fedpara.engines.program import Program, make_program
 from fedpara.engines.progress import Progress, Schedule
 from fedpara.engines.server.aggregation import Aggregator
 from fedpara.engines.server.collect import Collected
+from fedpara.engines.server.products import AggregationError
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings, read_gammas
 from fedpara.errors import ConfigError
@@ -71,7 +72,7 @@ class Levels:
 class Nested:
     """The groups' means as one aggregate."""
 
-    error = None
+    error: AggregationError | None = None
 
     def __init__(self, x: State, means: Sequence[Aggregator]) -> None:
         self._x, self._means = x, means
