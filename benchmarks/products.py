@@ -75,7 +75,8 @@ def last(line: dict[str, Any], count: int = 5) -> float:
 
 def show_errors(lines: list[dict[str, Any]]) -> None:
     print(
-        f"{'work':22} {'scheme':8} {'products':8} {'/ ||W||':>9} {'/ change':>9} {'after refit':>11} {'accuracy':>9} {'s':>6}"
+        f"{'work':22} {'scheme':8} {'products':8} {'/ ||W||':>9} {'/ change':>9} {'after refit':>11} "
+        f"{'accuracy':>9} {'s':>6}"
     )
     for line in lines:
         fields, errors = line["fields"], [r["aggregation_error"] for r in line["rounds"]]
