@@ -20,7 +20,7 @@ demo: $(READY)
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m 'not deploy'
 
-# A federation of real processes on loopback: a minute or two, all of it waiting for one thing at a time.
+# Federations of real processes on loopback: a few minutes, most of it waiting for one thing at a time.
 test-deploy: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m deploy
 

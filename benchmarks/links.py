@@ -12,6 +12,8 @@ numbers are normal with a different scale per tensor. The rows are measured in t
 import argparse
 import platform
 import random
+import shutil
+import subprocess
 import time
 from statistics import median
 
@@ -65,6 +67,12 @@ def measure(link: str, update: State, turn: int) -> tuple[float, float, int, flo
     return encoded - started, decoded - encoded, len(message), off / norm
 
 
+def processor() -> str:
+    lscpu = subprocess.run(["lscpu"], capture_output=True, text=True).stdout if shutil.which("lscpu") else ""
+    model = [line.partition(":")[2].strip() for line in lscpu.splitlines() if line.startswith("Model name")]
+    return " ".join(model) or platform.machine()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -76,7 +84,7 @@ def main() -> None:
     torch.set_num_threads(1)
     update = update_of(given.scheme, torch.device(given.device))
     numbers = sum(tensor.numel() for tensor in update.values())
-    where = torch.cuda.get_device_name() if given.device.startswith("cuda") else platform.machine()
+    where = torch.cuda.get_device_name() if given.device.startswith("cuda") else processor()
     print(f"{where}, 1 thread; Python {platform.python_version()}, torch {torch.__version__}\n")
     print(f"One update of VGG16, {given.scheme}: {len(update)} tensors, {numbers:,} numbers")
     print(f"CPU time; on a GPU elapsed time. Median (least) of {given.turns} turns\n")

@@ -70,12 +70,18 @@ def personalize(found: dict[str, Any], axes: Any) -> None:
 
 
 def own_algorithm(found: dict[str, Any], axes: Any) -> None:
-    for (name, run), colour in zip(found["runs"].items(), (GREY, BLUE, AMBER), strict=True):
-        axes.plot(
-            [r.number for r in run.rounds], [100 * r.accuracy for r in run.rounds], color=colour, label=name
-        )
-    axes.set(xlabel="round", ylabel="test accuracy [%]")
-    axes.legend(loc="lower right")
+    figure = axes.figure
+    axes.remove()
+    parts = {"strips": (GREY, BLUE, AMBER), "uneven": (GREY, GREEN)}
+    titles = ("strips", "a large client that errs")
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, title, (part, colours) in zip(panels, titles, parts.items(), strict=True):
+        for (name, run), colour in zip(found[part].items(), colours, strict=True):
+            scores = [100 * r.accuracy for r in run.rounds]
+            panel.plot([r.number for r in run.rounds], scores, color=colour, label=name)
+        panel.set(xlabel="round", title=title)
+        panel.legend(loc="center right")
+    panels[0].set(ylabel="test accuracy [%]")
 
 
 def regression(found: dict[str, Any], axes: Any) -> None:
@@ -109,7 +115,7 @@ TUTORIALS: dict[str, tuple[str, Callable[[dict[str, Any], Any], None]]] = {
     "factorize": ("01_factorize.py", factorize),
     "compare_schemes": ("03_compare_schemes.py", compare_schemes),
     "personalize": ("04_personalize.py", personalize),
-    "own_algorithm": ("02_own_algorithm.py", own_algorithm),
+    "own_algorithm": ("own_algorithm.py", own_algorithm),
     "regression": ("regression.py", regression),
     "segmentation": ("segmentation.py", segmentation),
     "larger_than_memory": ("larger_than_memory.py", larger_than_memory),

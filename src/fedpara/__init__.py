@@ -41,8 +41,8 @@ __all__ = [
 
 # A name is imported at its first use (PEP 562): importing torch takes seconds, and `fedpara --help` does not need it.
 _MODULES = (
-    *("algorithms", "data", "engines", "errors", "experiments", "files", "layout", "models"),
-    *("parameterization", "state", "tasks", "trees", "wire"),
+    *("algorithms", "attacks", "data", "engines", "errors", "experiments", "files", "layout", "models"),
+    *("parameterization", "privacy", "robust", "state", "tasks", "trees", "wire"),
 )
 _HOMES = {
     "Devices": "engines",

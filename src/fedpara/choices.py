@@ -5,7 +5,10 @@ This module imports nothing heavy, so `fedpara --help` and a mistyped option res
 
 from pathlib import Path
 
-DATASETS = ("digits", "cifar10", "cifar100", "cinic10", "mnist", "fashion-mnist", "femnist", "shakespeare")
+DATASETS = (
+    *("digits", "cifar10", "cifar100", "cinic10", "mnist", "fashion-mnist", "femnist"),
+    *("shakespeare", "shakespeare-100", "shakespeare-100-mixed"),
+)
 MODELS = (
     *("vgg16", "vgg16-nodrop", "vgg16-nobias", "vgg16-gn2", "vgg16-gn2-nodrop", "vgg16-narrow", "vgg16-tiny"),
     *("resnet18", "resnet18-gn", "resnet18-tiny", "lstm", "lstm-tiny", "mlp", "deep-mlp", "cnn"),
@@ -13,8 +16,14 @@ MODELS = (
 SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
 LOSSES = ("cross-entropy", "mse", "mae", "bce", "next-token")
 METRICS = ("accuracy", "top-5", "r2", "mse", "mae", "dice", "iou", "perplexity")
-"""Copies of the names in `data`, `models`, `parameterization` and `tasks`, which import torch. A test compares them."""
-SPLITS = ("iid", "dirichlet", "dirichlet-capped", "shards", "owner", "largest")
+DEFENCES = (
+    *("auto", "mean", "median", "trimmed-mean", "krum", "multi-krum"),
+    *("rfa", "centred-clip", "norm-clip", "fltrust", "flame"),
+)
+ATTACKS = ("sign-flip", "scaling", "noise", "label-flip", "backdoor", "alie", "ipm", "gauge")
+"""Copies of the names in `data`, `models`, `parameterization`, `tasks`, `robust` and `attacks`, which import torch. A
+test compares them."""
+SPLITS = ("iid", "dirichlet", "dirichlet-capped", "shards", "owner", "largest", "drawn")
 ENGINES = ("auto", "sequential", "batched", "flower")
 PRODUCTS = ("mean", "refit")
 SAMPLERS = ("uniform", "poisson", "by-data")
@@ -29,6 +38,7 @@ CLASSES = 10
 
 PAPER_RUNS = Path("runs/paper")
 PAPER_RESULTS = Path("results/paper")
+ROBUSTNESS = Path("results/robustness")
 
 DEADLINE = 3600.0
 """Seconds that a Flower server waits for a round."""

@@ -74,7 +74,7 @@ def test_steps_instead_of_epochs() -> None:
         ({"weight_decay": -1e-4}, "weight_decay is -0.0001: expected a number of 0 or more"),
         ({"clip": 0.0}, "clip is 0.0"),
         ({"jacobian": -1.0}, "jacobian is -1.0"),
-        ({"jacobian_norm": "cubed"}, "jacobian_norm is 'cubed': expected 'plain' or 'squared'"),
+        ({"jacobian_norm": "cubed"}, "jacobian_norm is 'cubed': expected 'plain', 'squared' or 'network'"),
     ],
 )
 def test_local_rejects(fields: dict[str, Any], text: str) -> None:

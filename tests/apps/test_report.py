@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from fedpara.experiments.paper import STUDIES
-from fedpara.experiments.reproduce import carry_out
+from fedpara.experiments.studies.reproduce import carry_out
 
 
 @pytest.fixture(scope="module")

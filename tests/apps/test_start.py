@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fedpara import choices, data, models, parameterization, tasks
+from fedpara import attacks, choices, data, models, parameterization, robust, tasks
 
 HEAVY = {"torch", "numpy", "sklearn", "safetensors", "matplotlib", "flwr"}
 PROGRAM = """
@@ -56,6 +56,7 @@ def test_choices_equal_the_registries():
     assert [*choices.MODELS] == models.names()
     assert ("original", *parameterization.SCHEMES) == choices.SCHEMES
     assert (tuple(tasks.LOSSES), tuple(tasks.METRICS)) == (choices.LOSSES, choices.METRICS)
+    assert (tuple(robust.DEFENCES), tuple(attacks.ATTACKS)) == (choices.DEFENCES, choices.ATTACKS)
 
 
 def test_ctrl_c_during_the_import_of_torch(tmp_path):

@@ -22,6 +22,7 @@ def same(a, b):
 
 def test_the_names():
     published = {"cifar10", "cifar100", "cinic10", "mnist", "fashion-mnist", "femnist", "shakespeare"}
+    published |= {"shakespeare-100", "shakespeare-100-mixed"}
     assert names()[0] == "digits"
     assert set(names()) == {"digits"} | published
 

@@ -4,11 +4,12 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpara.data import load
-from fedpara.data.readers.shakespeare import ALL_LETTERS, encode
+from fedpara.data.readers.shakespeare import ALL_LETTERS, build_apart, build_mixed, encode
 from fedpara.errors import DataError
 
 PLACE = "shakespeare/by_play_and_character"
@@ -108,3 +109,46 @@ def test_roles_that_are_too_short_are_rejected(tmp_path):
     write(tmp_path, {"A": "a" * 80})
     with pytest.raises(DataError, match="has no role of more than 80 characters"):
         load("shakespeare", tmp_path)
+
+
+def arrays_of(texts):
+    ids = [torch.tensor(list(encode(text)), dtype=torch.uint8) for text in texts]
+    return {"text": torch.cat(ids), "lengths": torch.tensor([len(one) for one in ids])}
+
+
+def decoded(examples):
+    rows = ["".join(ALL_LETTERS[i] for i in row) for row in examples.inputs.tolist()]
+    return list(zip(rows, [ALL_LETTERS[i] for i in examples.targets.tolist()], strict=True))
+
+
+def test_a_clients_training_and_test_windows_share_no_character():
+    texts = [ALL_LETTERS[1:] * 4, "ab" * 50, ALL_LETTERS[1:] * 8, ALL_LETTERS[1:] * 9]
+    train, test = build_apart(arrays_of(texts), 80, clients=2, train=120, test=5)
+    assert train.owners.tolist() == [2] * 120 + [3] * 120, "the first role has too few windows"
+    assert test.owners.tolist() == [2] * 5 + [3] * 5
+    for part, role in enumerate((2, 3)):
+        all_windows = windows(texts[role])
+        cut = int(0.8 * len(all_windows))
+        assert decoded(train)[120 * part : 120 * (part + 1)] == all_windows[:120]
+        assert decoded(test)[5 * part : 5 * (part + 1)] == all_windows[cut + 79 : cut + 84]
+        last, first = 119 + 80, cut + 79  # the last character trained on, the first one tested on
+        assert last < first
+    with pytest.raises(DataError, match="2 roles have 120 training and 5 test windows: expected 3"):
+        build_apart(arrays_of(texts), 80, clients=3, train=120, test=5)
+
+
+def test_mixed_windows_are_drawn_from_all_text_and_then_split():
+    texts = [line(300, 0), line(250, 1)]
+    train, test = build_mixed(arrays_of(texts), 80, clients=4, train=40, test=10)
+    assert (len(train), len(test)) == (160, 40)
+    every = [(*window, role) for role, text in enumerate(texts) for window in windows(text)]
+    drawn = [
+        (*window, owner)
+        for part in (train, test)
+        for window, owner in zip(decoded(part), part.owners.tolist(), strict=True)
+    ]
+    assert len(set(drawn)) == len(drawn), "without replacement"
+    assert set(drawn) <= set(every)
+    assert {owner for *_, owner in drawn} == {0, 1}
+    with pytest.raises(DataError, match=r"the roles have \d+ windows: expected 5000"):
+        build_mixed(arrays_of(texts), 80, clients=100, train=40, test=10)

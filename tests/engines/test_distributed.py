@@ -41,10 +41,18 @@ CASES = {
     "scaffold-poisson": ("original", "scaffold", "batched"),
     "ditto-batched": ("original", "ditto", "batched"),
     "fedavg-cosine": ("original", "fedavg", "sequential"),
+    "fedavg-private": ("original", "fedavg", "sequential"),
 }
 FACTS = ("number", "refused", "clock", "train_loss", "bytes_up", "bytes_down", "accuracy", "loss", "before")
 OPTIONS = {
-    "scaffold-poisson": {"sampler": "poisson", "lost": 0.3, "rounds": 5, "devices": fp.Devices(speed=2)}
+    "scaffold-poisson": {"sampler": "poisson", "lost": 0.3, "rounds": 5, "devices": fp.Devices(speed=2)},
+    "fedavg-private": {
+        "sampler": "poisson",
+        "weights": "uniform",
+        "personal": False,
+        "privacy": fp.privacy.User(1.0, 0.3, quantile=0.5),
+        "privacy_seed": 1,
+    },
 }
 
 TINY = Experiment(

@@ -1,10 +1,12 @@
 """`where` and the split `largest`, which the paper's studies need beyond a model's own rule."""
 
 import pytest
+import torch
 
 from fedpara import data
 from fedpara.errors import ConfigError
 from fedpara.experiments import Experiment
+from fedpara.experiments import federation as federation_module
 from fedpara.experiments.build import build_model, build_scheme
 from fedpara.experiments.federation import build_federation
 from fedpara.parameterization import FedPara, forms
@@ -61,3 +63,28 @@ def test_the_largest_owners_come_first_with_their_own_test_data():
         (owner,) = set(federation.client(i).owners.tolist())
         assert counts[owner] == sizes[i]
         assert set(federation.client_test(i).owners.tolist()) == {owner}
+
+
+def test_drawn_owners_differ_by_seed_and_have_many_examples_and_their_own_test_data(monkeypatch):
+    monkeypatch.setattr(federation_module, "DRAWN_FROM", 2)
+    train, test = data.load("generated:femnist")
+    train = train.subset((torch.rand(len(train)) < 0.3 + train.owners / 20).nonzero().flatten())
+    largest = set(train.owners.bincount().argsort(descending=True)[:8].tolist())
+    chosen = []
+    for seed in range(6):
+        experiment = Experiment(
+            dataset="generated:femnist",
+            split="drawn",
+            clients=4,
+            cohort=4,
+            personal=True,
+            model="mlp",
+            seed=seed,
+        )
+        federation, scored = build_federation(experiment, train, test)
+        owners = [federation.client(i).owners.unique().item() for i in range(4)]
+        assert [federation.client_test(i).owners.unique().item() for i in range(4)] == owners
+        assert set(scored.owners.tolist()) == set(owners)
+        chosen.append(tuple(owners))
+    assert len(set(chosen)) == 6
+    assert set().union(*chosen) == largest

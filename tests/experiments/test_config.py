@@ -113,6 +113,9 @@ OTHER = {
     "validation": 0.1,
     "weights": "uniform",
     "max_share": 0.5,
+    "robust": "median",
+    "attack": "sign-flip",
+    "hostile": 0.2,
     "products": "refit",
     "gammas": "0.1, 0.3",
     "aggregation_error": True,
@@ -132,6 +135,11 @@ OTHER = {
     "schedule": "step_decay(30)",
     "keep_optimizer": True,
     "objects": "model 1234",
+    "rotate": True,
+    "privacy": "user(noise=1.1, clip=0.5)",
+    "epsilon": 4.0,
+    "delta": 1e-6,
+    "privacy_seed": 3,
 }
 
 

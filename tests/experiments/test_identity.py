@@ -19,7 +19,8 @@ def test_golden_identities_survive_new_fields():
         *("validation", "weights", "max_share", "test_owners"),
         *("sampler", "lost", "bandwidth", "speed", "device_deadline"),
         *("loss", "metrics", "optimizer", "schedule", "keep_optimizer", "onto", "adapter_alpha", "train"),
-        *("products", "gammas", "objects"),
+        *("products", "gammas", "robust", "attack", "hostile"),
+        *("objects", "rotate", "privacy", "delta", "privacy_seed"),
     }
     assert Experiment().identity == "d9146da9ccc93a55"
     before = Experiment(split="owner", dataset="femnist", model="mlp", test_owners="all")

@@ -206,7 +206,7 @@ def test_the_runner_needs_no_command_line_packages(tmp_path):
 import sys
 for name in ("typer", "rich", "click", "matplotlib", "sklearn", "PIL"):
     sys.modules[name] = None
-from fedpara.experiments.reproduce import carry_out
+from fedpara.experiments.studies.reproduce import carry_out
 (run,) = carry_out(["personalization"], scale="tiny", only="mnist-shards-mlp-original-fedavg", seeds=1)
 print("rounds", run.rounds)
 """

@@ -177,6 +177,28 @@ def test_onnx_takes_the_integers_of_an_lstm(tmp_path):
     torch.testing.assert_close(onnx_outputs(report.path, x), model(x), atol=1e-5, rtol=1e-4)
 
 
+class Positions(nn.Module):
+    """A network with a parameter of its own beside its layers, as most transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 8)
+        self.places = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.words(ids) + self.places
+
+
+@pytest.mark.parametrize("format", ["safetensors", "onnx", "pt2"])
+def test_a_network_that_starts_with_an_embedding_takes_integers(tmp_path, format):
+    model, x = Positions().eval(), torch.randint(10, (5, 4))
+    saved = SavedState(model.state_dict(), {}, {"target": "mine:Positions", "shape": [4]})
+    report = export(saved, tmp_path / "m", format, model=model)
+    assert report.inputs == (("int64", (4,)),)
+    if format != "safetensors":
+        torch.testing.assert_close(outputs(report.path, format, x), model(x))
+
+
 def test_a_custom_model_is_built_only_by_its_user(tmp_path):
     model = fp.factorize(models.mlp(), fp.FedPara(gamma=0.1))
     saved = SavedState(

@@ -10,11 +10,12 @@ import fedpara as fp
 from fedpara.parameterization import compose_state, corrected_grad, forms
 
 
-def problem(scheme, seed=0, conv=False):
+def problem(scheme, seed=0, conv=False, layers=1):
     torch.manual_seed(seed)
-    model: nn.Module = (
-        nn.Sequential(nn.Conv2d(3, 6, 3), nn.Flatten(), nn.Linear(24, 5)) if conv else nn.Linear(11, 9)
-    )
+    linear = [nn.Linear(11, 9), *(nn.Linear(9, 9) for _ in range(layers - 1))]
+    model: nn.Module = nn.Sequential(*linear)
+    if conv:
+        model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Flatten(), nn.Linear(24, 5))
     model = fp.factorize(model.double(), scheme, force=True)
     x = torch.randn(4, 3, 4, 4, dtype=torch.float64) if conv else torch.randn(4, 11, dtype=torch.float64)
     y = torch.randint(0, 5, (4,))
@@ -26,14 +27,14 @@ def problem(scheme, seed=0, conv=False):
     return {k: v.detach() for k, v in model.state_dict().items()}, forms(model), loss
 
 
-def brute_force(state, forms_, loss, eta, lambda_, squared):
+def brute_force(state, forms_, loss, eta, lambda_, norm):
     """Prop. 1 only: the chain rule written out (J_X1 = (J_W * W2) Y1, ...), differentiated by differences."""
     weight = {name: nn.Parameter(t) for name, t in compose_state(state, forms_).items()}
     value = loss(weight)
     j = dict(zip(weight, torch.autograd.grad(value, list(weight.values())), strict=True))
 
     def total(s):
-        result = float(loss(compose_state(s, forms_)))
+        result, distances = float(loss(compose_state(s, forms_))), []
         for name in forms_:
             x1, y1, x2, y2 = (s[f"{name}.{f}"].numpy() for f in ("x1", "y1", "x2", "y2"))
             j_w = j[name].numpy()
@@ -42,9 +43,9 @@ def brute_force(state, forms_, loss, eta, lambda_, squared):
             stepped = ((x1 - eta * j1 @ y1) @ (y1 - eta * j1.T @ x1).T) * (
                 (x2 - eta * j2 @ y2) @ (y2 - eta * j2.T @ x2).T
             )
-            distance = np.linalg.norm(stepped - (w1 * w2 - eta * j_w))
-            result += lambda_ / 2 * (distance**2 if squared else distance)
-        return result
+            distances.append(np.linalg.norm(stepped - (w1 * w2 - eta * j_w)))
+        over = {"plain": sum, "squared": lambda d: sum(np.square(d)), "network": np.linalg.norm}[norm]
+        return result + lambda_ / 2 * over(distances)
 
     gradient = {}
     for name, tensor in state.items():
@@ -57,12 +58,12 @@ def brute_force(state, forms_, loss, eta, lambda_, squared):
     return gradient
 
 
-@pytest.mark.parametrize("norm", ["plain", "squared"])
+@pytest.mark.parametrize("norm", ["plain", "squared", "network"])
 @pytest.mark.parametrize("lambda_", [1.0, 10.0])
 def test_against_brute_force(norm, lambda_):
-    state, forms_, loss = problem(fp.FedPara(rank=2))
+    state, forms_, loss = problem(fp.FedPara(rank=2), layers=2)
     ours, value = corrected_grad(loss, state, forms_, eta=0.3, lambda_=lambda_, norm=norm)
-    expected = brute_force(state, forms_, loss, 0.3, lambda_, norm == "squared")
+    expected = brute_force(state, forms_, loss, 0.3, lambda_, norm)
     assert torch.allclose(value, loss(compose_state(state, forms_)))
     for name in state:
         assert torch.allclose(ours[name], expected[name], rtol=1e-5, atol=1e-7), name
@@ -79,8 +80,9 @@ def test_lambda_0_is_the_plain_gradient():
 def test_a_stepped_factor_that_follows_the_dense_step_is_not_corrected():
     """At J_W = 0 the penalty and its gradient are 0, not NaN."""
     state, forms_, loss = problem(fp.FedPara(rank=2))
-    ours, _ = corrected_grad(lambda s: 0.0 * loss(s), state, forms_, eta=0.1, lambda_=1.0)
-    assert all(tensor.eq(0).all() for tensor in ours.values())
+    for norm in ("plain", "squared", "network"):
+        ours, _ = corrected_grad(lambda s: 0.0 * loss(s), state, forms_, eta=0.1, lambda_=1.0, norm=norm)
+        assert all(tensor.eq(0).all() for tensor in ours.values()), norm
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 
 from fedpara.experiments import paper
-from fedpara.experiments.reproduce import carry_out
 from fedpara.experiments.storage.catalog import Library
+from fedpara.experiments.studies.reproduce import carry_out
 from fedpara.report.tables import table_of
 
 

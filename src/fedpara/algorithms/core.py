@@ -158,7 +158,7 @@ class Algorithm:
     """A federated learning algorithm. A state is a dict of tensors by name; Variables are a dict of states by name.
 
     x is the server's model, y a client's. To write a custom algorithm, call `replace(fedavg(...), ...)` with the
-    functions that differ, as examples/02_own_algorithm.py does.
+    functions that differ, as examples/own_algorithm.py does.
     """
 
     name: str

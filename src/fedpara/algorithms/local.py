@@ -43,7 +43,7 @@ class Local:
     weight_decay: float = 0.0
     clip: float | None = None  # global norm of the gradient
     jacobian: float = 0.0  # lambda of the Jacobian correction (appendix B)
-    jacobian_norm: Literal["plain", "squared"] = "plain"
+    jacobian_norm: Literal["plain", "squared", "network"] = "plain"
     optimizer: str | Optimizer = "sgd"  # sgd, adam, adamw, or a custom Optimizer
     betas: tuple[float, float] = (0.9, 0.999)  # of adam and adamw
     eps: float = 1e-8  # of adam and adamw
@@ -64,8 +64,10 @@ class Local:
         check(COUNT, batch_size=self.batch_size, epochs=self.epochs, steps=self.steps)
         check(BELOW_ONE, momentum=self.momentum, **{f"betas[{i}]": beta for i, beta in enumerate(self.betas)})
         check(NOT_NEGATIVE, weight_decay=self.weight_decay, jacobian=self.jacobian)
-        if self.jacobian_norm not in ("plain", "squared"):
-            raise ConfigError(f"jacobian_norm is {self.jacobian_norm!r}: expected 'plain' or 'squared'.")
+        if self.jacobian_norm not in ("plain", "squared", "network"):
+            raise ConfigError(
+                f"jacobian_norm is {self.jacobian_norm!r}: expected 'plain', 'squared' or 'network'."
+            )
         build_optimizer(self)
         if self.optimizer != "sgd":
             name = getattr(self.optimizer, "name", self.optimizer)

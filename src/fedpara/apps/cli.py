@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 _RESUME = "`fedpara resume` continues the run"
-RESUMABLE = {"run": _RESUME, "resume": _RESUME, "reproduce": _RESUME, "sweep": "the same command continues"}
+_AGAIN = "the same command continues"
+RESUMABLE = {"run": _RESUME, "resume": _RESUME, "reproduce": _RESUME, "sweep": _AGAIN, "tune": _AGAIN}
 """Commands that leave a resumable run folder when interrupted, and how to continue."""
 
 app = typer.Typer(
@@ -44,7 +45,9 @@ app = typer.Typer(
 app.command()(commands.inspect)
 app.command()(commands.run)
 app.command()(commands.resume)
+app.command()(commands.privacy)
 app.command()(study_commands.sweep)
+app.command()(study_commands.tune)
 app.command()(study_commands.reproduce)
 app.command()(output_commands.report)
 app.command()(output_commands.export)

@@ -10,7 +10,9 @@ import typer
 
 from fedpara.apps.terminal.interrupt import starting
 from fedpara.choices import (
+    ATTACKS,
     DATASETS,
+    DEFENCES,
     ENGINES,
     LOSSES,
     METRICS,
@@ -60,6 +62,26 @@ def inspect(
     with starting():
         from fedpara.apps.inspect import inspect as work
     work(model, scheme, gamma, rank, ratio, nonlinearity, conv, classes, every, force, as_json)
+
+
+def privacy(
+    clients: Annotated[int, typer.Option(help="Number of clients, N.")],
+    cohort: Annotated[int, typer.Option(help="Expected clients per round, q N.")],
+    rounds: Annotated[int, typer.Option(help="Number of rounds.")],
+    epsilon: Annotated[float | None, typer.Option(help="Budget: compute the noise that it needs.")] = None,
+    noise: Annotated[
+        float | None, typer.Option(help="Noise multiplier: compute its cost, or how long a budget lasts.")
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="Delta; default: N^-1.1.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compute the noise that a privacy budget needs, and what a run with user-level privacy costs.
+
+    Example: fedpara privacy --epsilon 4 --delta 1e-6 --clients 1000 --cohort 100 --rounds 200
+    """
+    with starting():
+        from fedpara.apps.privacy import privacy as work
+    work(clients, cohort, rounds, epsilon, noise, delta, as_json)
 
 
 def run(
@@ -209,6 +231,36 @@ def run(
     aggregation_error: Annotated[
         bool | None,
         typer.Option(help="Measure how far the mean of factors is from the mean of weights, per round."),
+    ] = None,
+    robust: Annotated[
+        str | None,
+        typer.Option(help=f"Defence against hostile clients: {', '.join(DEFENCES)}; or {REFERENCE}"),
+    ] = None,
+    attack: Annotated[
+        str | None,
+        typer.Option(help=f"What simulated hostile clients do: {', '.join(ATTACKS)}; or {REFERENCE}"),
+    ] = None,
+    hostile: Annotated[
+        float | None, typer.Option(help="Share of the clients that are hostile, such as 0.2.")
+    ] = None,
+    rotate: Annotated[
+        bool | None, typer.Option(help="Train and send one factor of every weight per round, in turn.")
+    ] = None,
+    privacy: Annotated[
+        str | None,
+        typer.Option(
+            help="'user(noise=1.1, clip=0.5)' or 'example(noise=1, clip=1)'. `fedpara privacy` computes the noise."
+        ),
+    ] = None,
+    epsilon: Annotated[
+        float | None, typer.Option(help="Privacy budget: stop before a round that would exceed it.")
+    ] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="Delta of every epsilon; default: N^-1.1 for N clients.")
+    ] = None,
+    privacy_seed: Annotated[
+        int | None,
+        typer.Option(help="Draw the noise from this seed, for tests: the run is then not private."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every random draw.")] = None,
     engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,

@@ -15,12 +15,14 @@ from fedpara.report.document import document
 from fedpara.report.figures import section_figure, study_figure
 from fedpara.report.formats import csv_text, latex
 from fedpara.report.others import other_runs
-from fedpara.report.own import sections
+from fedpara.report.own import Unit, sections
 from fedpara.report.own import tables as own_tables
 from fedpara.report.own_formats import csv_text as own_csv
 from fedpara.report.own_formats import document as own_document
 from fedpara.report.page import own_page, page
 from fedpara.report.tables import Table, table_of
+from fedpara.report.tuned_studies import TunedStudy, replacements, tuned_studies
+from fedpara.report.tuning import final_table, trials_table, with_tuned
 
 ENDINGS = {
     "html": (".html", ".htm"),
@@ -54,16 +56,23 @@ def report(runs: list[Path], out: Path | None, format_: str | None, scale: str) 
         raise UsageError(f"no run in {', '.join(map(str, runs))}: expected folders that `fedpara run` made.")
     _check_out(out, kind)
     make_folder(out if kind in FIGURES else out.parent)
-    tables = [table_of(study, library, library.seeds, scale=scale) for study in STUDIES.values()]
+    tuned = tuned_studies(library)
+    chosen = replacements(tuned) if scale == "paper" else {}
+    tables = [
+        table_of(study, library, library.seeds, scale=scale, tuned=chosen) for study in STUDIES.values()
+    ]
     of, to = shlex.join(map(str, runs)), shlex.quote(str(out))
     if any(entry.runs or entry.superseded for table in tables for entry in table.entries):
-        _of_paper(library, tables, out, kind, of, to)
+        _of_paper(library, tables, tuned, out, kind, of, to)
     else:
-        _of_own_runs(library, out, kind, of, to)
+        _of_own_runs(library, tuned, out, kind, of, to)
     library.refuse_damaged("reported")
 
 
-def _of_paper(library: Library, tables: list[Table], out: Path, kind: str, of: str, to: str) -> None:
+def _of_paper(
+    library: Library, tables: list[Table], tuned: list[TunedStudy], out: Path, kind: str, of: str, to: str
+) -> None:
+    tables = with_tuned(tables, tuned, library)
     rest = other_runs(library, tables) if kind != "html" else None  # the page shows every run
     if rest is not None:
         tables.append(rest)
@@ -79,10 +88,14 @@ def _of_paper(library: Library, tables: list[Table], out: Path, kind: str, of: s
     _write(library, text, out)
 
 
-def _of_own_runs(library: Library, out: Path, kind: str, of: str, to: str) -> None:
+def _of_own_runs(library: Library, tuned: list[TunedStudy], out: Path, kind: str, of: str, to: str) -> None:
     """A report without the paper's tables."""
     found = sections(library)
-    tables = own_tables(found, library)
+    unit = Unit.of(max(run.bytes_up + run.bytes_down for run in library))
+    of_methods = [
+        table for one in tuned for table in (final_table(one, library, unit), trials_table(one, library))
+    ]
+    tables = [*of_methods, *own_tables(found, library)]
     if kind in FIGURES:
         for number, section in enumerate(found, 1):
             path = section_figure(section, out / f"runs-{number}.{kind}")

@@ -15,9 +15,9 @@ from fedpara.errors import UsageError
 from fedpara.experiments import Experiment
 from fedpara.experiments.paper import STUDIES, Study, merged, study
 from fedpara.experiments.paper.sizes import gpu_minutes, total_bytes
-from fedpara.experiments.reproduce import archive_finished, carry_out, jobs
 from fedpara.experiments.run import OnRound
 from fedpara.experiments.storage.catalog import Library
+from fedpara.experiments.studies.reproduce import archive_finished, carry_out, jobs
 from fedpara.report.figures import study_figure
 from fedpara.report.formats import plain
 from fedpara.report.tables import Table, table_of

@@ -23,7 +23,7 @@ from fedpara.experiments.config_file import read_options, read_toml, read_value,
 from fedpara.experiments.presets import preset as find_preset
 from fedpara.experiments.run import lay_out_all, rounds_done
 from fedpara.experiments.storage.run_folder import refuse_used
-from fedpara.experiments.storage.summary import stops_early
+from fedpara.experiments.storage.summary import budget_spent, stops_early
 from fedpara.experiments.trackers import require, tracker
 from fedpara.files import make_folder
 
@@ -217,6 +217,8 @@ def _report_reached_target(name: str, run: Summary, rounds: int) -> None:
             f"{name}: the target {run.metric.name} of {target:g} was reached in round {reached['round']}: nothing "
             "to run."
         )
+    elif budget_spent(run.experiment, run.metrics):
+        say(f"{name}: the privacy budget of epsilon {run.experiment.epsilon:g} is spent: nothing to run.")
     elif stops_early(run.experiment, run.metrics, run.metric):
         say(f"{name}: no better score in {run.experiment.patience} evaluations: nothing to run.")
 

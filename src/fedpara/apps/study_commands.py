@@ -7,7 +7,7 @@ import typer
 
 from fedpara.apps.commands import DataDir, Json, Track
 from fedpara.apps.terminal.interrupt import starting
-from fedpara.choices import ENGINES, PAPER_RESULTS, PAPER_RUNS
+from fedpara.choices import ENGINES, PAPER_RESULTS, PAPER_RUNS, ROBUSTNESS
 
 
 def sweep(
@@ -42,6 +42,83 @@ def sweep(
     work(preset, config, set_ or [], seeds, out, data_dir, track, as_json)
 
 
+def tune(
+    preset: Annotated[
+        str | None, typer.Argument(help="A preset. If it has several runs, each is a method.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A TOML file of fields; --method and --set override it.")
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A method and its fields, such as fedpara:scheme=fedpara,gamma=0.1; repeatable. Default: one method, "
+            "the config."
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="A field and the values to try, such as lr=0.02,0.1; repeatable. fedpara:init=he:1,he:2 are values "
+            "for one method.",
+        ),
+    ] = None,
+    one_at_a_time: Annotated[
+        bool,
+        typer.Option(
+            "--one-at-a-time", help="Try the config and each value alone; default: all combinations."
+        ),
+    ] = False,
+    validation: Annotated[
+        float | None,
+        typer.Option(help="Fraction of each client's examples to hold out; default: the config's, or 0.1."),
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of a trial; default: the config's.")
+    ] = None,
+    seeds: Annotated[
+        str, typer.Option("--seeds", "--seed", help="Seeds of the trials, such as 100 or 100-102.")
+    ] = "100",
+    final_seeds: Annotated[
+        str | None,
+        typer.Option(help="Seeds of the final runs, such as 1-3; default: no final runs."),
+    ] = None,
+    final_rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of a final run; default: the config's.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the trials and final runs.")] = Path("runs/tune"),
+    data_dir: DataDir = None,
+    track: Track = "none",
+    as_json: Json = False,
+) -> None:
+    """Choose the best of some settings by validation, and score it on the test set with other seeds.
+
+    Every method gets the same number of trials. The same command resumes interrupted runs and skips finished ones.
+
+    Example: fedpara tune --config base.toml --method original:scheme=original --method fedpara:scheme=fedpara
+    --set lr=0.05,0.1,0.2 --rounds 60 --final-seeds 1-3 --final-rounds 200
+    """
+    with starting():
+        from fedpara.apps.tune import tune as work
+    work(
+        preset,
+        config,
+        method or [],
+        set_ or [],
+        one_at_a_time,
+        validation,
+        rounds,
+        seeds,
+        final_seeds,
+        final_rounds,
+        out,
+        data_dir,
+        track,
+        as_json,
+    )
+
+
 def reproduce(
     names: Annotated[
         list[str] | None, typer.Argument(help="Names of tables and figures; --list shows them.")
@@ -68,10 +145,17 @@ def reproduce(
 ) -> None:
     """Run what a table or figure of the paper needs, print paper | ours, and draw the figure.
 
+    The name robustness stands for the table of attacks and defences; its scales are digits and cifar10.
+
     Finished runs are skipped; interrupted runs are resumed.
 
     Example: fedpara reproduce capacity-cnn --only cifar10-iid
     """
+    if names == ["robustness"]:
+        with starting():
+            from fedpara.apps.robustness import robustness
+        robustness(scale, seeds, rounds, ROBUSTNESS if out == PAPER_RUNS else out, as_json)
+        return
     with starting():
         from fedpara.apps.reproduce import reproduce as work
     work(names, list_, seeds, rounds, only, scale, out, results, data_dir, engine, precision, keep, as_json)

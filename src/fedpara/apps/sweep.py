@@ -16,7 +16,16 @@ from fedpara.errors import ConfigError, FedParaError, UsageError
 from fedpara.experiments import Experiment
 from fedpara.experiments.storage.run_folder import refuse_another
 from fedpara.experiments.storage.summary import Primary
-from fedpara.experiments.sweep import Point, Row, points, read_grid, read_seeds, rows, take_up, text_of
+from fedpara.experiments.studies.sweep import (
+    Point,
+    Row,
+    points,
+    read_grid,
+    read_seeds,
+    rows,
+    take_up,
+    text_of,
+)
 from fedpara.experiments.trackers import require
 
 

@@ -21,12 +21,13 @@ from fedpara.data.readers.cifar import CIFAR10, CIFAR100
 from fedpara.data.readers.cinic import CINIC10
 from fedpara.data.readers.idx import FASHION_MNIST, MNIST
 from fedpara.data.readers.leaf import FEMNIST
-from fedpara.data.readers.shakespeare import SHAKESPEARE
+from fedpara.data.readers.shakespeare import SHAKESPEARE, SHAKESPEARE_100, SHAKESPEARE_100_MIXED
 from fedpara.data.sources import Arrays, Layout, Source, locate
 from fedpara.errors import ConfigError, DataError, FedParaError, among
 
+_TEXTS = (SHAKESPEARE, SHAKESPEARE_100, SHAKESPEARE_100_MIXED)
 SOURCES = {
-    source.name: source for source in (CIFAR10, CIFAR100, CINIC10, MNIST, FASHION_MNIST, FEMNIST, SHAKESPEARE)
+    source.name: source for source in (CIFAR10, CIFAR100, CINIC10, MNIST, FASHION_MNIST, FEMNIST, *_TEXTS)
 }
 HUB = "hub:"
 GENERATED = "generated:"

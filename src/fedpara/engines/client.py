@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fedpara.algorithms import Variables, Visit
 from fedpara.algorithms.optimizers import Slots
 from fedpara.data import Examples
+from fedpara.engines.local.per_example import private_gradient
 from fedpara.engines.local.worker import Trained, Worker
 from fedpara.engines.rng import torch_rng, torch_seed
 from fedpara.engines.session import (
@@ -26,6 +27,7 @@ from fedpara.engines.session import (
     own_part,
 )
 from fedpara.errors import UpdateRejected
+from fedpara.privacy import Example, User
 from fedpara.state import State, finite
 from fedpara.tasks import Score
 from fedpara.wire import (
@@ -73,7 +75,7 @@ def client_round(
     model, down = received
     memory = memory or session.first_memory(model)
     before = worker.evaluate({**model, **own_part(memory)}, test) if test is not None else None
-    trained = []
+    trained, kind = [], session.privacy
     for training, one in enumerate(session.trainings):
         own = memory_of(memory, training)
         trained += [
@@ -88,6 +90,9 @@ def client_round(
                 round=round,
                 who=client,
                 slots=own_slots(own),
+                gradient=private_gradient(worker, kind, session.privacy_seed, round, client)
+                if isinstance(kind, Example) and not training  # the personal model never leaves the client
+                else None,
             )
         ]
     after = worker.evaluate(trained[-1].state, test) if test is not None else None
@@ -128,7 +133,11 @@ def reply_of(
         own = {**own, PERSONAL: one.state, **slots}
     seed = torch_seed(session.seed, "send", round, client)
     y = algorithm.send(x, y, Visit(client, round, trained.steps, eta, seed))
+    if isinstance(session.privacy, User):
+        y = session.privacy.bounded(x, y, down)
     sent = {**y, **{name: trained.buffers[name] for name in program.shared_buffers}}
+    for name in session.resting(round):
+        del sent[name]
     private = {name: trained.state[name] for name in program.retained}
     try:
         message, left = _encode_update(session, sent, model, extra, memory, round, client, examples)
@@ -195,11 +204,12 @@ def _encode_update(
     state = pack({"": sent, **extra})
     guard(state, session.program.private)
     uplink, residue = session.link.uplink, memory.get(RESIDUE, {})
-    state |= {name: state[name] + left for name, left in residue.items()}
+    state |= {name: state[name] + left for name, left in residue.items() if name in state}
     generator = torch_rng(session.seed, "link-up", round, client) if uplink.draws else None
     header = session.header(round, f"client:{client}", examples)
     message = make_message(state, header, session.link.up, generator, session.exact)
     if not uplink.feedback:
         return message, {}
-    _, read = decode(message, session.exact, session.link.up, session.up)
-    return message, {RESIDUE: {name: (state[name] - read[name]).float() for name in residue}}
+    _, read = decode(message, session.exact, session.link.up, session.up_in(round))
+    left = {name: (state[name] - read[name]).float() for name in residue if name in state}
+    return message, {RESIDUE: {**residue, **left}}  # factors that rest in this round keep theirs

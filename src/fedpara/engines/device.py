@@ -57,4 +57,6 @@ def eager_device(asked: str | None) -> torch.device:
 
 def widened(output: Tree) -> Tree:
     """The output with its 16-bit numbers in float32."""
+    if isinstance(output, Tensor):  # every step calls this, and tree_map is slow
+        return output.float() if output.dtype in NARROW else output
     return tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype in NARROW else t, output)

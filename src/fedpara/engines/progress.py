@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedpara.algorithms import Variables
 from fedpara.algorithms.core import Weighting
@@ -11,10 +11,12 @@ from fedpara.engines.differences import Known
 from fedpara.engines.participation.cohorts import Cohorts, Sampler, uniform
 from fedpara.engines.participation.devices import Devices
 from fedpara.engines.server.products import AggregationError, Products
+from fedpara.privacy import Spending
 from fedpara.state import State, in_words
 from fedpara.tasks.metrics import shown
 
 if TYPE_CHECKING:
+    from fedpara.engines.server.guard import Guard
     from fedpara.engines.server.levels import Levels
 
 
@@ -69,6 +71,7 @@ class Round:
     spread: float | None = None
     primary: str = "accuracy"  # the metric of `before`, `after` and `everyone`
     aggregation_error: AggregationError | None = None  # if the run measures it
+    privacy: Mapping[str, Any] | None = None  # what a private run has spent: epsilon, epsilon_rdp, delta, ...
 
     @property
     def score(self) -> float | None:
@@ -122,6 +125,8 @@ class Schedule:
     higher_is_better: bool = True  # the direction of the score
     products: Products | None = None  # what the server does with composed weights
     levels: "Levels | None" = None  # a gamma per client
+    guard: "Guard | None" = None  # a defence against hostile clients, and a simulated attack
+    spending: Spending | None = None  # of a private run
 
     def cohorts(self, seed: int) -> Cohorts:
         return Cohorts(seed, self.clients, self.cohort, self.sampler, self.lost)
@@ -139,12 +144,13 @@ class Schedule:
         return [score] if counts and score is not None else []
 
     def ends(self, result: Round, past: Sequence[float] = ()) -> bool:
-        """Whether the run is over: all rounds are done, the target is met, or the patience is used up.
+        """Whether the run is over: all rounds are done, the target is met, the patience or the budget is used up.
 
         `past` holds what `evaluated` gave in earlier rounds.
         """
         done, scores = result.number >= self.rounds, [*past, *self.evaluated(result)]
-        return done or self.reaches_target(result.score) or self.has_stalled(scores)
+        spent = self.spending is not None and self.spending.spent(result.number)
+        return done or self.reaches_target(result.score) or self.has_stalled(scores) or spent
 
     def reaches_target(self, score: float | None) -> bool:
         if self.target is None or score is None:

@@ -8,8 +8,12 @@ import torch
 from fedpara.algorithms import Algorithm, Variables
 from fedpara.algorithms.optimizers import Slots, build_optimizer
 from fedpara.engines.differences import Differences
+from fedpara.engines.distributed.process_group import join
 from fedpara.engines.program import Program
+from fedpara.engines.setup.rotation import Rotation
 from fedpara.errors import WireError
+from fedpara.privacy import Privacy, User
+from fedpara.privacy.randomness import fresh_key
 from fedpara.state import State
 from fedpara.wire import AnyMessage, Header, Link, Spec, admit, pack, spec_of, split_messages, unpack
 from fedpara.wire.codec import precision_of
@@ -35,6 +39,9 @@ class Session:
     algorithm: Algorithm
     link: Link
     seed: int
+    privacy: Privacy | None = None
+    rotation: Rotation | None = None
+    privacy_seed: int | None = None  # of the noise; None takes it from the operating system
 
     def __repr__(self) -> str:
         link = f"{self.link.down} down, {self.link.up} up"
@@ -65,6 +72,15 @@ class Session:
         """The names that may arrive changed."""
         return [name for name, kind in spec.items() if name not in self.exact and encoding.loses(*kind)]
 
+    def up_in(self, round: int) -> Spec:
+        """The same for one round: factors that rest are not sent."""
+        resting = self.resting(round)
+        return {name: one for name, one in self.up.items() if name not in resting}
+
+    def resting(self, round: int) -> frozenset[str]:
+        """The tensors of the model that neither train nor travel up in this round."""
+        return frozenset() if self.rotation is None else self.rotation.resting(round)
+
     def _x(self) -> State:
         return self.program.start(self.program.shared)
 
@@ -79,8 +95,8 @@ class Session:
     def read_down(self, message: AnyMessage, round: int) -> tuple[State, Variables]:
         """(the model as every client sees it, in the model's own types; the algorithm's variables)"""
         if isinstance(message, Differences):  # in one process: the server has added them up
-            return self.as_model(message.received)
-        return self.as_model(self.admit_down(message, round, self.link.down))
+            return self.as_model(message.received, round)
+        return self.as_model(self.admit_down(message, round, self.link.down), round)
 
     def admit_down(self, message: AnyMessage, round: int, link: str) -> State:
         """What a message of the server holds."""
@@ -114,7 +130,8 @@ class Session:
         """x^ + what a message decodes to; tensors that every message holds in full replace the old ones."""
         return {name: known[name] + t if name in known else t for name, t in difference.items()}
 
-    def as_model(self, state: State) -> tuple[State, Variables]:
+    def as_model(self, state: State, round: int) -> tuple[State, Variables]:
+        """What a client reads from the server's state in this round."""
         initial = self.program.initial
         variables = {
             variable: {
@@ -122,24 +139,27 @@ class Session:
             }
             for variable, tensors in unpack(state).items()
         }
-        return variables.pop(""), variables
+        model = variables.pop("")
+        return model, variables if self.rotation is None else {**variables, **self.rotation.turn(round)}
 
     def first_memory(self, model: State) -> Variables:
         """A client's memory before its first round."""
         x = {name: model[name] for name in self.program.shared}
         private = self.program.start(self.program.retained)
         memory = {PRIVATE: private, **self.algorithm.client_init(x)}
-        parameters = {**self.program.start(self.program.parameters), **x}
-        for session, prefix in zip(self.trainings, _SLOTS, strict=False):
-            local = session.algorithm.local
-            if local.keep_optimizer:
-                memory |= named_slots(build_optimizer(local).init(parameters), prefix)
-        if self.algorithm.personal is not None:
-            memory[PERSONAL] = {**self.program.start(self.program.buffers), **parameters}
-            memory[PERSONAL] |= {name: model[name] for name in self.program.buffers if name in model}
         if self.link.uplink.feedback:
             lossy = self._lossy(self.link.uplink, self.up)
             memory[RESIDUE] = {name: torch.zeros(self.up[name][1]) for name in lossy}
+        kept = [session.algorithm.local.keep_optimizer for session in self.trainings]
+        if not any(kept) and self.algorithm.personal is None:
+            return memory
+        parameters = {**self.program.start(self.program.parameters), **x}
+        for session, keeps, prefix in zip(self.trainings, kept, _SLOTS, strict=False):
+            if keeps:
+                memory |= named_slots(build_optimizer(session.algorithm.local).init(parameters), prefix)
+        if self.algorithm.personal is not None:
+            memory[PERSONAL] = {**self.program.start(self.program.buffers), **parameters}
+            memory[PERSONAL] |= {name: model[name] for name in self.program.buffers if name in model}
         return memory
 
     @cached_property
@@ -168,6 +188,13 @@ class Session:
         """Whether the server sends differences (`differences.py`)."""
         downlink = self.link.downlink
         return downlink.sends_differences and bool(self._lossy(downlink, self.down))
+
+    @cached_property
+    def cohort_seed(self) -> int:
+        """Decides the cohorts. User-level privacy draws a secret one in every process: known cohorts hide less."""
+        if not isinstance(self.privacy, User) or self.privacy_seed is not None:
+            return self.seed
+        return int(join().agreed("the secret of the cohorts", fresh_key().hex())[:15], 16)
 
     def header(self, round: int, sender: str = "server", examples: int = 0) -> Header:
         return Header(round, self.algorithm.name, self.program.scheme, sender, examples)

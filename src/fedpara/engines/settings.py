@@ -1,17 +1,21 @@
 """Settings: how a run is carried out. The task, the data and the algorithm say what is learned."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from fedpara.algorithms.core import Weighting
 from fedpara.algorithms.local import AT_MOST_ONE, BELOW_ONE, COUNT, POSITIVE, SEED, check
+from fedpara.attacks import ATTACKS, Attack
 from fedpara.choices import ENGINES, PRODUCTS
 from fedpara.engines.participation.cohorts import Sampler, check_sampler
 from fedpara.engines.participation.devices import Devices
 from fedpara.errors import ConfigError
+from fedpara.privacy import Privacy
+from fedpara.references import library_call
+from fedpara.robust import DEFENCES, Defence
 from fedpara.wire import Link
 
 Share = Literal["all", "none", "fedper"]
@@ -43,12 +47,23 @@ class Settings:
     products: str = "mean"
     aggregation_error: bool = False
     gammas: str | Sequence[float] | None = None
+    robust: str | Defence | None = None
+    attack: str | Attack | None = None
+    hostile: float = 0.0
+    rotate: bool = False
+    privacy: Privacy | None = None
+    epsilon: float | None = None
+    delta: float | None = None
+    privacy_seed: int | None = None
 
     def __post_init__(self) -> None:
         check(COUNT, rounds=self.rounds, cohort=self.cohort, evaluate_every=self.evaluate_every)
         check(COUNT, patience=self.patience)
         check(BELOW_ONE, lost=self.lost)
         check_sampler(self.sampler)
+        check(POSITIVE, epsilon=self.epsilon)
+        check(BELOW_ONE, delta=self.delta)
+        check(SEED, privacy_seed=self.privacy_seed)
         check(SEED, seed=self.seed)
         for rule, name in ((POSITIVE, "max_norm"), (AT_MOST_ONE, "max_share")):
             if getattr(self, name) is not None:
@@ -63,6 +78,12 @@ class Settings:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: expected one of {', '.join(known)}.")
         if (gammas := read_gammas(self.gammas)) is not None:
             object.__setattr__(self, "gammas", ", ".join(f"{gamma:g}" for gamma in gammas))
+        factories: dict[str, Mapping[str, Callable[..., Any]]] = {"robust": DEFENCES, "attack": ATTACKS}
+        for name, library in factories.items():
+            if isinstance(text := getattr(self, name), str):
+                function, arguments = library_call(text, library, name)
+                object.__setattr__(self, name, library[function](**arguments))
+        check_hostile(self.attack, self.hostile, self.engine)
         check_device(self.device)
         check_precision(self.precision, self.engine, self.device)
 
@@ -78,6 +99,24 @@ def read_gammas(given: str | Sequence[float] | None) -> tuple[float, ...] | None
     if not gammas or not all(0 <= gamma <= 1 for gamma in gammas):
         raise ConfigError(f"gammas is {given!r}: expected numbers from 0 to 1, such as '0.1, 0.3, 0.5'.")
     return gammas
+
+
+def check_hostile(attack: object, share: float, engine: str) -> None:
+    """ConfigError unless an attack and a share of hostile clients are given together, or neither."""
+    if not 0 <= share <= 0.5:
+        raise ConfigError(
+            f"hostile is {share}: expected a share of the clients of at most 0.5, such as 0.2. No defence can tell a "
+            "hostile majority from an honest one."
+        )
+    if (attack is None) != (share == 0):
+        missing = (
+            "hostile clients: set hostile, such as 0.2" if share == 0 else "an attack, such as 'sign-flip'"
+        )
+        raise ConfigError(f"{'attack' if share == 0 else f'hostile {share}'} needs {missing}.")
+    if attack is not None and engine == "flower":
+        raise ConfigError(
+            "an attack is simulated, and Flower's nodes are real clients: use another engine. `robust` works on Flower."
+        )
 
 
 def check_device(device: str | None) -> None:

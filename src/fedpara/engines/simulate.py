@@ -1,13 +1,13 @@
 """simulate: a whole federated run in one call."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from textwrap import shorten
+from dataclasses import replace
 
 import numpy as np
 
 from fedpara.algorithms import Algorithm
 from fedpara.algorithms.core import Weighting
+from fedpara.attacks import Attack, poisoned
 from fedpara.data import FederatedData
 from fedpara.engines.batched.engine import Batched
 from fedpara.engines.batched.round_plan import typical_shape
@@ -20,100 +20,27 @@ from fedpara.engines.local.engine import Sequential
 from fedpara.engines.memory import ClientMemory, InMemory
 from fedpara.engines.participation.cohorts import Cohorts, Sampler, find_sampler
 from fedpara.engines.participation.devices import Devices
-from fedpara.engines.program import make_program, shared_names
-from fedpara.engines.progress import Progress, Round, Schedule
+from fedpara.engines.program import make_program
+from fedpara.engines.progress import Round, Schedule
+from fedpara.engines.result import Run
 from fedpara.engines.server.by_gamma import ByGamma
 from fedpara.engines.server.engine import Engine
+from fedpara.engines.server.guard import attacked, hostile_of, make_guard
 from fedpara.engines.server.levels import make_levels
 from fedpara.engines.server.products import make_products
 from fedpara.engines.server.rounds import run_rounds
 from fedpara.engines.server.scores import with_everyone
-from fedpara.engines.session import Session, own_part
+from fedpara.engines.session import Session
 from fedpara.engines.settings import Precision, Settings, Share
-from fedpara.errors import ConfigError, RunError
-from fedpara.state import State
+from fedpara.engines.setup.private_run import open_session, private_spending
+from fedpara.errors import ConfigError
+from fedpara.privacy import Privacy
+from fedpara.robust import Defence
 from fedpara.tasks import Task
-from fedpara.tasks.metrics import shown
 from fedpara.wire import Link
 
 MAX_CLAIMED_SHARE = 0.5
 """The default of `max_share` if only the clients know how many examples they have."""
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """The result of `simulate`. `state` is the whole model; its private parts are the initial ones.
-
-    Only the last of `rounds` holds the server's tensors.
-    """
-
-    session: Session
-    memory: ClientMemory
-    rounds: tuple[Round, ...]
-    engine: str  # which engine ran, how, and what was not possible and why
-
-    @property
-    def progress(self) -> Progress:
-        return self.rounds[-1].progress
-
-    @property
-    def state(self) -> State:
-        return self._whole({})
-
-    def client_state(self, client: int) -> State:
-        """One client's own model: the shared part after the last aggregation, and the client's private part.
-
-        If the algorithm has personal models, as Ditto has, it is the client's personal model.
-        The client would begin its next round with this model. `Round.before` scores such a model; `Round.after` scores
-        it after training, before aggregation.
-        """
-        return self._whole(own_part(self.memory.get(client) or {}))
-
-    def _whole(self, private: State) -> State:
-        """Every name of `model.state_dict()`, including those of tied weights."""
-        program = self.session.program
-        state = {**program.initial, **self.progress.x, **self.progress.buffers, **private}
-        return state | {twin: state[name] for twin, name in shared_names(program.model).items()}
-
-    @property
-    def primary(self) -> str:
-        """The name of the primary metric."""
-        return self.rounds[-1].primary
-
-    @property
-    def score(self) -> float:
-        """The last measured value of the primary metric."""
-        return self._last(self.primary)
-
-    @property
-    def accuracy(self) -> float:
-        """The last measured accuracy, a fraction."""
-        return self._last("accuracy")
-
-    def _last(self, metric: str) -> float:
-        measured = [r.scores[metric] for r in self.rounds if metric in r.scores]
-        if not measured:
-            whose = "the clients" if self.session.program.private else "the Task or the clients"
-            among_ = f" as a metric of the Task, and {whose}" if metric != self.primary else f" {whose}"
-            raise RunError(f"no {metric} was measured: give{among_} test data.")
-        return measured[-1]
-
-    @property
-    def bytes(self) -> int:
-        return self.progress.bytes_up + self.progress.bytes_down
-
-    def __repr__(self) -> str:
-        last = next((r for r in reversed(self.rounds) if r.score is not None), None)
-        measured = (
-            f"{shown(last.primary, last.score)} after round {last.number}"
-            if last and last.score is not None
-            else "not measured"
-        )
-        engine = shorten(self.engine, 160, placeholder=" ...")
-        return (
-            f"Run({self.progress.round} rounds of {self.session.algorithm.name}, {self.bytes / 1e6:.2f} MB sent\n"
-            f"    {self.primary}: {measured}\n    engine: {engine})"
-        )
 
 
 def simulate(
@@ -142,6 +69,14 @@ def simulate(
     products: str = "mean",
     aggregation_error: bool = False,
     gammas: Sequence[float] | None = None,
+    robust: str | Defence | None = None,
+    attack: str | Attack | None = None,
+    hostile: float = 0.0,
+    rotate: bool = False,
+    privacy: Privacy | None = None,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    privacy_seed: int | None = None,
     memory: ClientMemory | None = None,
     on_round: Callable[[Round], object] | None = None,
 ) -> Run:
@@ -184,6 +119,19 @@ def simulate(
     products        "mean" averages each factor, "refit" takes the factors nearest to the mean of the composed weights
     aggregation_error  measure in each round how far these two are apart (`Round.aggregation_error`)
     gammas          a gamma per client: client i has gammas[i % len(gammas)] and the model must have the largest
+    robust          how the server defends itself against hostile clients: "auto", "rfa", "trimmed-mean(0.2)", or a
+                    Defence of `fedpara.robust`; by default it takes the algorithm's mean
+    attack          what hostile clients do, for studies: "label-flip", "backdoor(target=3)", or an Attack of
+                    `fedpara.attacks`
+    hostile         the share of the clients that are hostile, such as 0.2; the seed decides which
+    rotate          train and send one factor of every weight per round, in turn: averaging is then exact, and uploads
+                    are two to four times smaller
+    privacy         `privacy.User(noise=1.1, clip=0.5)`: the models hide whether any one client took part; needs
+                    sampler="poisson" and weights="uniform". `privacy.Example(noise=1.0, clip=1.0)`: what a client
+                    sends hides whether any one of its examples was there
+    epsilon         the privacy budget: the run stops before a round that would exceed it
+    delta           the delta of every epsilon; by default N^-1.1 for N clients
+    privacy_seed    draws the noise from this seed: for tests, because such a run is not private
     memory          where client memories are stored: an object with `get(client)` and
                     `put(client, round, variables)`
     on_round        called with the result of each round; the run ends if it returns False
@@ -210,6 +158,14 @@ def simulate(
         products=products,
         aggregation_error=aggregation_error,
         gammas=gammas,
+        robust=robust,
+        attack=attack,
+        hostile=hostile,
+        rotate=rotate,
+        privacy=privacy,
+        epsilon=epsilon,
+        delta=delta,
+        privacy_seed=privacy_seed,
     )
     refuse_flower_engine(engine)
     task = with_own_test(task, data)
@@ -253,9 +209,19 @@ def prepare(
     """(session, schedule, whether clients are scored), after all checks and before anything runs."""
     if algorithm.local.schedule is not None:
         algorithm = replace(algorithm, local=replace(algorithm.local, rounds=settings.rounds))
-    session = Session(make_program(task.model, settings.share), algorithm, settings.link, settings.seed)
+    program = make_program(task.model, settings.share)
+    session = open_session(
+        program,
+        attacked(algorithm, program, settings, len(data)),
+        settings.link,
+        seed=settings.seed,
+        privacy=settings.privacy,
+        privacy_seed=settings.privacy_seed,
+        rotate=settings.rotate,
+    )
     personal = data.has_personal if settings.personal is None else settings.personal
     check_run(session, task, data, settings, personal)
+    spending = private_spending(session, settings, task, data)
     max_share = settings.max_share
     if not len(data.train) and max_share is None:  # only the nodes know how many examples they have
         max_share = MAX_CLAIMED_SHARE
@@ -277,8 +243,10 @@ def prepare(
         lost=settings.lost,
         devices=settings.devices,
         patience=settings.patience,
-        products=make_products(session, settings.products, settings.aggregation_error),
+        products=make_products(session, settings),
         levels=make_levels(session, settings, personal),
+        guard=make_guard(session, task, data, settings),
+        spending=spending,
     )
     schedule.cohorts(session.seed).draw(1)  # raises if a custom sampler returns something else than clients
     return session, schedule, personal
@@ -302,6 +270,8 @@ def build_engine(
         cohort = -(-settings.cohort // len(levels.sessions))
         one = replace(settings, gammas=None, cohort=cohort)
         return ByGamma(levels, lambda own: build_engine(one, own, task, data, memory))
+    if isinstance(settings.attack, Attack):
+        data = poisoned(settings.attack, data, hostile_of(settings, len(data)), settings.seed)
     inner = _build_on_this_rank(settings, session, task, data, memory, group)
     return inner if group.size == 1 else Distributed(group, inner, session)
 
@@ -329,7 +299,7 @@ def _build_on_this_rank(
     reason = unsupported(session, task, data)
     size = -(-settings.cohort // group.size)
     sampler = find_sampler(settings.sampler, lambda: data.sizes)
-    cohorts = Cohorts(session.seed, len(data), size, sampler, settings.lost)
+    cohorts = Cohorts(session.cohort_seed, len(data), size, sampler, settings.lost)
     shape = None if reason else typical_shape(session, data, cohorts)
     if shape is not None and settings.engine == "auto" and device.type == "cpu":
         reason = slower_on_cpu(session, shape.lanes)

@@ -18,11 +18,15 @@ def device_of(states: Iterable[State]) -> torch.device:
 
 
 def move(state: Mapping[str, Tensor], device: torch.device) -> State:
-    """The state on the device. Tensors that are already there are not copied."""
+    """The state on the device. Tensors that are already there are not copied.
+
+    From a GPU the copy goes to pinned memory: several times faster, and so is the way back.
+    """
     there = {name: tensor for name, tensor in state.items() if tensor.device.type == device.type}
     rest = {name: tensor for name, tensor in state.items() if name not in there}
     for names in by_type(rest):
-        there |= cut(flat(rest, names).to(device), rest, names)
+        whole = flat(rest, names)
+        there |= cut(_to_host(whole) if device == HOST else whole.to(device), rest, names)
     return {name: there[name] for name in state}
 
 

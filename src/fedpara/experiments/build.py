@@ -15,13 +15,16 @@ from fedpara import algorithms, models, parameterization, references
 from fedpara.algorithms import Algorithm, Local, Optimizer
 from fedpara.algorithms.optimizers import OPTIMIZERS
 from fedpara.algorithms.schedules import SCHEDULES, RateSchedule
+from fedpara.attacks import Attack
 from fedpara.data import Examples, FederatedData
 from fedpara.engines.settings import read_gammas
 from fedpara.errors import ConfigError, in_a_line
-from fedpara.experiments.config import Experiment
+from fedpara.experiments.config import CALLS, Experiment
 from fedpara.experiments.federation import load_federation
 from fedpara.parameterization import Scheme
 from fedpara.parameterization.selection import Where
+from fedpara.privacy import Privacy, read_privacy
+from fedpara.robust import Defence
 from fedpara.tasks import Metric, Task
 from fedpara.trees import leaves
 from fedpara.wire import Link
@@ -104,6 +107,35 @@ def build_sampler(experiment: Experiment) -> Any:
     """The sampler's name, or your function."""
     named = "sampler" in experiment.references
     return references.value(experiment.sampler) if named else experiment.sampler
+
+
+def build_robust(experiment: Experiment) -> Defence | None:
+    """The defence against hostile clients."""
+    return _made(experiment, "robust", Defence)  # type: ignore[no-any-return]
+
+
+def build_attack(experiment: Experiment) -> Attack | None:
+    """What simulated hostile clients do."""
+    return _made(experiment, "attack", Attack)  # type: ignore[no-any-return]
+
+
+def _made(experiment: Experiment, field: str, kind: type) -> Any:
+    """The value of a field that names a factory of the library, or your function that returns such a value."""
+    text = getattr(experiment, field)
+    if text is None:
+        return None
+    if not references.is_reference(text):
+        name, arguments = references.library_call(text, CALLS[field], field)
+        return CALLS[field][name](**arguments)
+    made = references.value(text)
+    made = made() if callable(made) and not isinstance(made, kind) else made
+    if not isinstance(made, kind):
+        raise references.wrong_result(text, made, f"a fedpara {kind.__name__}")
+    return made
+
+
+def build_privacy(experiment: Experiment) -> Privacy | None:
+    return None if experiment.privacy is None else read_privacy(experiment.privacy)
 
 
 def build_schedule(experiment: Experiment) -> RateSchedule | None:

@@ -12,14 +12,17 @@ from fedpara import algorithms, models, parameterization, references
 from fedpara.algorithms.core import Weighting
 from fedpara.algorithms.optimizers import OPTIMIZERS
 from fedpara.algorithms.schedules import SCHEDULES
+from fedpara.attacks import ATTACKS
 from fedpara.choices import ENGINES, PRODUCTS, SAMPLERS, SPLITS
 from fedpara.engines.settings import Precision, Share, read_gammas
 from fedpara.errors import ConfigError, among
+from fedpara.privacy import read_privacy
 from fedpara.references import OBJECT, REFERENCE_HINT
+from fedpara.robust import DEFENCES
 from fedpara.tasks import LOSSES, METRICS, Augment
 from fedpara.wire import parse_encoding
 
-OWNED = ("owner", "largest")
+OWNED = ("owner", "largest", "drawn")
 """Splits whose clients are the owners of the examples."""
 
 TITLES = {"original": "original"} | {name: scheme.title for name, scheme in parameterization.SCHEMES.items()}
@@ -43,18 +46,23 @@ CHOICES: dict[str, Sequence[str]] = {
 }
 """Accepted values by field. A field with the default None may also be left out."""
 
-CALLS: dict[str, dict[str, Callable[..., Any]]] = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+CALLS: dict[str, dict[str, Callable[..., Any]]] = {
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+    "robust": DEFENCES,
+    "attack": ATTACKS,
+}
 """Fields that take a factory of the library with its arguments, such as cosine(warmup=5)."""
 
 REFERENCED = (
     *("dataset", "model", "where", "split", "algorithm"),
-    *("loss", "metrics", "optimizer", "schedule", "sampler"),
+    *("loss", "metrics", "optimizer", "schedule", "sampler", "robust", "attack"),
 )
 """Fields that also take a reference to your function, such as mypkg:unet(width=32). See `fedpara.references`."""
 
 # A resumed run may change these fields. They leave the computation as it is: engines and precisions differ only in
 # rounding, and the last round of a run is always evaluated.
-FREE = ("rounds", "engine", "precision", "device", "target", "patience", "aggregation_error")
+FREE = ("rounds", "engine", "precision", "device", "target", "patience", "epsilon", "aggregation_error")
 
 # Fields that were added after some runs had finished, with the value that those runs used. Such a field enters the
 # identity only if its value differs, so that the identities of the older runs stay valid.
@@ -78,7 +86,14 @@ LATER: dict[str, Any] = {
     "keep_optimizer": False,
     "products": "mean",
     "gammas": None,
+    "robust": None,
+    "attack": None,
+    "hostile": 0.0,
     "objects": None,
+    "rotate": False,
+    "privacy": None,
+    "delta": None,
+    "privacy_seed": None,
 }
 
 
@@ -103,7 +118,7 @@ class Experiment:
     algorithm: str = "fedavg"
     options: dict[str, float] = field(default_factory=dict, hash=False)  # of the algorithm: mu, alpha, ...
     share: str = "all"  # fedper: all but the last layer; none: Local
-    split: str = "dirichlet"  # one of SPLITS; largest: the owners with the most examples
+    split: str = "dirichlet"  # one of SPLITS; largest, drawn: owners with many examples (`federation.py`)
     alpha: float = 0.5  # of the Dirichlet splits
     clients: int = 100
     keep: int | None = None  # use only the first `keep` clients
@@ -112,7 +127,7 @@ class Experiment:
     validation: float = (
         0.0  # fraction of each client's examples to hold out and score instead of the test set
     )
-    test_owners: str = "training"  # owner and largest: whose test examples score the global model; or all
+    test_owners: str = "training"  # owner, largest, drawn: whose test examples score the global model; or all
     personal: bool = False  # score each client's own model on its own test data
     cohort: int = 10
     sampler: str = "uniform"  # poisson, by-data: who takes part in a round
@@ -142,9 +157,17 @@ class Experiment:
     max_norm: float | None = None  # reject updates farther than this from the model
     products: str = "mean"  # of factors; or refit: factors of the mean of the composed weights
     aggregation_error: bool = False  # measure how far the two means are apart
+    robust: str | None = None  # against hostile clients: auto, rfa, trimmed-mean(0.2), ...
+    attack: str | None = None  # of simulated hostile clients: label-flip, backdoor(target=3), ...
+    hostile: float = 0.0  # the share of the clients that are hostile
     evaluate_every: int = 1
     target: float | None = None  # stop at this accuracy
     patience: int | None = None  # stop after this many evaluations without a better score
+    rotate: bool = False  # train and send one factor of every weight per round, in turn
+    privacy: str | None = None  # user(noise=1.1, clip=0.5) hides clients, example(noise=1, clip=1) examples
+    epsilon: float | None = None  # the privacy budget: stop before a round that would exceed it
+    delta: float | None = None  # of every epsilon; N^-1.1 for N clients
+    privacy_seed: int | None = None  # of the noise, for tests: such a run is not private
     seed: int = 0
     engine: str = "auto"
     precision: str | None = None  # float32, tf32, bfloat16: on a GPU
@@ -187,6 +210,8 @@ class Experiment:
                 raise ConfigError(f"{field} is {error}") from None
         elif field in ("link_up", "link_down"):
             parse_encoding(text, field)
+        elif field == "privacy":
+            read_privacy(text)
         elif field in CALLS:
             references.library_call(text, CALLS[field], field)
         elif field in CHOICES and text not in CHOICES[field]:

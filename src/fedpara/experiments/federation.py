@@ -4,6 +4,7 @@ from os import PathLike
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedpara import data, references
@@ -17,6 +18,7 @@ SPLITTING = (*("split", "alpha", "keep", "classes_per_client", "data_fraction", 
 """Fields that divide examples over clients."""
 
 
+DRAWN_FROM = 5
 BY_CLASS = ("dirichlet", "dirichlet-capped", "shards")
 """Splits that look at the examples' classes."""
 
@@ -97,9 +99,8 @@ def _with_owner_tests(
             f"the test examples of {experiment.dataset} have no owners: set test_owners to 'all', without personal."
         )
     theirs = data.by_owner(test.owners, roster=train.owners)
-    if experiment.split == "largest":
-        theirs = _largest_first(theirs, _by_owner(experiment, train))
-    theirs = theirs[: len(clients)]
+    order = _order(experiment, _by_owner(experiment, train))
+    theirs = Partition.of([theirs[int(owner)] for owner in order[: len(clients)]])
     scored = test
     if only_training_owners and len(theirs.indices) < len(test):
         scored = test.subset(np.sort(theirs.indices))
@@ -123,9 +124,7 @@ def _clients(experiment: Experiment, train: Examples) -> Partition:
     if experiment.split == "shards":
         return data.shards(labels, n, seed, experiment.classes_per_client)
     owned = _by_owner(experiment, train)
-    if experiment.split == "largest":
-        owned = _largest_first(owned, owned)
-    return owned[:n]
+    return Partition.of([owned[int(owner)] for owner in _order(experiment, owned)[:n]])
 
 
 def _own_split(experiment: Experiment, train: Examples) -> Partition:
@@ -160,9 +159,19 @@ def _by_owner(experiment: Experiment, train: Examples) -> Partition:
     return data.by_owner(train.owners)
 
 
-def _largest_first(owners: Partition, training: Partition) -> Partition:
-    """The owners with the most training examples first; ties keep their order."""
-    return Partition.of([owners[int(i)] for i in np.argsort(-training.sizes, kind="stable")])
+def _order(experiment: Experiment, owned: Partition) -> NDArray[np.int64]:
+    """The order in which owners become clients.
+
+    owner     as in the data
+    largest   those with the most training examples first; ties keep their order
+    drawn     drawn by the seed from the DRAWN_FROM times as many that have the most training examples
+    """
+    if experiment.split == "owner":
+        return np.arange(len(owned))
+    largest = np.argsort(-owned.sizes, kind="stable")
+    if experiment.split == "largest":
+        return largest
+    return np.random.default_rng((experiment.seed, 2)).permutation(largest[: DRAWN_FROM * experiment.clients])
 
 
 def _sampled(clients: Partition, fraction: float, seed: int) -> Partition:

@@ -64,6 +64,9 @@ def as_experiment(
         "sampler": settings.sampler
         if isinstance(settings.sampler, str)
         else _object(_name(settings.sampler)),
+        "robust": None if settings.robust is None else _object(settings.robust.name),  # type: ignore[union-attr]
+        "attack": None if settings.attack is None else _object(settings.attack.name),  # type: ignore[union-attr]
+        "privacy": None if settings.privacy is None else str(settings.privacy),
     }
     plain = {
         "clients": len(data),
@@ -102,7 +105,7 @@ def _parts(task: Task, algorithm: Algorithm, settings: Settings, program: Progra
         WEIGHTS: program.initial,
         "task": task.scored,
         "algorithm": [functions, own, settings.rounds if follows else None],
-        "settings": [settings.sampler, settings.devices],
+        "settings": [settings.sampler, settings.devices, *filter(None, (settings.robust, settings.attack))],
     }
 
 

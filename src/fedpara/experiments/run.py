@@ -25,7 +25,7 @@ from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
 from fedpara.engines.simulate import build_engine, prepare, refuse_flower_engine, says_stop
 from fedpara.errors import ConfigError, RunError, in_a_line
-from fedpara.experiments.build import Parts, build, build_sampler
+from fedpara.experiments.build import Parts, build, build_attack, build_privacy, build_robust, build_sampler
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.follower import Follower, open_on_ranks
 from fedpara.experiments.storage.environment import environment_warning
@@ -182,7 +182,8 @@ def _settings(experiment: Experiment, parts: Parts) -> Settings:
     """The settings of the run. Their fields have the same names in an Experiment."""
     named = {field.name for field in fields(Experiment)}
     same = {field.name: getattr(experiment, field.name) for field in fields(Settings) if field.name in named}
-    same["sampler"] = build_sampler(experiment)
+    same |= {"sampler": build_sampler(experiment), "privacy": build_privacy(experiment)}
+    same |= {"robust": build_robust(experiment), "attack": build_attack(experiment)}
     devices = read_devices(experiment.bandwidth, experiment.speed, experiment.device_deadline)
     return Settings(**same, link=parts.link, devices=devices)
 

@@ -11,8 +11,9 @@ from fedpara.algorithms import Algorithm
 from fedpara.data import FederatedData
 from fedpara.engines.distributed.process_group import join
 from fedpara.engines.progress import Round
+from fedpara.engines.result import Run
 from fedpara.engines.settings import Settings
-from fedpara.engines.simulate import Run, prepare, refuse_flower_engine, with_own_test, without_tensors
+from fedpara.engines.simulate import prepare, refuse_flower_engine, with_own_test, without_tensors
 from fedpara.errors import ConfigError
 from fedpara.experiments.build import Parts
 from fedpara.experiments.config import FREE, Experiment

@@ -151,7 +151,9 @@ def _inputs(
     generator = torch.Generator().manual_seed(0)
     if preprocessing is not None:
         return (preprocessing.example(shape, generator),)
-    first = next((m for m in network.modules() if list(m.parameters(recurse=False))), None)
+    # A leaf: a transformer's own positions do not say what it takes.
+    leaves = (m for m in network.modules() if not list(m.children()))
+    first = next((m for m in leaves if list(m.parameters())), None)
     if isinstance(first, nn.Embedding):
         return (torch.randint(first.num_embeddings, (2, *shape), generator=generator),)
     return (torch.randn(2, *shape, generator=generator),)

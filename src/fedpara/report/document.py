@@ -9,17 +9,32 @@ from fedpara.experiments.paper import Ratio
 from fedpara.experiments.paper.recipe import CHOSEN
 from fedpara.report.formats import markdown
 from fedpara.report.others import OTHERS
-from fedpara.report.tables import NOT_RUN, TO_RUN_AGAIN, Table
+from fedpara.report.tables import NO_NUMBER, NOT_RUN, TO_RUN_AGAIN, Table
+from fedpara.report.tuned_studies import TITLES
+from fedpara.report.tuning import TUNED, is_tuned
+
+PROTOCOL = f"""\
+**Protocol.** {TUNED}
+A trial holds out about a tenth of every client's training data and is scored on it. Every method gets the same number
+of trials, and its best one is chosen. Final runs of the chosen setting score the test set. The tables "Tuned methods"
+show the results, and the tables "Trials" show every trial. A number of trials in the next table marks a result of this
+protocol."""
+OTHERWISE = "**All other trained results are optimistic.** "
 
 BEGIN, END = "<!-- headline: from docs/reproduction.md -->", "<!-- end of headline -->"
+
+NARROW = TITLES["narrow"]
 
 # (study, row, column, words in the README)
 HEADLINE = (
     ("capacity-cnn", "original", "CIFAR-10 IID", "VGG16, original weights, CIFAR-10 IID, 200 rounds [%]"),
     ("capacity-cnn", "FedPara", "CIFAR-10 IID", "FedPara, a tenth of the parameters [%]"),
     ("capacity-cnn", "low-rank", "CIFAR-10 IID", "low-rank, the same size [%]"),
+    ("tuned-cifar10-iid", NARROW, "test accuracy [%]", "a narrower dense VGG16, the same size [%]"),
+    ("capacity-cnn", "original", "CIFAR-10 non-IID", "original weights, non-IID [%]"),
     ("capacity-cnn", "FedPara", "CIFAR-10 non-IID", "FedPara, non-IID [%]"),
     ("capacity-cnn", "low-rank", "CIFAR-10 non-IID", "low-rank, non-IID [%]"),
+    ("tuned-cifar10-noniid", NARROW, "test accuracy [%]", "the narrower dense VGG16, non-IID [%]"),
     (
         "communication",
         "CIFAR-10 IID, 80%",
@@ -52,7 +67,7 @@ def document(tables: Sequence[Table], of: str = "results", to: str = "docs/repro
         "`fedpara reproduce NAME` runs a table, and `fedpara reproduce --list` shows the cost of each.",
         f'"{NOT_RUN}" marks a missing run. "{TO_RUN_AGAIN}" marks a run whose experiment was corrected later, or\n'
         f'which was scored on the wrong examples. Such runs are in the last table, "{OTHERS}".',
-        f"**{CHOSEN}**",
+        *([PROTOCOL, OTHERWISE + CHOSEN] if any(map(is_tuned, tables)) else [f"**{CHOSEN}**"]),
         *dict.fromkeys(f"**{table.caveat}.**" for table in tables if table.caveat),
         BEGIN,
         headline(by_name),
@@ -64,11 +79,15 @@ def document(tables: Sequence[Table], of: str = "results", to: str = "docs/repro
 
 def headline(tables: dict[str, Table]) -> str:
     """The table of the README, as Markdown."""
-    lines = ["| | paper | here | seeds |", "|---|---:|---:|---:|"]
+    lines = ["| | paper | here | seeds | trials |", "|---|---:|---:|---:|---:|"]
     for name, row, column, words in HEADLINE:
-        entry = tables[name].at(row, column)
-        assert entry is not None, f"{name} has no cell {row!r}, {column!r}"
-        lines.append(f"| {words} | {entry.paper_text} | {entry.number_text} | {entry.seeds_text} |")
+        entry = tables[name].at(row, column) if name in tables else None
+        if entry is None:  # not in the paper, and not run
+            cells = [NO_NUMBER, NOT_RUN, NO_NUMBER, NO_NUMBER]
+        else:
+            trials = str(entry.trials or NO_NUMBER) if entry.value is not None else NO_NUMBER
+            cells = [entry.paper_text, entry.number_text, entry.seeds_text, trials]
+        lines.append(f"| {' | '.join([words, *cells])} |")
     return "\n".join(lines)
 
 

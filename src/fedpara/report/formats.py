@@ -54,9 +54,13 @@ def plain(table: Table) -> str:
 
 
 def markdown(table: Table, bold: bool = True) -> str:
-    """A Markdown table. Each cell is paper / **ours**, or only ours if the paper has no numbers."""
+    """A Markdown table. Each cell is paper / **ours**, or only ours if the paper has no numbers.
+
+    In a table of trials, only the chosen ones are bold.
+    """
     study = table.study
-    cell = _slashed if table.of_paper else _ours if bold else _text
+    trials = any(entry.chosen for entry in table.entries)
+    cell = _slashed if table.of_paper else _ours if bold and not trials else _text
     lines = [
         ["", *study.columns],
         ["---", *("---:" for _ in study.columns)],
@@ -66,10 +70,24 @@ def markdown(table: Table, bold: bool = True) -> str:
 
 
 def csv_text(tables: Sequence[Table]) -> str:
-    """One line per cell with unrounded numbers, and the caveat of the table."""
+    """One line per cell with unrounded numbers, the note of the cell and the caveat of the table."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["study", "row", "column", "paper", "ours", "spread", "seeds", "state", "runs", "caveat"])
+    head = [
+        "study",
+        "row",
+        "column",
+        "paper",
+        "ours",
+        "spread",
+        "seeds",
+        "trials",
+        "note",
+        "state",
+        "runs",
+        "caveat",
+    ]
+    writer.writerow(head)
     for table in tables:
         for e in table.entries:
             state = "computed" if e.computed else "run" if e.value is not None else e.text
@@ -82,6 +100,8 @@ def csv_text(tables: Sequence[Table]) -> str:
                     _empty(e.value),
                     _empty(e.spread),
                     " and ".join(str(sample.seeds) for sample in e.samples),
+                    e.trials or "",
+                    e.note.strip(" ()"),
                     state,
                     " ".join(e.runs),
                     table.caveat,
@@ -134,7 +154,9 @@ def _ours(entry: Entry | None) -> str:
 
 
 def _text(entry: Entry | None) -> str:
-    return "" if entry is None else entry.text
+    if entry is None:
+        return ""
+    return f"**{entry.text}**" if entry.chosen else entry.text
 
 
 def _empty(value: object) -> object:

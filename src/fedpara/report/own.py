@@ -33,6 +33,10 @@ _CLIENTS = (
     "The worst tenth is the mean over the 10% of the clients with the worst scores, and the standard deviation is over "
     "all clients. Both are of each run; ± is over seeds."
 )
+_SEEDED = (
+    "Some runs drew their noise from a seed. They are not private: epsilon is what the same run would cost with secret "
+    "noise."
+)
 _REACHED = "The target is the best round score that every run reaches."
 
 _OF_PANEL = frozenset({"dataset", "split", "validation", "personal", "test_owners", "seed", *FREE})
@@ -165,6 +169,7 @@ def _results(section: Section) -> list[Column]:
             Column(f"{unit.name} to {_target_text(metric, target)}", sent_to(target), spread=True, aimed=True)
             for target in section.targets
         ),
+        Column("epsilon", lambda run: run.privacy["epsilon"] if run.privacy else None, "4"),
         Column("seconds", lambda run: run.seconds if run.timing else None),
     ]
 
@@ -226,6 +231,7 @@ def _notes(section: Section) -> tuple[str, ...]:
             (_LENGTHS, any(len({run.rounds for run in one.runs}) > 1 for one in section.series)),
             (_EVERYONE, any(run.everyone for run in runs)),
             (_COHORT, any(run.of_cohort and not run.everyone for run in runs)),
+            (_SEEDED, any(run.privacy and not run.privacy["private"] for run in runs)),
             (_REACHED, section.targets and all(run.experiment.target is None for run in runs)),
         )
         if holds

@@ -17,6 +17,7 @@ from fedpara.experiments.storage.environment import read_environment
 from fedpara.report.own import INTERVAL, NO_ROUND, Section, Unit
 from fedpara.report.series import Series, aligned, all_series, curve, final_accuracy, points
 from fedpara.report.tables import NOT_RUN, STYLES, TO_RUN_AGAIN, Entry, Table
+from fedpara.report.tuning import TUNED, is_tuned
 
 MOST_POINTS = 400
 PAPER_UNIT = Unit("GB", GIGABYTE)
@@ -45,7 +46,7 @@ def page(library: Library, tables: list[Table]) -> str:
     series = [one for one in all_series(library) if any(points(run).rounds for run in one.runs)]
     return _html(
         {
-            "texts": PAPER,
+            "texts": {**PAPER, "hint": f"{PAPER['hint']} {TUNED}"} if any(map(is_tuned, tables)) else PAPER,
             "tables": [_table(table) for table in tables],
             "series": [_series(one, library, tables) for one in series],
             "groups": _groups(series, library, tables),
@@ -121,7 +122,7 @@ def _groups(series: list[Series], library: Library, tables: list[Table]) -> list
     """The series of each study by number, with labels that are unique in the study; at the end, all series."""
     numbers = {one.runs[0].path: number for number, one in enumerate(series)}
     groups = []
-    for table in tables:
+    for table in sorted(tables, key=lambda table: not table.of_paper):  # the paper's first
         names = {name for entry in table.entries for name in entry.runs}
         own = [one for one in series if names & set(map(library.name_of, one.runs))]
         labelled = all_series(run for one in own for run in one.runs)

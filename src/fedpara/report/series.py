@@ -18,6 +18,8 @@ _SETS = {
     "mnist": "MNIST",
     "femnist": "FEMNIST",
     "shakespeare": "Shakespeare",
+    "shakespeare-100": "Shakespeare, 100 roles",
+    "shakespeare-100-mixed": "Shakespeare, mixed windows",
     "digits": "digits",
 }
 _SPLITS = {
@@ -26,6 +28,7 @@ _SPLITS = {
     "dirichlet-capped": "non-IID (capped Dirichlet)",
     "owner": "non-IID",
     "largest": "by writer",
+    "drawn": "by drawn writer",
     "shards": "two classes per client",
 }
 _ALGORITHMS = {"fedprox": "FedProx", "scaffold": "SCAFFOLD", "feddyn": "FedDyn", "fedadam": "FedAdam"}

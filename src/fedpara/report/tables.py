@@ -9,8 +9,8 @@ t(0.975, n - 1) s / sqrt(n). A ratio is mean(a) / mean(b), each over all seeds o
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import mean, stdev
 
 from fedpara.experiments import Experiment
@@ -22,6 +22,8 @@ from fedpara.experiments.seeds import half_width
 from fedpara.experiments.storage.catalog import Library
 
 Change = Callable[[Experiment], Experiment]
+COMPARISONS = ("capacity-cnn", "communication", "gamma-sweep", "training-time")
+"""Studies whose rows are methods, each with its own chosen setting. The others vary one recipe."""
 NOT_RUN = "not run here"
 TO_RUN_AGAIN = "to be run again"
 """There is a run, but its experiment was corrected later."""
@@ -74,6 +76,9 @@ class Entry:
     computed: bool = False
     aimed: bool = False  # its measure has a target, which may not be reached
     superseded: bool = False  # its only runs belong to an experiment that was corrected later
+    trials: int = 0  # how many settings were tried by validation; 0 if it was not tuned
+    note: str = ""  # follows the number
+    chosen: bool = False  # the best trial of a method
 
     @property
     def seeds(self) -> int:
@@ -107,7 +112,7 @@ class Entry:
     @property
     def text(self) -> str:
         """Our number, and its seeds if they differ from those of the table."""
-        return self.number_text + ("" if self.value is None else self._counted)
+        return self.number_text + ("" if self.value is None else self._counted) + self.note
 
     @property
     def _counted(self) -> str:
@@ -117,6 +122,15 @@ class Entry:
             return f" ({each if len(set(counts)) == 1 else ' and '.join(counts) + ' seeds'})"
         (sample,) = self.samples
         return f" ({sample.count} seeds)" if sample.seeds > len(sample.values) else ""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """The setting that validation chose out of `trials`, with the seeds of its final runs."""
+
+    experiment: Experiment
+    seeds: tuple[int, ...]
+    trials: int
 
 
 @dataclass(frozen=True)
@@ -147,11 +161,44 @@ def table_of(
     seeds: Iterable[int],
     rounds: int | None = None,
     scale: str = "paper",
+    tuned: Mapping[str, Replacement] | None = None,
 ) -> Table:
-    """The study with our runs of the given seeds, as far as the library has them."""
+    """The study with our runs of the given seeds, as far as the library has them.
+
+    `tuned` replaces experiments, by their identity at seed 0, in the studies that compare methods.
+    """
     repeats = [changes(seed, rounds, scale) for seed in seeds]
-    entries = tuple(_entry(cell, study, library, repeats) for cell in study.cells)
+    replaced = (tuned or {}) if study.name in COMPARISONS else {}
+    entries = tuple(_tuned_entry(cell, study, library, repeats, replaced) for cell in study.cells)
+    if any(entry.trials for entry in entries):
+        study = replace(study, notes=(*study.notes, _tuned_note(entries)))
     return Table(study, entries, _caveat(rounds, scale) if any(entry.seeds for entry in entries) else "")
+
+
+def _tuned_note(entries: Iterable[Entry]) -> str:
+    trained = [entry for entry in entries if not entry.computed]
+    listed = "; ".join(f"{entry.row}, {entry.column}" for entry in trained if entry.trials)
+    return f"Tuned by validation: {listed if not all(entry.trials for entry in trained) else 'all cells'}."
+
+
+def _tuned_entry(
+    cell: Cell,
+    study: Study,
+    library: Library,
+    repeats: Sequence[Change],
+    tuned: Mapping[str, Replacement],
+) -> Entry:
+    """The entry of the chosen settings, if all of the cell's experiments were tuned, else of its experiments."""
+    found = [tuned.get(replace(experiment, seed=0).identity) for experiment in cell.experiments]
+    chosen = [one for one in found if one is not None]
+    if not chosen or len(chosen) < len(found):
+        return _entry(cell, study, library, repeats)
+    experiments = tuple(
+        replace(new.experiment, rounds=old.rounds) for new, old in zip(chosen, cell.experiments, strict=True)
+    )
+    seeds = sorted({seed for one in chosen for seed in one.seeds})
+    entry = _entry(replace(cell, experiments=experiments), study, library, [changes(seed) for seed in seeds])
+    return replace(entry, trials=chosen[0].trials)
 
 
 def _caveat(rounds: int | None, scale: str) -> str:

@@ -1,7 +1,5 @@
 """Flower with the user's own code: it travels in the app, and both ends check that it is the same."""
 
-import json
-import os
 import sys
 import tomllib
 from dataclasses import replace
@@ -76,23 +74,3 @@ def test_init_copies_the_modules(cli, own):
     code, _, err = cli("flower", "init", "other", "--set", "model=nowhere:net")
     assert (code, (own / "other").exists()) == (2, False)
     assert "cannot be imported" in err
-
-
-def test_the_simulator_equals_the_sequential_engine(cli, own, monkeypatch):
-    """Flower's processes import the copy in the app, although the working directory has the package too."""
-    pytest.importorskip("ray", reason="Flower's simulator is not installed: pip install '.[flower]'")
-    monkeypatch.setenv("SEEN", str(own / "seen.txt"))
-    seen = "import os\nwith open(os.environ['SEEN'], 'a') as file:\n    print(os.getpid(), __file__, file=file)\n"
-    (own / "helping_sites.py").write_text(f"{seen}COUNT = 200\n")
-    words = ["--config", "mine.toml"]
-    lines = [f"{name} = {json.dumps(value)}" for name, value in fields(NAME).items() if name != "options"]
-    given = "clients = 4\ncohort = 2\nrounds = 2\nbatch_size = 16\nlr = 0.05\ngamma = 0.0"
-    (own / "mine.toml").write_text("\n".join([*lines, given]))
-    code, _, err = cli("run", *words, "--engine", "flower", "--out", "simulated")
-    assert code == 0, err
-    imported = [line.split() for line in (own / "seen.txt").read_text().splitlines()]
-    elsewhere = [file for process, file in imported if int(process) != os.getpid()]
-    assert len(elsewhere) >= 2  # the server and a node
-    assert not [file for file in elsewhere if file.startswith(str(own / "helping"))]
-    assert cli("run", *words, "--engine", "sequential", "--out", "one")[0] == 0
-    assert same_results(own / "one", own / "simulated")

@@ -8,7 +8,15 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import conv2d, relu
 
-from fedpara.engines.batched.kernels.conv import CHANNELS, OPS, LanesConv2d, ThinConv2d, fits, use_lane_convs
+from fedpara.engines.batched.kernels.conv import (
+    CHANNELS,
+    OPS,
+    ColumnsConv2d,
+    LanesConv2d,
+    ThinConv2d,
+    fits,
+    use_lane_convs,
+)
 from fedpara.engines.batched.kernels.ops import pays_on
 
 LANES = 3
@@ -79,18 +87,19 @@ def test_vmap_over_any_of_the_inputs(mapped):
 
 
 class Net(nn.Module):
-    """A thin first layer, two lane convolutions, one of them without bias, and a norm that vmap supports on a CPU."""
+    """A thin first layer, two lane convolutions, one of them without bias, and a strided one."""
 
     def __init__(self):
         super().__init__()
         self.first = nn.Conv2d(3, 64, 3, padding=1)
         self.second = nn.Conv2d(64, 64, 3, padding=1, bias=False)
         self.third = nn.Conv2d(64, 64, 5, padding="same")
+        self.fourth = nn.Conv2d(64, 64, 3, stride=2, padding=1)
         self.head = nn.Linear(64, 4)
 
     def forward(self, x):
         x = relu(self.second(relu(self.first(x))))
-        return self.head(relu(self.third(x)).mean((2, 3)))
+        return self.head(relu(self.fourth(relu(self.third(x)))).mean((2, 3)))
 
 
 def gradients(net, state, x, *, backend=None, device="cpu", autocast=False):
@@ -128,17 +137,33 @@ def test_a_step_of_stacked_clients_has_the_same_gradients(problem, backend):
         torch.testing.assert_close(ours[name], theirs, rtol=1e-4, atol=1e-5)
 
 
+LAYERS = {
+    ThinConv2d: [
+        nn.Conv2d(3, 5, 3),
+        nn.Conv2d(3, 5, 3, padding=1),
+        nn.Conv2d(3, 5, 3, stride=2, padding=(0, 1)),
+        nn.Conv2d(3, 5, 3, dilation=2),
+        nn.Conv2d(3, 5, 3, bias=False),
+    ],
+    ColumnsConv2d: [
+        nn.Conv2d(6, 5, 3, stride=2, padding=1),
+        nn.Conv2d(6, 5, (3, 2), stride=(2, 3), padding=(0, 1), bias=False),
+        nn.Conv2d(40, 5, 1),
+        nn.Conv2d(40, 5, 1, stride=2),
+        nn.Conv2d(3, 5, 4, stride=4),
+    ],
+}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"padding": 1}, {"stride": 2, "padding": (0, 1)}, {"dilation": 2}, {"bias": False}],
-    ids=str,
+    ("kind", "theirs"), [(kind, layer) for kind, layers in LAYERS.items() for layer in layers], ids=str
 )
-def test_a_thin_layer_equals_torchs_convolution(options):
+def test_a_layer_as_a_matrix_product_equals_torchs_convolution(kind, theirs):
     torch.manual_seed(0)
-    theirs = nn.Conv2d(3, 5, 3, **options).double()
+    theirs = deepcopy(theirs).double()
     ours = use_lane_convs(deepcopy(theirs))
-    assert isinstance(ours, ThinConv2d)
-    x = torch.randn(4, 3, 8, 7, dtype=torch.float64)
+    assert isinstance(ours, kind)
+    x = torch.randn(4, theirs.in_channels, 8, 7, dtype=torch.float64)
     found = []
     for conv in (ours, theirs):
         image = x.clone().requires_grad_()

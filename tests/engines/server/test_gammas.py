@@ -126,6 +126,7 @@ def test_three_gammas_converge_on_digits():
             "error feedback",
         ),
         ("fedpara", "fedavg", {"gammas": [0.0, 0.1], "products": "refit"}, "leave them out"),
+        ("fedpara", "fedavg", {"gammas": [0.0, 0.1], "rotate": True}, "rotate needs the same tensors"),
         ("fedpara", "fedavg", {"gammas": [0.0, 0.1], "max_share": 0.5}, "max_share"),
         ("fedpara", "fedavg", {"gammas": [0.0, 1.1]}, "expected numbers from 0 to 1"),
     ],

@@ -11,6 +11,7 @@ from fedpara.engines.program import make_program
 from fedpara.engines.server.aggregation import Aggregator
 from fedpara.engines.server.products import make_products
 from fedpara.engines.session import Session
+from fedpara.engines.settings import Settings
 from fedpara.errors import ConfigError
 
 WEIGHTS = {0: 3.0, 1: 1.0, 2: 2.0}
@@ -60,7 +61,10 @@ def test_golden_error_and_refit_against_numpy(scheme, kernel):
     made = {}
     for products in ("mean", "refit"):
         aggregator = Aggregator(
-            session.algorithm, x, {**WEIGHTS, 3: 5.0}, products=make_products(session, products, True)
+            session.algorithm,
+            x,
+            {**WEIGHTS, 3: 5.0},
+            products=make_products(session, Settings(1, 3, products=products, aggregation_error=True)),
         )
         for client, y in updates.items():
             aggregator.add(client, Update(y, {}, 1), {})
@@ -81,7 +85,9 @@ def test_golden_error_and_refit_against_numpy(scheme, kernel):
 def test_one_client_has_no_error():
     session = session_of(a_model("fedpara", True))
     x = session.program.start(session.program.shared)
-    aggregator = Aggregator(session.algorithm, x, {0: 2.0}, products=make_products(session, "refit", True))
+    aggregator = Aggregator(
+        session.algorithm, x, {0: 2.0}, products=make_products(session, Settings(1, 1, products="refit"))
+    )
     aggregator.add(0, Update({n: t + 0.1 for n, t in x.items()}, {}, 2), {})
     made = aggregator.aggregate({}, 1)[0]
     assert aggregator.error.relative < 1e-6
@@ -116,6 +122,12 @@ def test_measuring_leaves_the_bits_of_a_run(world):
         assert measured.rounds[0].aggregation_error.norm > 0
 
 
+def test_rotation_has_no_error(world):
+    """One factor of each weight trains per round, and a weight is linear in one factor."""
+    run = world.simulate(world.model("fedpara"), rotate=True, aggregation_error=True)
+    assert all(result.aggregation_error.relative < 1e-6 for result in run.rounds)
+
+
 @pytest.mark.parametrize(
     ("scheme", "algorithm", "options", "words"),
     [
@@ -123,6 +135,13 @@ def test_measuring_leaves_the_bits_of_a_run(world):
         ("pfedpara", "fedavg", {"products": "refit"}, "are private: use fedpara or lowrank"),
         ("pfedpara", "fedavg", {"aggregation_error": True}, "are private"),
         ("fedpara", "fedadam", {"products": "refit"}, "fedadam steps from it"),
+        ("fedpara", "fedavg", {"products": "refit", "rotate": True}, "products 'refit' and rotate"),
+        (
+            "fedpara",
+            "fedavg",
+            {"aggregation_error": True, "robust": "median"},
+            "aggregation_error and robust",
+        ),
         ("fedpara", "fedavg", {"products": "sum"}, "expected one of mean, refit"),
         ("fedpara", "fedavg", {"products": "refit", "share": "none"}, "this model has none"),
     ],

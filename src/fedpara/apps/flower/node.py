@@ -27,8 +27,9 @@ from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import make_program
 from fedpara.engines.session import KNOWN, Session
 from fedpara.engines.settings import check_device
+from fedpara.engines.setup.private_run import open_session
 from fedpara.errors import ConfigError, FedParaError, RunError, WireError
-from fedpara.experiments.build import Parts, build
+from fedpara.experiments.build import Parts, build, build_privacy
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.config_file import with_values
 from fedpara.experiments.node_data import is_own, read_own
@@ -161,7 +162,7 @@ def _begin(request: Request, node_config: NodeConfig) -> _Begun:
     before = stored.pop(KNOWN) if stored else None
     state = session.add_differences(request.message, request.round, before, request.accepted)
     known = {KNOWN: {name: state[name] for name in session.first_known()}}
-    return _Begun(site, session.as_model(state), memory, stored, known)
+    return _Begun(site, session.as_model(state, request.round), memory, stored, known)
 
 
 def place(node_config: NodeConfig) -> tuple[int, int]:
@@ -208,7 +209,15 @@ def _site(experiment_toml: str, node_config: tuple[tuple[str, Any], ...]) -> Sit
     parts = build(experiment, Path(str(data_dir)).expanduser() if data_dir else None)
     program = make_program(parts.task.model, experiment.share)  # type: ignore[arg-type]
     own = read_own(experiment.dataset, config) if is_own(experiment.dataset) else None
-    session = Session(program, parts.algorithm, parts.link, experiment.seed)
+    session = open_session(
+        program,
+        parts.algorithm,
+        parts.link,
+        seed=experiment.seed,
+        privacy=build_privacy(experiment),
+        privacy_seed=experiment.privacy_seed,
+        rotate=experiment.rotate,
+    )
     return Site(session, Worker(program, parts.task, node_device(config, experiment.device)), parts, own)
 
 

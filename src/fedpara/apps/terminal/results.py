@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from fedpara.apps.terminal.table import empty_table, print_table
 from fedpara.experiments import Summary
+from fedpara.privacy.spending import in_words
 
 
 def json_of(folder: Path, runs: dict[str, Summary]) -> dict[str, Any]:
@@ -27,6 +30,8 @@ def _row(summary: Summary) -> dict[str, Any]:
     }
     if summary.everyone:
         row["everyone"] = summary.everyone
+    if summary.privacy:
+        row["privacy"] = summary.privacy
     if summary.experiment.validation:
         row["scored"] = "validation"
     target = summary.experiment.target
@@ -58,6 +63,9 @@ def print_runs(runs: dict[str, Summary]) -> None:
             f"{s.seconds:.1f}",
         )
     print_table(table)
+    for name, s in runs.items():
+        if s.privacy:
+            typer.echo(f"{name}: {in_words(s.privacy)}")
 
 
 def _short(run: Summary) -> str:

@@ -138,8 +138,9 @@ class Batched:
         personal: bool,
     ) -> Iterator[Reply]:
         """One reply per client, in order. Holds at most one state per lane, and those that ended out of order."""
-        seen = (move(model, self.device), move_variables(down, self.device)) if self.stays else (model, down)
-        trained = [self._train(one, round, clients, model, down, own) for one in self._passes]
+        there = move(model, self.device)
+        seen = (there, move_variables(down, self.device)) if self.stays else (model, down)
+        trained = [self._train(one, round, clients, there, down, own) for one in self._passes]
         width = self.lanes  # fewer once the device is out of memory
         for start in range(0, len(clients), width):
             some = clients[start : start + width]
@@ -202,7 +203,7 @@ class Batched:
         of: LanePass,
         round: int,
         clients: Sequence[int],
-        model: State,
+        start: State,
         down: Variables,
         own: CohortMemories,
     ) -> Iterator[Trained]:
@@ -210,7 +211,7 @@ class Batched:
         done = 0
         while done < len(clients):
             try:
-                for one in self._in_lanes(of, round, clients[done:], model, down, own):
+                for one in self._in_lanes(of, round, clients[done:], start, down, own):
                     done += 1
                     yield one
                 continue
@@ -238,12 +239,11 @@ class Batched:
         of: LanePass,
         round: int,
         clients: Sequence[int],
-        model: State,
+        start: State,
         down: Variables,
         own: CohortMemories,
     ) -> Iterator[Trained]:
         plan = self.examples.plan(round, clients, self.lanes, of.session)
-        start = move(model, self.device)
         lane_state = of.prepare(plan, start, own[clients[0]], down, self.shape, self.examples)
         tick = self._tick(plan, lane_state, of)
 

@@ -1,12 +1,14 @@
 """BatchNorm over the examples of a padded batch: statistics over its first `size` rows.
 
-    n = size * positions;   mean = sum x / n,   var = sum (x - mean)^2 / n        (rows below `size` only)
-    y = (x - mean) / sqrt(var + eps) * weight + bias
-    running_mean += m (mean - running_mean),   running_var += m (var n / (n - 1) - running_var)
+    k = the first pixel;   z = x - k,   s = sum z / n,   var = sum z^2 / n - s^2     (n = size * positions)
+    y = a z + (bias - a s),   a = weight / sqrt(var + eps)
+    running_mean += m (k + s - running_mean),   running_var += m (var n / (n - 1) - running_var)
 
 `m` is the momentum, or 1 / (batches so far) for momentum None. `masked_norms` replaces BatchNorm layers in an engine's
 copy of the model. `size` is a tensor, so that the step can be stacked, compiled and captured. Sums are in float32 for
-16-bit inputs, as in torch. Full batches use torch's own layer, except with momentum None, which vmap does not support.
+16-bit inputs, as in torch, and the shift k keeps the variance exact if the mean is large. Both sums take one pass over
+channels-last images, and so do those of the backward pass; under vmap torch's layer takes several, over copies in
+another order. On a CPU, full batches use torch's own layer, except with momentum None, which vmap does not support.
 """
 
 import torch
@@ -22,24 +24,34 @@ class _Masked(nn.modules.batchnorm._BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         rows = len(input)
-        size = self.size if self.width is not None else torch.full_like(self.size, rows)
         x = input if input.dtype.itemsize >= 4 else input.float()
         over = [0, *range(2, x.dim())]
         across = (1, -1, *[1] * (x.dim() - 2))
-        counts = (torch.arange(rows, device=x.device) < size).view(-1, *[1] * (x.dim() - 1))
-        n = size.clamp(min=1).to(x.dtype) * (x[0, 0].numel())
-        mean = torch.where(counts, x, 0.0).sum(over) / n
-        centred = x - mean.view(across)
-        var = torch.where(counts, centred.square(), 0.0).sum(over) / n
+        k = x[
+            (slice(1), slice(None), *[slice(1)] * (x.dim() - 2))
+        ].detach()  # the result does not depend on it
+        z = x - k
+        counted, size = z, torch.full_like(self.size, rows)
+        if self.width is not None:
+            size = self.size
+            counts = (torch.arange(rows, device=x.device) < size).view(-1, *[1] * (x.dim() - 1))
+            counted = torch.where(counts, z, 0.0)
+        n = size.clamp(min=1).to(x.dtype) * x[0, 0].numel()
+        s = counted.sum(over) / n
+        var = (counted.square().sum(over) / n - s.square()).clamp(min=0.0)
         if self.track_running_stats:
-            self._track(mean.detach(), var.detach() * (n / (n - 1).clamp(min=1)))
+            mean, unbiased = k.flatten() + s.detach(), var.detach() * (n / (n - 1).clamp(min=1))
+            self._track(mean, unbiased)
         scale = (var + self.eps).rsqrt()
-        y = centred * (scale if self.weight is None else scale * self.weight).view(across)
-        return (y if self.bias is None else y + self.bias.view(across)).to(input.dtype)
+        a = scale if self.weight is None else scale * self.weight
+        d = -s * a if self.bias is None else self.bias - s * a
+        return (z * a.view(across) + d.view(across)).to(input.dtype)
 
     def _applies(self, input: Tensor) -> bool:
         """A model may fold other dimensions into the first one, whose rows are then not the batch's examples."""
-        return self.momentum is None if self.width is None else len(input) == self.width
+        if self.width is None:
+            return self.momentum is None or input.is_cuda
+        return len(input) == self.width
 
     def _track(self, mean: Tensor, var: Tensor) -> None:
         assert self.num_batches_tracked is not None

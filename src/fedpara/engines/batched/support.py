@@ -11,6 +11,7 @@ from fedpara.engines.local.buffers import BufferSlots
 from fedpara.engines.session import Session
 from fedpara.errors import in_a_line
 from fedpara.parameterization import covered
+from fedpara.privacy import Example
 from fedpara.state import State
 from fedpara.tasks import Task
 from fedpara.trees import Tree, join, leaves, map_tree
@@ -29,6 +30,8 @@ def _unsupported(session: Session, task: Task, data: FederatedData) -> str:
     program, local = session.program, session.algorithm.local
     if local.jacobian and program.buffers:
         return "the Jacobian correction has no batched form for a model with buffers"
+    if isinstance(session.privacy, Example):
+        return "example-level privacy needs the gradient of every example"
     if over := covered(program.model):
         return f"{over} has another parametrization on top of its factors"
     if program.half_frozen:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from typing import Any
 
 import torch
 
@@ -144,11 +145,15 @@ class Flower:
     def evaluate(self, state: State) -> Score | None:
         return self.worker.evaluate(state, self.task.test) if self.task.test is not None else None
 
-    def _accepted(self, client: int, message: Message) -> int:
-        if isinstance(message, Differences):
-            return message.last(client)
+    def _accepted(self, client: int) -> int:
         memory = self.memory.get(client) if self.session.stateful else None
         return int(memory[ACCEPTED]["round"]) if memory else 0
+
+    def _own_part(self, message: Message, client: int) -> dict[str, Any]:
+        """What differs between the requests of a round: the round of the client's memory, and what it has missed."""
+        if isinstance(message, Differences):
+            return {"accepted": message.last(client), "message": b"".join(map(bytes, message.to(client)))}
+        return {"accepted": self._accepted(client)}
 
     def _ask(
         self, request: Request, clients: Sequence[int], hosts: Mapping[int, int], message: Message
@@ -164,8 +169,7 @@ class Flower:
                         request,
                         seconds=self.policy.deadline,
                         client=client,
-                        accepted=self._accepted(client, message),
-                        message=_body(message, client) or request.message,
+                        **self._own_part(message, client),
                     )
                 ),
             )
@@ -243,11 +247,6 @@ class Flower:
             if not isinstance(got, str):
                 reply = self._reply(got, client, round, "train")
                 yield Reply(client, unread=len(reply.message or b"") or reply.unread, late=round)
-
-
-def _body(message: Message, client: int) -> bytes:
-    """What this client alone receives; b"" if it receives what all do."""
-    return b"".join(map(bytes, message.to(client))) if isinstance(message, Differences) else b""
 
 
 def digest(session: Session) -> str:

@@ -37,4 +37,8 @@ class Policy:
             raise ConfigError(
                 f"oversample is {self.oversample}: only {spare} clients are outside the cohort."
             )
+        if self.oversample and schedule.spending is not None:
+            raise ConfigError(
+                f"oversample is {self.oversample} in a private run, whose cost is that of the cohort alone: expected 0."
+            )
         return replace(schedule, cohort=cohort + self.oversample, minimum=self.minimum)

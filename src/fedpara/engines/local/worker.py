@@ -6,7 +6,7 @@ The model's tensors are updated in place, and states are copied in and out: a pl
 correction.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 
@@ -90,10 +90,12 @@ class Worker:
         round: int,
         who: int,
         slots: Slots | None = None,
+        gradient: Callable[[Tree, Tree], tuple[State, Tensor]] | None = None,
     ) -> Trained:
         """K local steps from `state` (parameters and buffers) on the client's examples.
 
-        `slots` are the optimizer's from an earlier round, if the client keeps them.
+        `slots` are the optimizer's from an earlier round, if the client keeps them. `gradient(inputs, targets)` gives
+        a batch's gradient and loss in place of the usual ones.
         """
         self._load(state)
         local, optimizer = algorithm.local.of(who), build_optimizer(algorithm.local)
@@ -122,12 +124,14 @@ class Worker:
                 if crops is not None:
                     some = crop_flip(some, torch.from_numpy(draw(len(index), crops)).to(self.device))
                 self._seed(step_seed(stream, steps))
-                gradient, loss = self.gradient(some, targets, local, eta)
+                found, loss = (
+                    gradient(some, targets) if gradient else self.gradient(some, targets, local, eta)
+                )
                 if local.clip is not None:
-                    gradient = clip_by_norm(gradient, local.clip)
-                g = gradient if len(x) == len(gradient) else {name: gradient[name] for name in x}
-                gradient = {**gradient, **algorithm.correct(g, y, x, down, client)}
-                slots = self._step(optimizer, gradient, slots, eta)
+                    found = clip_by_norm(found, local.clip)
+                g = found if len(x) == len(found) else {name: found[name] for name in x}
+                found = {**found, **algorithm.correct(g, y, x, down, client)}
+                slots = self._step(optimizer, found, slots, eta)
                 total += loss
                 steps += 1
         buffers = {name: self.slots.now(tensor).detach() for name, tensor in self.buffers.items()}

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from fedpara.algorithms import Algorithm, FromMean, Update, Variables
 from fedpara.algorithms.core import MeanOfUpdates, Weighting, expect_like, expect_variables
+from fedpara.engines.server.guard import Guard
 from fedpara.engines.server.products import AggregationError, ComposedMean, Products
 from fedpara.engines.transfer import HOST, device_of, move, move_variables
 from fedpara.errors import ConfigError
@@ -30,10 +31,11 @@ class Aggregator:
         algorithm: Algorithm,
         x: State,
         weights: Mapping[int, float],
+        guard: Guard | None = None,
         *,
         products: Products | None = None,
     ) -> None:
-        self._algorithm, self._x, self._weights = algorithm, x, weights
+        self._algorithm, self._x, self._weights, self._guard = algorithm, x, weights, guard
         aggregate, total = algorithm.aggregate, sum(weights.values())
         uniform = isinstance(aggregate, FromMean) and aggregate.weights == "uniform"
         self._buffers = WeightedSum(total)
@@ -43,10 +45,14 @@ class Aggregator:
         self.error: AggregationError | None = None
         """set by `aggregate`, if the run measures it"""
         self._held: list[Update] = []
+        self._guarded: list[tuple[int, Update, State]] = []
 
     def add(self, client: int, update: Update, buffers: State) -> None:
         """Adds an accepted update and the buffers that came with it."""
         update, aggregate = replace(update, weight=self._weights[client]), self._algorithm.aggregate
+        if self._guard is not None:
+            self._guarded.append((client, update, buffers))
+            return
         self._buffers.add(buffers, self._weights[client])
         if isinstance(aggregate, FromMean):
             self._mean.add(update, aggregate.weight(update))
@@ -60,9 +66,15 @@ class Aggregator:
         """sum_i w_i over the updates so far"""
         return self._buffers.arrived
 
-    def aggregate(self, server: Variables, clients: int) -> tuple[State, Variables, State]:
+    def aggregate(self, server: Variables, clients: int, round: int = 0) -> tuple[State, Variables, State]:
         """(the next x, the server's variables, the mean of the buffers), all on the host."""
         aggregate = self._algorithm.aggregate
+        if self._guard is not None:
+            device = device_of(update.y for _, update, _ in self._guarded)
+            given = move(self._x, device), move_variables(server, device)
+            made, averages = self._guard.aggregate(self._algorithm, *given, self._guarded, clients, round)
+            fresh, variables = _checked(self._algorithm, made, self._x)
+            return move(fresh, HOST), move_variables(variables, HOST), move(averages, HOST)
         if isinstance(aggregate, FromMean):
             mean = self._mean.result()
             device = device_of([mean.y])

@@ -5,6 +5,7 @@ import torch
 from fedpara.engines.differences import Differences, Known
 from fedpara.engines.progress import Progress
 from fedpara.engines.rng import torch_rng
+from fedpara.engines.server.guard import without_standing
 from fedpara.engines.session import Session
 from fedpara.errors import RunError, UpdateRejected
 from fedpara.state import State, finite
@@ -14,7 +15,7 @@ from fedpara.wire import Message, guard, make_message, pack
 def broadcast(session: Session, progress: Progress, round: int) -> tuple[Message, State]:
     """(the message, the model as the clients will read it: a lossy link changes it)"""
     model = {**progress.x, **progress.buffers}
-    state = pack({"": model, **session.algorithm.broadcast(progress.server)})
+    state = pack({"": model, **session.algorithm.broadcast(without_standing(progress.server))})
     guard(state, session.program.private)
     downlink = session.link.downlink
     generator = torch_rng(session.seed, "link-down", round) if downlink.draws else None

@@ -9,6 +9,7 @@ from fedpara.engines.client import Reply, from_change, sends_changes
 from fedpara.engines.differences import bytes_to
 from fedpara.engines.progress import Progress, Schedule
 from fedpara.engines.server.aggregation import Aggregator, round_weights
+from fedpara.engines.server.private import PrivateSum, private_sum
 from fedpara.engines.server.products import AggregationError
 from fedpara.engines.session import Session
 from fedpara.engines.threads import checked_in_order
@@ -25,7 +26,9 @@ class Aggregates(Protocol):
 
     error: AggregationError | None
 
-    def aggregate(self, server: Variables, clients: int) -> tuple[State, Variables, State]: ...
+    def aggregate(
+        self, server: Variables, clients: int, round: int = 0
+    ) -> tuple[State, Variables, State]: ...
 
 
 @dataclass
@@ -51,8 +54,9 @@ def collect(
     meter: Meter,
 ) -> Collected:
     """Collects at most one update per client of the cohort, even if the engine or the network returns more."""
-    collected, round = Collected(), progress.round + 1
-    aggregator: Aggregator | None = None
+    round = progress.round + 1
+    aggregator: Aggregator | PrivateSum | None = private_sum(session, schedule, progress, round)
+    collected = Collected(aggregator)
     waiting, devices = dict.fromkeys(chosen), schedule.devices
     known = {HOST.type: sent}  # the model as it was sent, on each device that holds an update
 
@@ -60,7 +64,7 @@ def collect(
         if reply.message is None:
             return None
         device = device_of([reply.message.tensors]) if isinstance(reply.message, Message) else HOST
-        if schedule.max_norm is not None and device.type not in known:
+        if (schedule.max_norm is not None or session.rotation) and device.type not in known:
             known[device.type] = move(sent, device)
         try:
             return _admit(session, schedule, reply, known.get(device.type, sent), round)
@@ -102,7 +106,9 @@ def collect(
             counts = {client: schedule.examples(client) for client in chosen}
             weights, notes = round_weights(counts, schedule.weights, schedule.max_share)
             collected.notes += [f"round {round}: {note}" for note in notes]
-            aggregator = Aggregator(session.algorithm, progress.x, weights, products=schedule.products)
+            aggregator = Aggregator(
+                session.algorithm, progress.x, weights, schedule.guard, products=schedule.products
+            )
             collected.aggregator = aggregator
         update, buffers = verdict
         if session.link.downlink.text != "float32":
@@ -126,7 +132,7 @@ def _admit(
     changes = sends_changes(session.link)
     header, state = admit(
         reply.message,
-        spec=session.up,
+        spec=session.up_in(round),
         round=round,
         method=session.algorithm.name,
         scheme=session.program.scheme,
@@ -144,7 +150,7 @@ def _admit(
     model = variables.pop("")
     if changes:
         model = from_change(model, sent, session.exact)
-    program = session.program
+    program, model = session.program, {**{name: sent[name] for name in session.resting(round)}, **model}
     y = {name: model[name] for name in program.shared}
     averaged = {name: model[name] for name in program.shared_buffers}
     return Update(y, variables, header.examples), averaged

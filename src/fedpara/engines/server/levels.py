@@ -77,7 +77,7 @@ class Nested:
     def __init__(self, x: State, means: Sequence[Aggregator]) -> None:
         self._x, self._means = x, means
 
-    def aggregate(self, server: Variables, clients: int) -> tuple[State, Variables, State]:
+    def aggregate(self, server: Variables, clients: int, round: int = 0) -> tuple[State, Variables, State]:
         """(the next x, no variables, the mean of the buffers), all on the host."""
         made = [one.aggregate(server, clients) for one in self._means]
         weights = [one.arrived for one in self._means]
@@ -150,6 +150,9 @@ def _problems(session: Session, settings: Settings, personal: bool, largest: flo
         yield "products and aggregation_error compare weights of one rank: leave them out."
     if settings.max_share is not None:
         yield "max_share limits shares within one rank only: leave it out."
+    for name in ("robust", "attack", "privacy", "rotate"):
+        if getattr(settings, name):
+            yield f"{name} needs the same tensors from every client: leave it out."
     if settings.engine == "flower":
         yield "Flower's nodes build one model: use engine sequential or batched."
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from fedpara.algorithms import FromMean
 from fedpara.algorithms.fedavg import takes_mean
 from fedpara.engines.session import Session
+from fedpara.engines.settings import Settings
 from fedpara.errors import ConfigError
 from fedpara.parameterization import Form
 from fedpara.parameterization.fit import refit
@@ -104,9 +105,10 @@ class ComposedMean:
         return mean, replace(found, refitted=norm(subtract(weights, products.composed(mean))))
 
 
-def make_products(session: Session, products: str, measured: bool) -> Products | None:
+def make_products(session: Session, settings: Settings) -> Products | None:
     """What the run does with composed weights; None for the plain mean of the factors."""
-    if products == "mean" and not measured:
+    products = settings.products
+    if products == "mean" and not settings.aggregation_error:
         return None
     what = f"products {products!r}" if products != "mean" else "aggregation_error"
     program, aggregate = session.program, session.algorithm.aggregate
@@ -131,6 +133,9 @@ def make_products(session: Session, products: str, measured: bool) -> Products |
             f"{what} compares with the mean of the factors, and {session.algorithm.name} has its own aggregate: use "
             "FromMean."
         )
+    others = ("robust", "attack", "privacy", *["rotate"] * (products != "mean"))
+    if taken := next((name for name in others if getattr(settings, name)), ""):
+        raise ConfigError(f"{what} and {taken} each decide how updates are combined: leave one out.")
     fixed = {name: program.initial[name] for weight in forms for name in names[weight] - shared}
     return Products(forms, fixed, products == "refit")
 

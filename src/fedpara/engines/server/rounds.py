@@ -20,6 +20,7 @@ from fedpara.engines.server.broadcast import broadcast
 from fedpara.engines.server.collect import Collected, collect
 from fedpara.engines.server.engine import Engine
 from fedpara.engines.server.levels import in_groups
+from fedpara.engines.server.private import PrivateSum, budget_notes, spent_after
 from fedpara.engines.server.scores import evaluated, with_everyone
 from fedpara.engines.session import Session
 from fedpara.errors import RunError
@@ -63,7 +64,7 @@ def run_rounds(
 
 def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool, progress: Progress) -> Round:
     t = progress.round + 1
-    cohorts = schedule.cohorts(session.seed)
+    cohorts = schedule.cohorts(session.cohort_seed)
     chosen = cohorts.draw(t)
     lost = [client for client in chosen if cohorts.loses(t, client)]
     present = [client for client in chosen if client not in lost]
@@ -81,8 +82,13 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
     collected = found[0] if levels is None else levels.joined(given.x, found)
     x, server, averages, count = progress.x, progress.server, progress.buffers, len(collected.replies)
     error = None
-    if collected.aggregator is not None and count >= schedule.minimum:
-        x, server, averages = collected.aggregator.aggregate(server, schedule.clients)
+    private = isinstance(collected.aggregator, PrivateSum)
+    if private:
+        _refuse_divergence(t, collected)
+    # A private sum gets its noise even if nobody replied: an unchanged model would tell that.
+    if collected.aggregator is not None and (count >= schedule.minimum or private):
+        x, server, averages = collected.aggregator.aggregate(server, schedule.clients, t)
+        x |= {name: progress.x[name] for name in session.resting(t)}  # not the rounded mean of equal numbers
         error = collected.aggregator.error
         _refuse_overflow(t, [x, averages, *server.values()])
     else:
@@ -90,6 +96,7 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
         few = f"{count} of {schedule.minimum} usable updates" if count else "no usable update"
         collected.notes.append(f"round {t} had {few if chosen else 'no clients'}: the model stays unchanged")
         collected.replies.clear()
+    collected.notes += budget_notes(schedule, t)
     collected.aggregator = None  # frees GPU memory for scoring
     engine.commit(t, [reply.client for reply in collected.replies])
     up, down = meter.total_up, meter.total_down
@@ -117,6 +124,7 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
         memories=tuple(reply.client for reply in collected.replies) if session.stateful else (),
         primary=schedule.primary,
         aggregation_error=error,
+        privacy=spent_after(schedule, progress.server, t),
     )
     return evaluated(session, engine, schedule, collected.replies if scored else [], result)
 

@@ -32,7 +32,8 @@ def evaluated(
     if not session.program.private:
         score = engine.evaluate({**result.progress.x, **result.progress.buffers})
         if score is not None:
-            result = replace(result, scores=score.values)
+            probed = schedule.guard.probe(result.progress) if schedule.guard is not None else {}
+            result = replace(result, scores={**score.values, **probed})
     return result
 
 

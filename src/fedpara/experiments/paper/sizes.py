@@ -11,7 +11,7 @@ from fedpara.data.readers.generated import KINDS, TRAIN
 from fedpara.engines.program import Program, make_program
 from fedpara.engines.session import Session
 from fedpara.experiments.build import build_algorithm, build_rule, build_scheme
-from fedpara.experiments.config import Experiment
+from fedpara.experiments.config import OWNED, Experiment
 from fedpara.parameterization import factorize
 from fedpara.parameterization.compose import matrix
 from fedpara.parameterization.schemes import Form
@@ -66,11 +66,7 @@ def gpu_minutes(experiment: Experiment) -> float:
     """Cohort x local steps x rounds x STEP_MS."""
     name = experiment.dataset.removeprefix("generated:")
     whole = TRAIN if name != experiment.dataset else EXAMPLES[name]
-    held = (
-        OWNERS.get(name, experiment.clients)
-        if experiment.split in ("owner", "largest")
-        else experiment.clients
-    )
+    held = OWNERS.get(name, experiment.clients) if experiment.split in OWNED else experiment.clients
     each = max(1, round(whole / held * experiment.data_fraction))
     steps = build_algorithm(experiment).local.steps_for(each)
     ms = next((ms for model, ms in STEP_MS.items() if experiment.model.startswith(model)), STEP_MS["vgg16"])

@@ -81,6 +81,7 @@ _SPLITS = {
     "dirichlet-capped": "noniid-capped",
     "owner": "noniid",
     "largest": "writers",
+    "drawn": "drawn",
 }
 
 

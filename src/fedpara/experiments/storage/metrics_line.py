@@ -26,6 +26,7 @@ def metrics_of(result: Round) -> dict[str, Any]:
         **_own_scores(result),
         **({"clock": result.clock} if result.clock is not None else {}),
         **_aggregation_error(result),
+        **({"privacy": dict(result.privacy)} if result.privacy else {}),
         **({"everyone": _everyone(result)} if result.everyone else {}),
     }
 
@@ -38,10 +39,12 @@ def round_of(line: dict[str, Any], schedule: Schedule, seed: int) -> Round:
         score = values.pop("accuracy", None)
         everyone = Everyone(**{"score": score, **values})
     scores = line.get("scores") or {name: line[name] for name in ("accuracy", "loss")}
+    privacy = line.get("privacy")
+    secret = bool(privacy and privacy["private"] and privacy["kind"] == "user")  # its cohorts are not kept
     measured = any(value is not None for value in scores.values())
     return Round(
         Progress(number, {}, {}, {}, line["total_up"], line["total_down"], line.get("clock")),
-        tuple(schedule.cohorts(seed).draw(number)),
+        () if secret else tuple(schedule.cohorts(seed).draw(number)),
         math.nan if line["train_loss"] is None else line["train_loss"],
         line["up"],
         line["down"],
@@ -53,6 +56,7 @@ def round_of(line: dict[str, Any], schedule: Schedule, seed: int) -> Round:
         everyone=everyone,
         primary=schedule.primary,
         aggregation_error=AggregationError(**error) if (error := line.get("aggregation_error")) else None,
+        privacy=privacy,
     )
 
 

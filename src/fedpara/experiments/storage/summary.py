@@ -102,6 +102,11 @@ class Summary:
         return self.metrics[-1].get("everyone") if self.metrics else None
 
     @property
+    def privacy(self) -> dict[str, Any] | None:
+        """What a private run has spent: `epsilon`, `epsilon_rdp`, `delta`; `private` is False with seeded noise."""
+        return self.metrics[-1].get("privacy") if self.metrics else None
+
+    @property
     def bytes_up(self) -> int:
         return int(self.metrics[-1]["total_up"]) if self.metrics else 0
 
@@ -149,7 +154,7 @@ def evaluations(experiment: Experiment, metrics: Iterable[dict[str, Any]]) -> li
 
 
 def stops_early(experiment: Experiment, metrics: Sequence[dict[str, Any]], metric: Primary) -> bool:
-    """Whether these rounds met the experiment's target or used up its patience."""
+    """Whether these rounds met the experiment's target, or used up its patience or its privacy budget."""
     schedule = Schedule(
         experiment.rounds,
         experiment.clients,
@@ -160,7 +165,14 @@ def stops_early(experiment: Experiment, metrics: Sequence[dict[str, Any]], metri
         higher_is_better=metric.higher_is_better,
     )
     met = any(schedule.reaches_target(score_of(line)) for line in metrics)
-    return met or schedule.has_stalled(evaluations(experiment, metrics))
+    return met or schedule.has_stalled(evaluations(experiment, metrics)) or budget_spent(experiment, metrics)
+
+
+def budget_spent(experiment: Experiment, metrics: Sequence[dict[str, Any]]) -> bool:
+    """Whether one more round would cost more than the privacy budget."""
+    if experiment.epsilon is None or not metrics or "privacy" not in metrics[-1]:
+        return False
+    return float(metrics[-1]["privacy"]["next"]) > experiment.epsilon
 
 
 def read_run(path: str | os.PathLike[str]) -> Summary:

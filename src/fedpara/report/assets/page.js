@@ -183,10 +183,11 @@ function showRuns() {
 }
 
 function start() {
-  const filled = data.tables.reduce((n, t) => n + t.filled, 0), all = data.tables.flatMap(t => t.rows.flatMap(r => r.cells)).filter(Boolean).length;
+  const ofPaper = data.tables.filter(t => t.paper);
+  const filled = ofPaper.reduce((n, t) => n + t.filled, 0), all = ofPaper.flatMap(t => t.rows.flatMap(r => r.cells)).filter(Boolean).length;
   document.title = data.texts.name;
   for (const name of ["heading", "lead", "hint"]) $(name).textContent = data.texts[name];
-  if (data.tables.some(t => t.paper)) $("counts").textContent = `${Object.keys(data.runs).length} runs. ${filled} of ${all} cells have our number.`;
+  if (ofPaper.length) $("counts").textContent = `${Object.keys(data.runs).length} runs. ${filled} of the paper's ${all} cells have our number.`;
   $("group").onchange = event => choose(data.groups[event.target.selectedIndex], state.panel);
   $("log").onchange = event => { state.log = event.target.checked; redraw(); };
   $("search").oninput = showRuns;

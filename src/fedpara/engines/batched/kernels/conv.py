@@ -9,8 +9,8 @@ outside the ops, where a compiled step writes the right order at once.
 `vmap` of `conv2d` alone is a grouped convolution, which cuDNN runs group by group. On a GPU these ops are the kernels
 of `conv_triton.py`; elsewhere they call torch's convolution lane by lane. They can be differentiated once.
 
-A layer with few input channels, such as the first, is too thin for the kernels: it becomes one matrix product per image
-over columns of taps and channels.
+Other layers without groups become matrix products over columns of taps and channels: those with few input channels,
+such as the first, with one product per image; those with a stride or with 1 x 1 kernels, whose columns are small.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ class ThinConv2d(nn.Conv2d):
         if input.is_cuda and dtype.itemsize != 2:
             return super()._conv_forward(input, weight, bias)  # type: ignore[no-any-return]
         x, w = input.to(dtype), weight.to(dtype).flatten(1)
-        fill, shape = THIN - w.shape[1], (self.kernel_size, self.dilation, self._padding, self.stride)
+        fill, shape = THIN - w.shape[1], (self.kernel_size, self.dilation, _number(self.padding), self.stride)
         columns = pad(columns_of(x, *shape), (0, 0, 0, fill))
         kernels = pad(w, (0, fill)).t().expand(len(x), -1, -1)
         y = columns.transpose(1, 2) @ kernels
@@ -62,25 +62,57 @@ class ThinConv2d(nn.Conv2d):
         image: Tensor = y.unflatten(1, self._out(input)).movedim(-1, 1)
         return image
 
-    @property
-    def _padding(self) -> tuple[int, int]:
-        return self.padding  # type: ignore[return-value]  # only other layers have a string
-
     def _out(self, input: Tensor) -> tuple[int, ...]:
         """Height and width of the result."""
         sizes = zip(
-            input.shape[-2:], self._padding, self.dilation, self.kernel_size, self.stride, strict=True
+            input.shape[-2:], _number(self.padding), self.dilation, self.kernel_size, self.stride, strict=True
         )
         return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sizes)
 
 
+class ColumnsConv2d(nn.Conv2d):
+    """y[b, p, o] = bias[o] + sum over taps t and channels c of  x[b, stride p + t, c] w[o, t, c]
+
+    The columns are one strided slice of the padded image per tap. cuDNN runs stacked clients' strided kernels as a
+    grouped convolution, group by group.
+    """
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        dtype = computed_in(input)
+        if input.is_cuda and dtype.itemsize != 2:
+            return super()._conv_forward(input, weight, bias)  # type: ignore[no-any-return]
+        (ph, pw), (sh, sw) = _number(self.padding), self.stride
+        image = pad(input.to(dtype).movedim(1, -1), (0, 0, pw, pw, ph, ph))
+        kh, kw = self.kernel_size
+        high, wide = (image.shape[1] - kh) // sh + 1, (image.shape[2] - kw) // sw + 1
+        taps = [
+            image[:, i : i + sh * (high - 1) + 1 : sh, j : j + sw * (wide - 1) + 1 : sw]
+            for i in range(kh)
+            for j in range(kw)
+        ]
+        columns = torch.cat(taps, -1) if len(taps) > 1 else taps[0]
+        kernel = weight.to(dtype).movedim(1, -1).flatten(1)
+        y = columns.flatten(0, 2) @ kernel.t()
+        if bias is not None:
+            y = y + bias.to(dtype)
+        made: Tensor = y.view(len(input), high, wide, -1).movedim(-1, 1)
+        return made
+
+
+def _number(padding: str | tuple[int, ...]) -> tuple[int, ...]:
+    """The padding of a layer of which `is_thin` or `has_small_columns` holds: never a string."""
+    return padding  # type: ignore[return-value]
+
+
 def use_lane_convs(model: nn.Module) -> nn.Module:
-    """Replaces suitable convolutions in place by `LanesConv2d` or `ThinConv2d`; their parameters stay."""
+    """Replaces suitable convolutions in place by one of the layers above; their parameters stay."""
     for module in model.modules():
         if type(module) is nn.Conv2d and fits(module):
             module.__class__ = LanesConv2d
         elif type(module) is nn.Conv2d and is_thin(module):
             module.__class__ = ThinConv2d
+        elif type(module) is nn.Conv2d and has_small_columns(module):
+            module.__class__ = ColumnsConv2d
     return model
 
 
@@ -90,6 +122,18 @@ def is_thin(conv: nn.Conv2d) -> bool:
         and not isinstance(conv.padding, str)
         and conv.padding_mode == "zeros"
         and conv.weight[0].numel() <= THIN
+    )
+
+
+def has_small_columns(conv: nn.Conv2d) -> bool:
+    """Whether its columns are at most 2.25 times as large as its input: a 3 x 3 kernel of stride 2, 1 x 1 kernels."""
+    taps, step = conv.kernel_size[0] * conv.kernel_size[1], conv.stride[0] * conv.stride[1]
+    return (
+        conv.groups == 1
+        and conv.dilation == (1, 1)
+        and not isinstance(conv.padding, str)
+        and conv.padding_mode == "zeros"
+        and 4 * taps <= 9 * step
     )
 
 

@@ -78,7 +78,7 @@ def read_grid(given: Iterable[str]) -> dict[str, list[Any]]:
     return grid
 
 
-def read_seeds(text: str) -> list[int]:
+def read_seeds(text: str, option: str = "--seeds") -> list[int]:
     """The seeds of a list of numbers and ranges, such as 0,2,5 or 0-4."""
     seeds: list[int] = []
     for part in text.split(","):
@@ -86,7 +86,7 @@ def read_seeds(text: str) -> list[int]:
         listed = range(int(found[1]), int(found[2] or found[1]) + 1) if found else ()
         if not listed:
             raise UsageError(
-                f"--seeds {text!r}: expected numbers or an ascending range, such as 0,2,5 or 0-4."
+                f"{option} {text!r}: expected numbers or an ascending range, such as 0,2,5 or 0-4."
             )
         seeds += listed
     return seeds
@@ -101,12 +101,13 @@ def points(base: Experiment, grid: Mapping[str, Sequence[Any]], seeds: Sequence[
     found: dict[str, Point] = {}
     for seed in seeds:
         for values in product(*(grid[name] for name in names)):
-            point = _point(base, dict(zip(names, values, strict=True)), seed)
-            found.setdefault(point.name, point)
+            one = point_of(base, dict(zip(names, values, strict=True)), seed)
+            found.setdefault(one.name, one)
     return list(found.values())
 
 
-def _point(base: Experiment, values: dict[str, Any], seed: int) -> Point:
+def point_of(base: Experiment, values: Mapping[str, Any], seed: int) -> Point:
+    """The base with these fields and seed. options.mu is an option of the algorithm."""
     given = {name: value for name, value in values.items() if not name.startswith(OPTION)}
     options = {name.removeprefix(OPTION): values[name] for name in values.keys() - given.keys()}
     if options:

@@ -9,7 +9,7 @@ import pytest
 from fedpara.errors import ConfigError, UsageError
 from fedpara.experiments import Experiment, Summary, read_run, run
 from fedpara.experiments.storage.summary import Primary
-from fedpara.experiments.sweep import points, read_grid, read_seeds, rows, take_up
+from fedpara.experiments.studies.sweep import points, read_grid, read_seeds, rows, take_up
 
 TINY = Experiment(
     model="mlp", scheme="original", clients=5, cohort=2, rounds=1, epochs=None, steps=1, engine="sequential"

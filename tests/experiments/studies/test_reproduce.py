@@ -10,9 +10,9 @@ import pytest
 from fedpara.errors import ConfigError, RunError, UsageError
 from fedpara.experiments import Experiment, paper, read_run, resume
 from fedpara.experiments.config_file import to_toml
-from fedpara.experiments.reproduce import archive_finished, carry_out, jobs
 from fedpara.experiments.storage.catalog import Library, archive_run, cut, refuse_own
 from fedpara.experiments.storage.summary import Summary
+from fedpara.experiments.studies.reproduce import archive_finished, carry_out, jobs
 from fedpara.report.tables import NOT_RUN, table_of
 
 STUDY = "personalization"

@@ -1,0 +1,227 @@
+"""Accuracy on MNIST with user-level privacy: original weights, FedPara, and FedPara with one factor per round.
+
+    python benchmarks/privacy.py --out DIR --data-dir DATA --jobs 8     on a GPU: about 110 runs
+    python benchmarks/privacy.py --out DIR --smoke                      on the CPU, tiny and on generated data
+
+For every method and every epsilon the noise follows from the budget, and a grid of learning rates and clips is tried
+on examples that the clients hold out. All methods get the same trials. The best setting of each then trains on all
+examples with several seeds, and is scored on the test set after its last round. Tuning is not part of epsilon.
+
+The noise is seeded, so that the table can be repeated: epsilon is what the same runs cost with secret noise. Finished
+runs are skipped, so an interrupted call continues where it stopped. The table is printed and written to DIR/table.md.
+"""
+
+import argparse
+import json
+import multiprocessing
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from statistics import fmean, stdev
+
+from fedpara.errors import RunError
+from fedpara.experiments import Experiment, Summary, read_run, resume
+from fedpara.experiments.build import build_model, build_scheme
+from fedpara.experiments.run import lay_out, rounds_done
+from fedpara.privacy import noise_for
+
+METHODS: dict[str, dict[str, object]] = {
+    "original": {"scheme": "original"},
+    "FedPara, all factors": {"scheme": "fedpara", "gamma": 0.1},
+    "FedPara, one factor a round": {"scheme": "fedpara", "gamma": 0.1, "rotate": True},
+}
+DELTA = 1e-5
+VALIDATION = 0.1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compared. An epsilon of None is a run without privacy."""
+
+    base: Experiment
+    epsilons: tuple[float | None, ...] = (None, 2.0, 4.0, 8.0)
+    lrs: tuple[float, ...] = (0.03, 0.1, 0.3)
+    clips: tuple[float, ...] = (0.1, 0.3, 1.0)
+    seeds: int = 3
+
+    def noise(self, epsilon: float) -> float:
+        base = self.base
+        return round(noise_for(epsilon, DELTA, base.cohort / base.clients, base.rounds) + 5e-4, 3)
+
+    def experiment(self, method: str, epsilon: float | None, lr: float, clip: float, seed: int) -> Experiment:
+        made = replace(self.base, **METHODS[method], lr=lr, seed=seed)  # type: ignore[arg-type]
+        if epsilon is None:
+            return made
+        private = f"user(noise={self.noise(epsilon)}, clip={clip})"
+        return replace(made, privacy=private, delta=DELTA, privacy_seed=seed)
+
+    def trials(self, epsilon: float | None) -> list[tuple[float, float]]:
+        """Pairs of a learning rate and a clip. Without privacy nothing is clipped."""
+        return list(product(self.lrs, self.clips if epsilon is not None else self.clips[:1]))
+
+
+def full(model: str, clients: int, cohort: int, rounds: int, seeds: int) -> Plan:
+    base = Experiment(
+        dataset="mnist",
+        model=model,
+        split="dirichlet",
+        alpha=0.5,
+        clients=clients,
+        cohort=cohort,
+        rounds=rounds,
+        epochs=1,
+        batch_size=10,
+        sampler="poisson",
+        weights="uniform",
+        evaluate_every=rounds,
+    )
+    return Plan(base, seeds=seeds)
+
+
+def smoke() -> Plan:
+    plan = full("mlp", 40, 10, 3, 1)
+    base = replace(plan.base, dataset="generated:mnist", engine="sequential", device="cpu")
+    return replace(plan, base=base, epsilons=(None, 8.0), lrs=(0.1,), clips=(0.3, 1.0))
+
+
+def play(path: Path, experiment: Experiment, data_dir: Path | None) -> Path:
+    """Run the experiment into the folder, or what is left of it."""
+    if not (path / "config.toml").exists():
+        lay_out(experiment, path, data_dir=data_dir)
+    if not rounds_done(path, None, None, None, data_dir)[1]:
+        try:
+            resume(path, data_dir=data_dir)
+        except RunError as error:  # a learning rate that diverges loses, and the others go on
+            print(f"{path}: {error}", flush=True)
+    return path
+
+
+def play_all(runs: dict[Path, Experiment], data_dir: Path | None, jobs: int) -> None:
+    """All runs, several at a time: one run of such a small model leaves most of a GPU idle."""
+    if jobs == 1:
+        for path, experiment in runs.items():
+            play(path, experiment, data_dir)
+            print(f"done: {path}", flush=True)
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        for path in pool.map(play, runs, runs.values(), [data_dir] * len(runs)):
+            print(f"done: {path}", flush=True)
+
+
+def name_of(method: str, epsilon: float | None) -> str:
+    words = method.replace(",", "").replace(" ", "-").lower()
+    return f"{words}/epsilon-{'none' if epsilon is None else f'{epsilon:g}'}"
+
+
+def tuned(plan: Plan, out: Path, data_dir: Path | None, jobs: int) -> dict[str, tuple[float, float]]:
+    """The best pair of each method and epsilon, on held-out examples of one seed."""
+    folders: dict[str, dict[tuple[float, float], Path]] = {}
+    runs: dict[Path, Experiment] = {}
+    for method, epsilon in product(METHODS, plan.epsilons):
+        name = name_of(method, epsilon)
+        for lr, clip in plan.trials(epsilon):
+            path = out / "tuning" / name / f"lr={lr:g},clip={clip:g}"
+            folders.setdefault(name, {})[lr, clip] = path
+            runs[path] = replace(plan.experiment(method, epsilon, lr, clip, 0), validation=VALIDATION)
+    play_all(runs, data_dir, jobs)
+    return {
+        name: max(paths, key=lambda pair, paths=paths: score(read_run(paths[pair])))  # type: ignore[misc]
+        for name, paths in folders.items()
+    }
+
+
+def score(run: Summary) -> float:
+    return -1.0 if run.final is None else run.final
+
+
+def compare(plan: Plan, out: Path, data_dir: Path | None, jobs: int) -> str:
+    chosen = tuned(plan, out, data_dir, jobs)
+    folders: dict[str, list[Path]] = {}
+    runs: dict[Path, Experiment] = {}
+    for (method, epsilon), seed in product(product(METHODS, plan.epsilons), range(plan.seeds)):
+        name = name_of(method, epsilon)
+        path = out / "final" / name / f"seed={seed}"
+        folders.setdefault(name, []).append(path)
+        runs[path] = plan.experiment(method, epsilon, *chosen[name], seed)
+    play_all(runs, data_dir, jobs)
+    found = {name: [read_run(path) for path in paths] for name, paths in folders.items()}
+    facts = {
+        name: {
+            "lr": chosen[name][0],
+            "clip": chosen[name][1],
+            "accuracies": [score(run) for run in same],
+            "privacy": same[0].privacy,
+            "bytes_up": same[0].bytes_up,
+        }
+        for name, same in found.items()
+    }
+    (out / "results.json").write_text(json.dumps(facts, indent=2) + "\n")
+    return table(plan, found, chosen)
+
+
+def table(plan: Plan, found: dict[str, list[Summary]], chosen: dict[str, tuple[float, float]]) -> str:
+    heads = ["no privacy" if e is None else f"epsilon {e:g} (z {plan.noise(e)})" for e in plan.epsilons]
+    lines = [
+        f"{plan.base.clients} clients, cohort {plan.base.cohort}, {plan.base.rounds} rounds, delta {DELTA:g}, "
+        f"{plan.base.model}; accuracy in %, {plan.seeds} seeds; in brackets the chosen lr and clip.",
+        "",
+        " | ".join(["| method", "numbers sent a round", *heads, ""]).rstrip(),
+        "|---" * (2 + len(heads)) + "|",
+    ]
+    for method in METHODS:
+        cells = []
+        for epsilon in plan.epsilons:
+            name = name_of(method, epsilon)
+            lr, clip = chosen[name]
+            how = f"{lr:g}" if epsilon is None else f"{lr:g}, {clip:g}"
+            cells.append(f"{spread(100 * score(run) for run in found[name])} ({how})")
+        lines.append(" | ".join([f"| {method}", f"{sent(plan, method):,.0f}", *cells, ""]).rstrip())
+    return "\n".join(lines)
+
+
+def spread(values: Iterable[float]) -> str:
+    some = list(values)
+    return f"{fmean(some):.1f}" + (f" ± {stdev(some):.1f}" if len(some) > 1 else "")
+
+
+def sent(plan: Plan, method: str) -> float:
+    """The numbers that a client sends in a round, on average over the turns of a rotation."""
+    experiment = plan.experiment(method, None, 0.1, 1.0, 0)
+    model = build_model(experiment, 10, (1, 28, 28), build_scheme(experiment))
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    if not experiment.rotate:
+        return whole
+    from fedpara.algorithms import fedavg
+    from fedpara.engines.program import make_program
+    from fedpara.engines.setup.rotation import make_rotation
+
+    program = make_program(model)
+    places = make_rotation(program, fedavg()).places
+    return whole - sum(program.initial[name].numel() * (1 - 1 / k) for name, (_, k) in places.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--model", default="mlp")
+    parser.add_argument("--clients", type=int, default=2000)
+    parser.add_argument("--cohort", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--lrs", type=float, nargs="+", default=Plan.lrs)
+    parser.add_argument("--clips", type=float, nargs="+", default=Plan.clips)
+    parser.add_argument("--smoke", action="store_true")
+    given = parser.parse_args()
+    plan = full(given.model, given.clients, given.cohort, given.rounds, given.seeds)
+    plan = smoke() if given.smoke else replace(plan, lrs=tuple(given.lrs), clips=tuple(given.clips))
+    made = compare(plan, given.out, given.data_dir, given.jobs)
+    (given.out / "table.md").write_text(made + "\n")
+    print(made)
+
+
+if __name__ == "__main__":
+    main()

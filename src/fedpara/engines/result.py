@@ -1,0 +1,97 @@
+"""Run: the result of `simulate`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import Any
+
+from fedpara.engines.memory import ClientMemory
+from fedpara.engines.program import shared_names
+from fedpara.engines.progress import Progress, Round
+from fedpara.engines.session import Session, own_part
+from fedpara.errors import RunError
+from fedpara.privacy.spending import in_words
+from fedpara.state import State
+from fedpara.tasks.metrics import shown
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """The result of `simulate`. `state` is the whole model; its private parts are the initial ones.
+
+    Only the last of `rounds` holds the server's tensors.
+    """
+
+    session: Session
+    memory: ClientMemory
+    rounds: tuple[Round, ...]
+    engine: str  # which engine ran, how, and what was not possible and why
+
+    @property
+    def progress(self) -> Progress:
+        return self.rounds[-1].progress
+
+    @property
+    def state(self) -> State:
+        return self._whole({})
+
+    def client_state(self, client: int) -> State:
+        """One client's own model: the shared part after the last aggregation, and the client's private part.
+
+        If the algorithm has personal models, as Ditto has, it is the client's personal model.
+        The client would begin its next round with this model. `Round.before` scores such a model; `Round.after` scores
+        it after training, before aggregation.
+        """
+        return self._whole(own_part(self.memory.get(client) or {}))
+
+    def _whole(self, private: State) -> State:
+        """Every name of `model.state_dict()`, including those of tied weights."""
+        program = self.session.program
+        state = {**program.initial, **self.progress.x, **self.progress.buffers, **private}
+        return state | {twin: state[name] for twin, name in shared_names(program.model).items()}
+
+    @property
+    def primary(self) -> str:
+        """The name of the primary metric."""
+        return self.rounds[-1].primary
+
+    @property
+    def score(self) -> float:
+        """The last measured value of the primary metric."""
+        return self._last(self.primary)
+
+    @property
+    def accuracy(self) -> float:
+        """The last measured accuracy, a fraction."""
+        return self._last("accuracy")
+
+    def _last(self, metric: str) -> float:
+        measured = [r.scores[metric] for r in self.rounds if metric in r.scores]
+        if not measured:
+            whose = "the clients" if self.session.program.private else "the Task or the clients"
+            among_ = f" as a metric of the Task, and {whose}" if metric != self.primary else f" {whose}"
+            raise RunError(f"no {metric} was measured: give{among_} test data.")
+        return measured[-1]
+
+    @property
+    def privacy(self) -> Mapping[str, Any] | None:
+        """What a private run has spent: `epsilon`, `epsilon_rdp` and `delta`. `private` is False with seeded noise."""
+        return self.rounds[-1].privacy
+
+    @property
+    def bytes(self) -> int:
+        return self.progress.bytes_up + self.progress.bytes_down
+
+    def __repr__(self) -> str:
+        last = next((r for r in reversed(self.rounds) if r.score is not None), None)
+        measured = (
+            f"{shown(last.primary, last.score)} after round {last.number}"
+            if last and last.score is not None
+            else "not measured"
+        )
+        privacy = f"    privacy: {in_words(dict(self.privacy))}\n" if self.privacy else ""
+        engine = shorten(self.engine, 160, placeholder=" ...")
+        return (
+            f"Run({self.progress.round} rounds of {self.session.algorithm.name}, {self.bytes / 1e6:.2f} MB sent\n"
+            f"    {self.primary}: {measured}\n{privacy}    engine: {engine})"
+        )

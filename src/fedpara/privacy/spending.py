@@ -1,0 +1,67 @@
+"""Spending: what a run has spent after each round, and when its budget is spent."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fedpara.errors import ConfigError
+from fedpara.privacy.accountant import epsilon, epsilon_rdp
+from fedpara.privacy.kinds import Privacy
+
+SEEDED = "the noise comes from a seed, so it hides nothing"
+
+
+@dataclass(frozen=True)
+class Spending:
+    """The cost of a private run. `budget` is the largest epsilon, `seed` that of the noise.
+
+    `uses`, with example-level privacy: how often the first rounds used the most used example.
+    """
+
+    kind: Privacy
+    clients: int
+    cohort: int  # expected, q N
+    delta: float
+    budget: float | None = None
+    seed: int | None = None
+    uses: Callable[[int], int] | None = None
+
+    def costs(self, rounds: int) -> tuple[float, float, int, float]:
+        """(noise, sampling probability, number of Gaussian mechanisms, delta)"""
+        if self.uses is not None:
+            return self.kind.noise, 1.0, self.uses(rounds), self.delta
+        return self.kind.noise, self.cohort / self.clients, rounds, self.delta
+
+    def epsilon(self, rounds: int) -> float:
+        return epsilon(*self.costs(rounds))
+
+    def spent(self, rounds: int) -> bool:
+        """Whether one more round would cost more than the budget."""
+        return self.budget is not None and self.epsilon(rounds + 1) > self.budget
+
+    def refuse_spent(self) -> None:
+        """ConfigError if the first round alone costs more than the budget."""
+        if self.spent(0):
+            raise ConfigError(
+                f"epsilon is {self.budget:g}: the first round of {self.kind} already costs {self.epsilon(1):.4g} at "
+                f"delta {self.delta:.4g}. Raise the noise or the budget; `fedpara privacy` computes the noise."
+            )
+
+    def line(self, rounds: int, bound: float) -> dict[str, Any]:
+        """What metrics.jsonl says of the run after these rounds."""
+        return {
+            "kind": self.kind.name,
+            "epsilon": self.epsilon(rounds),
+            "epsilon_rdp": epsilon_rdp(*self.costs(rounds)),
+            "delta": self.delta,
+            "noise": self.kind.noise,
+            "clip": bound,
+            "next": self.epsilon(rounds + 1),
+            "private": self.seed is None,
+        }
+
+
+def in_words(line: dict[str, Any]) -> str:
+    """A line of metrics.jsonl for people: epsilon 3.9 at delta 1e-05."""
+    cost = f"epsilon {line['epsilon']:.3g} at delta {line['delta']:.3g}"
+    return cost if line["private"] else f"not private ({SEEDED}); with secret noise: {cost}"

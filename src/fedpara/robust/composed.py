@@ -1,0 +1,104 @@
+"""Composed updates: what a client changes in the weights, whatever its factors look like.
+
+    u_i = compose(y_i) - compose(x)   for each factorized weight
+    u_i = y_i - x                     for every other tensor
+
+Factors have a free scale: (c X, Y / c) gives the same weight. Distances and medians on factors can therefore be misled,
+and those on composed updates cannot. `refit` returns to factors, starting from those of x:
+
+    x+ = argmin ||compose(x+) - (compose(x) + u)||
+
+so the next factors depend on the clients only through their composed weights.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fedpara.parameterization import Form
+from fedpara.parameterization.fit import refit
+from fedpara.state import State
+
+Compose = Callable[[Sequence[Tensor]], Tensor]
+
+REFIT_STEPS = 20
+"""Quasi-Newton steps per weight and round. docs/guides/robustness.md shows what more steps change."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One tensor of the plain model: the names of the shared tensors it is made of, and how."""
+
+    name: str
+    parts: tuple[str, ...]
+    compose: Compose | None = None  # None: the tensor itself
+
+    def of(self, state: Mapping[str, Tensor]) -> Tensor:
+        parts = [state[name] for name in self.parts]
+        return parts[0] if self.compose is None else self.compose(parts)
+
+    def of_all(self, states: Sequence[Mapping[str, Tensor]], like: Tensor) -> Tensor:
+        """[client, ...] in the type and on the device of `like`."""
+        stacked = [torch.stack([state[name] for state in states]).to(like) for name in self.parts]
+        return stacked[0] if self.compose is None else vmap(lambda *parts: self.compose(parts))(*stacked)  # type: ignore[misc]
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The plain model's tensors, from the shared tensors of a factorized one. Without forms they are the same."""
+
+    forms: Mapping[str, Form] = field(default_factory=dict)
+    fixed: Mapping[str, Tensor] = field(default_factory=dict)
+    """Frozen factors of weights that also have trained ones."""
+
+    def over(self, x: Mapping[str, Tensor]) -> Iterator[Block]:
+        taken: set[str] = set()
+        for weight, form in self.forms.items():
+            names = [f"{weight}.{factor}" for factor in form.factors]
+            shared = tuple(name for name in names if name in x)
+            if shared:
+                taken |= set(shared)
+                yield Block(weight, shared, self._composer(form, names, shared))
+        for name in x:
+            if name not in taken:
+                yield Block(name, (name,))
+
+    def _composer(self, form: Form, names: Sequence[str], shared: Sequence[str]) -> Compose:
+        whole = form if form.base is None else _without_base(form)
+        if len(shared) == len(names):
+            return whole.compose
+        if all(name in self.fixed for name in names if name not in shared):
+            return lambda parts: whole.compose(self._filled(names, shared, parts))
+        # pFedPara: the server sees W1 only, and W = s(W1) * (s(W2) + 1) is linear in s(W1).
+        return lambda parts: form.scheme.s(whole.inner(list(parts))[0])
+
+    def _filled(self, names: Sequence[str], shared: Sequence[str], parts: Sequence[Tensor]) -> list[Tensor]:
+        given = dict(zip(shared, parts, strict=True))
+        return [given[name] if name in given else self.fixed[name].to(parts[0]) for name in names]
+
+    def refit(self, block: Block, x: State, weight: Tensor) -> State:
+        """The block's tensors with this composed weight, near those of x."""
+        if block.compose is None:
+            return {block.name: weight.to(x[block.name])}
+        start = [x[name] for name in block.parts]
+        return dict(zip(block.parts, refit(block.compose, weight, start, REFIT_STEPS), strict=True))
+
+
+def _without_base(form: Form) -> Form:
+    """The form of the change alone: W0 is the same for all clients."""
+    return replace(form, base=None)
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Matrix products in full float32 on a GPU. Engines may allow tf32, whose rounding is as large as an update."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

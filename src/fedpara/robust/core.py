@@ -1,0 +1,163 @@
+"""Defence: how the server combines updates of which some may be hostile. It replaces the mean of an algorithm.
+
+    weigh     x+ = refit(compose(x) + sum_i c_i u_i),   c from the inner products of the composed updates u_i
+    combine   x+ = refit(the combination of compose(y_i), coordinate by coordinate)
+
+Both read the clients' factors only through the weights they compose to, so rescaled factors change nothing. What an
+algorithm sends beside the model, such as control variates, and BatchNorm's statistics are combined by the same c or
+coordinate by coordinate.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedpara.algorithms import FromMean, Mean, Update, Variables
+from fedpara.data import Examples
+from fedpara.robust.composed import Blocks, exact_products
+from fedpara.robust.coordinatewise import coordinatewise_median
+from fedpara.robust.geometry import Geometry, among
+from fedpara.state import State
+
+LONGEST = 3.0
+"""Variables beside the model count at most this many times the median norm."""
+
+
+def _any(cohort: int) -> int:
+    return 1
+
+
+@dataclass(frozen=True)
+class Defence:
+    """Either `weigh` or `combine` is set."""
+
+    name: str
+    weigh: Callable[[Geometry], Tensor] | None = None
+    """geometry of n updates -> c [n]"""
+    combine: Callable[[Tensor], Tensor] | None = None
+    """[n, ...] -> [...]"""
+    remember: Callable[[Geometry], Tensor] | None = None
+    """geometry -> each client's standing after this round [n], which the next `Geometry.past` holds; 0 at first"""
+    needs: Callable[[int], int] = _any
+    """cohort -> the fewest clients with which the defence keeps its promise"""
+    clean: int | Examples | None = None
+    """the server's clean examples: how many to draw, or the examples"""
+
+
+def robust_mean(
+    defence: Defence,
+    blocks: Blocks,
+    x: State,
+    updates: Sequence[Update],
+    buffers: Sequence[State],
+    aggregate: FromMean,
+    own: State | None = None,
+    past: Tensor | None = None,
+) -> tuple[Mean, State, Tensor | None]:
+    """(the defence's mean, that of the buffers, the clients' standings if the defence remembers them)
+
+    `own` is the server's own model after training on its clean set. `past` are the standings before this round.
+    """
+    with exact_products(), torch.no_grad():
+        if defence.combine is not None:
+            return *_combined(defence.combine, blocks, x, updates, buffers), None
+        w = torch.tensor([aggregate.weight(update) for update in updates], dtype=torch.float64)
+        g = geometry(blocks, x, [update.y for update in updates], w / w.sum(), own)
+        g = replace(g, past=torch.zeros_like(w) if past is None else past)
+        kept = g.norms.isfinite()  # composing finite factors may overflow
+        c = torch.zeros_like(w)
+        if kept.any():
+            assert defence.weigh is not None
+            usable = among(g, kept)
+            c[kept] = defence.weigh(usable)
+            if defence.remember is not None:
+                past = g.past.clone()  # type: ignore[union-attr]
+                past[kept] = defence.remember(usable)
+        y = _moved(blocks, x, [update.y for update in updates], c)
+        share = c.clamp_min(0)
+        extra = _extras(updates, share)
+        total = float(share.sum())
+        averages = _weighted(buffers, share, total) if total else _each(coordinatewise_median, buffers)
+        return Mean(y, extra, len(updates)), averages, past if defence.remember is not None else None
+
+
+def geometry(blocks: Blocks, x: State, ys: Sequence[State], w: Tensor, own: State | None = None) -> Geometry:
+    """The inner products of the composed updates, one block at a time: only one composed block is in memory."""
+    everyone = [*ys, own] if own is not None else list(ys)
+    gram = torch.zeros(len(everyone), len(everyone), dtype=torch.float64)
+    for block in blocks.over(x):
+        before = block.of(x)
+        u = (block.of_all(everyone, before) - before).flatten(1).double()
+        gram += (u @ u.mT).cpu()
+    n = len(ys)
+    trusted = (gram[:n, n], float(gram[n, n].sqrt())) if own is not None else None
+    return Geometry(gram[:n, :n], w, trusted)
+
+
+def _moved(blocks: Blocks, x: State, ys: Sequence[State], c: Tensor) -> State:
+    """x moved by sum_i c_i u_i."""
+    used = c.nonzero().flatten().tolist()
+    moved: State = {}
+    for block in blocks.over(x):
+        before = block.of(x)
+        after = before
+        if used:
+            u = block.of_all([ys[i] for i in used], before) - before
+            after = before + torch.tensordot(c[used].to(before), u, 1)
+        moved |= blocks.refit(block, x, after)
+    return {name: moved[name] for name in x}
+
+
+def _combined(
+    combine: Callable[[Tensor], Tensor],
+    blocks: Blocks,
+    x: State,
+    updates: Sequence[Update],
+    buffers: Sequence[State],
+) -> tuple[Mean, State]:
+    made: State = {}
+    for block in blocks.over(x):
+        before = block.of(x)
+        weights = block.of_all([update.y for update in updates], before)
+        finite = weights.flatten(1).isfinite().all(1)
+        after = combine(weights[finite]) if finite.any() else before
+        made |= blocks.refit(block, x, after)
+    names = updates[0].extra
+    extra = {name: _each(combine, [update.extra[name] for update in updates]) for name in names}
+    return Mean({name: made[name] for name in x}, extra, len(updates)), _each(combine, buffers)
+
+
+def _each(combine: Callable[[Tensor], Tensor], states: Sequence[Mapping[str, Tensor]]) -> State:
+    """`combine` on every tensor. Integer tensors are combined as float64 and rounded."""
+    made: State = {}
+    for name, first in states[0].items():
+        stacked = torch.stack([state[name] for state in states])
+        if first.is_floating_point():
+            made[name] = combine(stacked)
+        else:
+            made[name] = combine(stacked.double()).round().to(first.dtype)
+    return made
+
+
+def _weighted(states: Sequence[Mapping[str, Tensor]], c: Tensor, total: float) -> State:
+    """sum_i c_i a_i / total; 0 if the total is 0."""
+    share = c / total if total else c
+    return _each(lambda stacked: torch.tensordot(share.to(stacked), stacked, 1), states)
+
+
+def _extras(updates: Sequence[Update], c: Tensor) -> Variables:
+    """The means by c of what clients send beside the model, each variable at most `LONGEST` times the median norm."""
+    made: Variables = {}
+    for name in updates[0].extra:
+        states = [update.extra[name] for update in updates]
+        norms = torch.stack([_norm(state) for state in states])
+        shortened = (LONGEST * norms.quantile(0.5) / norms.clamp_min(1e-150)).clamp(max=1)
+        made[name] = _weighted(states, c * shortened, float(c.sum()))
+    return made
+
+
+def _norm(state: Mapping[str, Tensor]) -> Tensor:
+    squares = [tensor.double().square().sum().cpu() for tensor in state.values()]
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
