@@ -26,9 +26,7 @@ class Aggregates(Protocol):
 
     error: AggregationError | None
 
-    def aggregate(
-        self, server: Variables, clients: int, round: int = 0
-    ) -> tuple[State, Variables, State]: ...
+    def aggregate(self, server: Variables, clients: int, round: int) -> tuple[State, Variables, State]: ...
 
 
 @dataclass
