@@ -25,6 +25,7 @@ PRINTED = {
 }
 PAGES = [
     "index.md",
+    "guides/aggregation.md",
     "guides/algorithms.md",
     "guides/compression.md",
     "guides/data.md",

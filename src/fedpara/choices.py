@@ -25,6 +25,7 @@ ATTACKS = ("sign-flip", "scaling", "noise", "label-flip", "backdoor", "alie", "i
 test compares them."""
 SPLITS = ("iid", "dirichlet", "dirichlet-capped", "shards", "owner", "largest", "drawn")
 ENGINES = ("auto", "sequential", "batched", "flower")
+PRODUCTS = ("mean", "refit")
 SAMPLERS = ("uniform", "poisson", "by-data")
 FORMATS = ("html", "markdown", "csv", "latex", "png", "svg", "pdf")
 """Output formats of `fedpara report`."""

@@ -59,12 +59,12 @@ class WeightedSum:
     """
 
     def __init__(self, total: float) -> None:
-        self.total, self._arrived = total, 0.0
+        self.total, self.arrived = total, 0.0
         self._types: dict[str, torch.dtype] | None = None
         self._sums: list[Tensor] = []
 
     def add(self, a: Mapping[str, Tensor], weight: float) -> None:
-        self._arrived += weight
+        self.arrived += weight
         if self._types is None:
             self._types = {name: tensor.dtype for name, tensor in a.items()}
             self._sums = [t.to(_summed_in(t.dtype)) * (weight / self.total) for t in a.values()]
@@ -81,8 +81,8 @@ class WeightedSum:
         """sum_i w_i a_i / sum_i w_i over the states added so far. Call it once, at the end."""
         if self._types is None:
             raise StateError("mean of 0 states: expected at least one.")
-        if self._arrived != self.total and self._sums:
-            torch._foreach_mul_(self._sums, self.total / self._arrived)
+        if self.arrived != self.total and self._sums:
+            torch._foreach_mul_(self._sums, self.total / self.arrived)
         return {
             name: (sum_ if dtype.is_floating_point else sum_.round()).to(dtype)
             for (name, dtype), sum_ in zip(self._types.items(), self._sums, strict=True)

@@ -113,6 +113,12 @@ OTHER = {
     "validation": 0.1,
     "weights": "uniform",
     "max_share": 0.5,
+    "robust": "median",
+    "attack": "sign-flip",
+    "hostile": 0.2,
+    "products": "refit",
+    "gammas": "0.1, 0.3",
+    "aggregation_error": True,
     "test_owners": "all",
     "sampler": "poisson",
     "lost": 0.3,
@@ -135,9 +141,6 @@ OTHER = {
     "epsilon": 4.0,
     "delta": 1e-6,
     "privacy_seed": 3,
-    "robust": "trimmed-mean(0.2)",
-    "attack": "label-flip",
-    "hostile": 0.2,
 }
 
 

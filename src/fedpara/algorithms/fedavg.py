@@ -35,6 +35,12 @@ def fedprox(mu: float = 0.1, *, local: Local | None = None, **fields: Any) -> Al
     return replace(fedavg(local=local, **fields), name="fedprox", correct=partial(proximal, mu=mu))
 
 
+def takes_mean(algorithm: Algorithm) -> bool:
+    """Whether the server's next model is the mean of the updates, as in FedAvg and FedProx."""
+    aggregate = algorithm.aggregate
+    return isinstance(aggregate, FromMean) and aggregate.step is _take_mean
+
+
 def _nothing(_: object) -> Variables:
     return {}
 

@@ -224,6 +224,20 @@ def run(
     max_norm: Annotated[
         float | None, typer.Option(help="Reject updates further than this from the model.")
     ] = None,
+    gammas: Annotated[
+        str | None,
+        typer.Option(help='A gamma per client, such as "0.1, 0.3, 0.5": client i has number i mod 3.'),
+    ] = None,
+    products: Annotated[
+        str | None,
+        typer.Option(
+            help="How factors are averaged: mean, or refit (factors nearest to the mean of the composed weights)."
+        ),
+    ] = None,
+    aggregation_error: Annotated[
+        bool | None,
+        typer.Option(help="Measure how far the mean of factors is from the mean of weights, per round."),
+    ] = None,
     robust: Annotated[
         str | None,
         typer.Option(help=f"Defence against hostile clients: {', '.join(DEFENCES)}; or {REFERENCE}"),

@@ -10,6 +10,7 @@ from fedpara.algorithms.core import Weighting
 from fedpara.engines.differences import Known
 from fedpara.engines.participation.cohorts import Cohorts, Sampler, uniform
 from fedpara.engines.participation.devices import Devices
+from fedpara.engines.server.products import AggregationError, Products
 from fedpara.privacy import Spending
 from fedpara.secure import SecAgg
 from fedpara.state import State, in_words
@@ -17,6 +18,7 @@ from fedpara.tasks.metrics import shown
 
 if TYPE_CHECKING:
     from fedpara.engines.server.guard import Guard
+    from fedpara.engines.server.levels import Levels
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +71,7 @@ class Round:
     worst_tenth: float | None = None  # of the cohort's own models after training; `after` is their mean
     spread: float | None = None
     primary: str = "accuracy"  # the metric of `before`, `after` and `everyone`
+    aggregation_error: AggregationError | None = None  # if the run measures it
     privacy: Mapping[str, Any] | None = None  # what a private run has spent: epsilon, epsilon_rdp, delta, ...
 
     @property
@@ -121,6 +124,8 @@ class Schedule:
     devices: Devices | None = None
     patience: int | None = None  # evaluations without a better score after which the run stops
     higher_is_better: bool = True  # the direction of the score
+    products: Products | None = None  # what the server does with composed weights
+    levels: "Levels | None" = None  # a gamma per client
     guard: "Guard | None" = None  # a defence against hostile clients, and a simulated attack
     spending: Spending | None = None  # of a private run
     secure: SecAgg | None = None  # the server gets the sum of the updates only

@@ -1,6 +1,6 @@
 """Settings: how a run is carried out. The task, the data and the algorithm say what is learned."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -9,7 +9,7 @@ import torch
 from fedpara.algorithms.core import Weighting
 from fedpara.algorithms.local import AT_MOST_ONE, BELOW_ONE, COUNT, POSITIVE, SEED, check
 from fedpara.attacks import ATTACKS, Attack
-from fedpara.choices import ENGINES
+from fedpara.choices import ENGINES, PRODUCTS
 from fedpara.engines.participation.cohorts import Sampler, check_sampler
 from fedpara.engines.participation.devices import Devices
 from fedpara.errors import ConfigError
@@ -45,6 +45,9 @@ class Settings:
     lost: float = 0.0
     devices: Devices | None = None
     patience: int | None = None
+    products: str = "mean"
+    aggregation_error: bool = False
+    gammas: str | Sequence[float] | None = None
     robust: str | Defence | None = None
     attack: str | Attack | None = None
     hostile: float = 0.0
@@ -71,9 +74,12 @@ class Settings:
             ("share", get_args(Share)),
             ("weights", get_args(Weighting)),
             ("engine", ENGINES),
+            ("products", PRODUCTS),
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: expected one of {', '.join(known)}.")
+        if (gammas := read_gammas(self.gammas)) is not None:
+            object.__setattr__(self, "gammas", ", ".join(f"{gamma:g}" for gamma in gammas))
         factories: dict[str, Mapping[str, Callable[..., Any]]] = {"robust": DEFENCES, "attack": ATTACKS}
         for name, library in factories.items():
             if isinstance(text := getattr(self, name), str):
@@ -84,6 +90,19 @@ class Settings:
             object.__setattr__(self, "secure", read_secure(self.secure))
         check_device(self.device)
         check_precision(self.precision, self.engine, self.device)
+
+
+def read_gammas(given: str | Sequence[float] | None) -> tuple[float, ...] | None:
+    """The numbers in a list such as "0.1, 0.3, 0.5"."""
+    if given is None:
+        return None
+    try:
+        gammas = tuple(float(gamma) for gamma in (given.split(",") if isinstance(given, str) else given))
+    except ValueError:
+        gammas = ()
+    if not gammas or not all(0 <= gamma <= 1 for gamma in gammas):
+        raise ConfigError(f"gammas is {given!r}: expected numbers from 0 to 1, such as '0.1, 0.3, 0.5'.")
+    return gammas
 
 
 def check_hostile(attack: object, share: float, engine: str) -> None:

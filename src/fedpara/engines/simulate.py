@@ -1,6 +1,6 @@
 """simulate: a whole federated run in one call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,8 +23,11 @@ from fedpara.engines.participation.devices import Devices
 from fedpara.engines.program import make_program
 from fedpara.engines.progress import Round, Schedule
 from fedpara.engines.result import Run
+from fedpara.engines.server.by_gamma import ByGamma
 from fedpara.engines.server.engine import Engine
 from fedpara.engines.server.guard import attacked, hostile_of, make_guard
+from fedpara.engines.server.levels import make_levels
+from fedpara.engines.server.products import make_products
 from fedpara.engines.server.rounds import run_rounds
 from fedpara.engines.server.scores import with_everyone
 from fedpara.engines.session import Session
@@ -64,6 +67,9 @@ def simulate(
     lost: float = 0.0,
     devices: Devices | None = None,
     patience: int | None = None,
+    products: str = "mean",
+    aggregation_error: bool = False,
+    gammas: Sequence[float] | None = None,
     robust: str | Defence | None = None,
     attack: str | Attack | None = None,
     hostile: float = 0.0,
@@ -112,6 +118,9 @@ def simulate(
     devices         the clients' bandwidth and speed, such as `Devices(bandwidth=lognormal(1e6, 0.5), speed=20)`: each
                     round then has a simulated clock, and a deadline refuses clients that are too slow
     patience        stop after this many evaluations without a better score
+    products        "mean" averages each factor, "refit" takes the factors nearest to the mean of the composed weights
+    aggregation_error  measure in each round how far these two are apart (`Round.aggregation_error`)
+    gammas          a gamma per client: client i has gammas[i % len(gammas)] and the model must have the largest
     robust          how the server defends itself against hostile clients: "auto", "rfa", "trimmed-mean(0.2)", or a
                     Defence of `fedpara.robust`; by default it takes the algorithm's mean
     attack          what hostile clients do, for studies: "label-flip", "backdoor(target=3)", or an Attack of
@@ -150,6 +159,9 @@ def simulate(
         lost=lost,
         devices=devices,
         patience=patience,
+        products=products,
+        aggregation_error=aggregation_error,
+        gammas=gammas,
         robust=robust,
         attack=attack,
         hostile=hostile,
@@ -236,6 +248,8 @@ def prepare(
         lost=settings.lost,
         devices=settings.devices,
         patience=settings.patience,
+        products=make_products(session, settings),
+        levels=make_levels(session, settings, personal),
         guard=make_guard(session, task, data, settings),
         spending=spending,
         secure=settings.secure,  # type: ignore[arg-type]  # Settings has read it
@@ -258,6 +272,10 @@ def build_engine(
 ) -> Engine:
     """The engine that the settings name. Under torchrun every rank builds one, for its share of the cohort."""
     group = join()
+    if (levels := make_levels(session, settings, personal=False)) is not None:
+        cohort = -(-settings.cohort // len(levels.sessions))
+        one = replace(settings, gammas=None, cohort=cohort)
+        return ByGamma(levels, lambda own: build_engine(one, own, task, data, memory))
     if isinstance(settings.attack, Attack):
         data = poisoned(settings.attack, data, hostile_of(settings, len(data)), settings.seed)
     inner = _build_on_this_rank(settings, session, task, data, memory, group)

@@ -17,6 +17,7 @@ from fedpara.algorithms.optimizers import OPTIMIZERS
 from fedpara.algorithms.schedules import SCHEDULES, RateSchedule
 from fedpara.attacks import Attack
 from fedpara.data import Examples, FederatedData
+from fedpara.engines.settings import read_gammas
 from fedpara.errors import ConfigError, in_a_line
 from fedpara.experiments.config import CALLS, Experiment
 from fedpara.experiments.federation import load_federation
@@ -198,10 +199,16 @@ def build_scheme(experiment: Experiment) -> Scheme | None:
     """The scheme, or None for the original weights."""
     options = {name: getattr(experiment, name) for name in ("gamma", "rank", "ratio", "nonlinearity")}
     if experiment.scheme == "original":
-        given = [name for name in (*options, "init", "onto") if getattr(experiment, name) is not None]
+        given = [
+            name for name in (*options, "gammas", "init", "onto") if getattr(experiment, name) is not None
+        ]
         if given:
             raise ConfigError(f"scheme 'original' has no {given[0]}: leave it out.")
         return None
+    if (gammas := read_gammas(experiment.gammas)) is not None:
+        if taken := [size for size in ("gamma", "rank", "ratio") if options[size] is not None]:
+            raise ConfigError(f"gammas and {taken[0]} are both given: leave out {taken[0]}.")
+        options["gamma"] = max(gammas)
     if all(options[size] is None for size in ("gamma", "rank", "ratio")):
         options["gamma"] = DEFAULT_GAMMA
     return parameterization.make_scheme(experiment.scheme, conv=experiment.conv, **options)

@@ -13,8 +13,8 @@ from fedpara.algorithms.core import Weighting
 from fedpara.algorithms.optimizers import OPTIMIZERS
 from fedpara.algorithms.schedules import SCHEDULES
 from fedpara.attacks import ATTACKS
-from fedpara.choices import ENGINES, SAMPLERS, SPLITS
-from fedpara.engines.settings import Precision, Share
+from fedpara.choices import ENGINES, PRODUCTS, SAMPLERS, SPLITS
+from fedpara.engines.settings import Precision, Share, read_gammas
 from fedpara.errors import ConfigError, among
 from fedpara.privacy import read_privacy
 from fedpara.references import OBJECT, REFERENCE_HINT
@@ -42,6 +42,7 @@ CHOICES: dict[str, Sequence[str]] = {
     "share": get_args(Share),
     "augment": get_args(Augment),
     "weights": get_args(Weighting),
+    "products": PRODUCTS,
     "test_owners": ("training", "all"),
 }
 """Accepted values by field. A field with the default None may also be left out."""
@@ -63,7 +64,7 @@ REFERENCED = (
 
 # A resumed run may change these fields. They leave the computation as it is: engines and precisions differ only in
 # rounding, and the last round of a run is always evaluated.
-FREE = ("rounds", "engine", "precision", "device", "target", "patience", "epsilon")
+FREE = ("rounds", "engine", "precision", "device", "target", "patience", "epsilon", "aggregation_error")
 
 # Fields that were added after some runs had finished, with the value that those runs used. Such a field enters the
 # identity only if its value differs, so that the identities of the older runs stay valid.
@@ -85,6 +86,8 @@ LATER: dict[str, Any] = {
     "optimizer": "sgd",
     "schedule": None,
     "keep_optimizer": False,
+    "products": "mean",
+    "gammas": None,
     "robust": None,
     "attack": None,
     "hostile": 0.0,
@@ -103,6 +106,7 @@ class Experiment:
     model: str = "cnn"
     scheme: str = "fedpara"  # original, lowrank, fedpara, pfedpara
     gamma: float | None = None  # 0.1 if rank and ratio are not given either
+    gammas: str | None = None  # a gamma per client, such as "0.1, 0.3, 0.5": client i has number i mod 3
     rank: int | None = None
     ratio: float | None = None  # lowrank only
     nonlinearity: str | None = None  # tanh
@@ -154,6 +158,8 @@ class Experiment:
     weights: str = "examples"  # weight updates by their number of examples, or uniform
     max_share: float | None = None  # the largest share of a round's weight that one client may have
     max_norm: float | None = None  # reject updates farther than this from the model
+    products: str = "mean"  # of factors; or refit: factors of the mean of the composed weights
+    aggregation_error: bool = False  # measure how far the two means are apart
     robust: str | None = None  # against hostile clients: auto, rfa, trimmed-mean(0.2), ...
     attack: str | None = None  # of simulated hostile clients: label-flip, backdoor(target=3), ...
     hostile: float = 0.0  # the share of the clients that are hostile
@@ -184,6 +190,7 @@ class Experiment:
             several = f.name == "metrics" and bool(value)
             for text in references.split(str(value)) if several else [value]:
                 self._check_name(f.name, text)
+        read_gammas(self.gammas)
         for name, (accepted, holds) in RULES.items():
             if not holds(self):
                 raise ConfigError(f"{name} is {getattr(self, name)}: expected {accepted}.")

@@ -17,6 +17,7 @@ from fedpara.engines.secure.vector import length_of, moved
 from fedpara.engines.server.aggregation import round_weights
 from fedpara.engines.server.collect import Collected
 from fedpara.engines.server.engine import Engine
+from fedpara.engines.server.products import AggregationError
 from fedpara.engines.session import Session
 from fedpara.secure.fixed_point import Floats
 from fedpara.secure.messages import Stage
@@ -27,6 +28,8 @@ from fedpara.wire import Message, Meter
 
 class SecureMean:
     """A round's mean change in place of its updates; as `Aggregator`, it makes the next model."""
+
+    error: AggregationError | None = None  # only single updates would tell it
 
     def __init__(self, session: Session, progress: Progress, change: Floats, count: int) -> None:
         self._session, self._progress, self._change, self._count = session, progress, change, count

@@ -14,6 +14,7 @@ from dataclasses import replace
 from fedpara.algorithms import Algorithm, FromMean, Update, Variables
 from fedpara.algorithms.core import MeanOfUpdates, Weighting, expect_like, expect_variables
 from fedpara.engines.server.guard import Guard
+from fedpara.engines.server.products import AggregationError, ComposedMean, Products
 from fedpara.engines.transfer import HOST, device_of, move, move_variables
 from fedpara.errors import ConfigError
 from fedpara.state import State, WeightedSum
@@ -26,13 +27,23 @@ class Aggregator:
     """
 
     def __init__(
-        self, algorithm: Algorithm, x: State, weights: Mapping[int, float], guard: Guard | None = None
+        self,
+        algorithm: Algorithm,
+        x: State,
+        weights: Mapping[int, float],
+        guard: Guard | None = None,
+        *,
+        products: Products | None = None,
     ) -> None:
         self._algorithm, self._x, self._weights, self._guard = algorithm, x, weights, guard
         aggregate, total = algorithm.aggregate, sum(weights.values())
         uniform = isinstance(aggregate, FromMean) and aggregate.weights == "uniform"
         self._buffers = WeightedSum(total)
-        self._mean = MeanOfUpdates(x, float(len(weights)) if uniform else total)
+        expected = float(len(weights)) if uniform else total
+        self._mean = MeanOfUpdates(x, expected)
+        self._composed = ComposedMean(products, expected) if products is not None else None
+        self.error: AggregationError | None = None
+        """set by `aggregate`, if the run measures it"""
         self._held: list[Update] = []
         self._guarded: list[tuple[int, Update, State]] = []
 
@@ -45,8 +56,15 @@ class Aggregator:
         self._buffers.add(buffers, self._weights[client])
         if isinstance(aggregate, FromMean):
             self._mean.add(update, aggregate.weight(update))
+            if self._composed is not None:
+                self._composed.add(update.y, aggregate.weight(update))
         else:
             self._held.append(update)
+
+    @property
+    def arrived(self) -> float:
+        """sum_i w_i over the updates so far"""
+        return self._buffers.arrived
 
     def aggregate(self, server: Variables, clients: int, round: int = 0) -> tuple[State, Variables, State]:
         """(the next x, the server's variables, the mean of the buffers), all on the host."""
@@ -60,7 +78,11 @@ class Aggregator:
         if isinstance(aggregate, FromMean):
             mean = self._mean.result()
             device = device_of([mean.y])
-            made = aggregate.step(move(self._x, device), move_variables(server, device), mean, clients)
+            x = move(self._x, device)
+            if self._composed is not None:
+                y, self.error = self._composed.aggregated(x, mean.y)
+                mean = replace(mean, y=y)
+            made = aggregate.step(x, move_variables(server, device), mean, clients)
         else:
             device = device_of(update.y for update in self._held)
             made = aggregate(move(self._x, device), move_variables(server, device), self._held, clients)

@@ -10,6 +10,7 @@ from fedpara.engines.differences import bytes_to
 from fedpara.engines.progress import Progress, Schedule
 from fedpara.engines.server.aggregation import Aggregator, round_weights
 from fedpara.engines.server.private import PrivateSum, private_sum
+from fedpara.engines.server.products import AggregationError
 from fedpara.engines.session import Session
 from fedpara.engines.threads import checked_in_order
 from fedpara.engines.transfer import HOST, device_of, move
@@ -23,6 +24,8 @@ LARGE_MESSAGE = 1 << 20  # bytes; threads speed up hashing and copying above thi
 class Aggregates(Protocol):
     """Makes the next model from a round's updates, as `Aggregator` does."""
 
+    error: AggregationError | None
+
     def aggregate(self, server: Variables, clients: int, round: int) -> tuple[State, Variables, State]: ...
 
 
@@ -30,7 +33,7 @@ class Aggregates(Protocol):
 class Collected:
     """A round's results. `replies` are those with accepted updates, without their messages."""
 
-    aggregator: Aggregator | PrivateSum | Aggregates | None = None
+    aggregator: Aggregates | None = None
     replies: list[Reply] = field(default_factory=list)
     refused: list[tuple[int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -50,7 +53,8 @@ def collect(
 ) -> Collected:
     """Collects at most one update per client of the cohort, even if the engine or the network returns more."""
     round = progress.round + 1
-    collected = Collected(private_sum(session, schedule, progress, round))
+    aggregator: Aggregator | PrivateSum | None = private_sum(session, schedule, progress, round)
+    collected = Collected(aggregator)
     waiting, devices = dict.fromkeys(chosen), schedule.devices
     known = {HOST.type: sent}  # the model as it was sent, on each device that holds an update
 
@@ -96,15 +100,18 @@ def collect(
             if late:
                 collected.refused.append((reply.client, late))
                 continue
-        if not isinstance(collected.aggregator, Aggregator):
+        if aggregator is None:
             counts = {client: schedule.examples(client) for client in chosen}
             weights, notes = round_weights(counts, schedule.weights, schedule.max_share)
             collected.notes += [f"round {round}: {note}" for note in notes]
-            collected.aggregator = Aggregator(session.algorithm, progress.x, weights, schedule.guard)
+            aggregator = Aggregator(
+                session.algorithm, progress.x, weights, schedule.guard, products=schedule.products
+            )
+            collected.aggregator = aggregator
         update, buffers = verdict
         if session.link.downlink.text != "float32":
             update = _without_rounding(update, progress.x, sent)
-        collected.aggregator.add(reply.client, update, buffers)
+        aggregator.add(reply.client, update, buffers)
         collected.replies.append(replace(reply, message=None))
     for client in waiting:
         meter.down(round, client, bytes_to(message, client))

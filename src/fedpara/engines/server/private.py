@@ -15,6 +15,7 @@ from fedpara.algorithms import FromMean, Update, Variables
 from fedpara.algorithms.core import Mean
 from fedpara.engines.distributed.process_group import join
 from fedpara.engines.progress import Progress, Schedule
+from fedpara.engines.server.products import AggregationError
 from fedpara.engines.session import Session
 from fedpara.engines.transfer import HOST, device_of, move, move_variables
 from fedpara.privacy import Privacy, Spending, User
@@ -26,6 +27,8 @@ from fedpara.state import State
 
 class PrivateSum:
     """Sums one round's updates. `names` are the tensors that clients send in this round."""
+
+    error: AggregationError | None = None
 
     def __init__(
         self,

@@ -19,12 +19,13 @@ from fedpara.engines.progress import Progress, Round, Schedule
 from fedpara.engines.server.broadcast import broadcast
 from fedpara.engines.server.collect import Collected, collect
 from fedpara.engines.server.engine import Engine
+from fedpara.engines.server.levels import in_groups
 from fedpara.engines.server.private import PrivateSum, budget_notes, spent_after
 from fedpara.engines.server.scores import evaluated, with_everyone
 from fedpara.engines.session import Session
 from fedpara.errors import RunError
 from fedpara.state import State, finite
-from fedpara.wire import Meter
+from fedpara.wire import Message, Meter
 
 
 def initial_progress(session: Session) -> Progress:
@@ -66,21 +67,10 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
     cohorts = schedule.cohorts(session.cohort_seed)
     chosen = cohorts.draw(t)
     lost = [client for client in chosen if cohorts.loses(t, client)]
-    present = [client for client in chosen if client not in lost]
-    message, sent = broadcast(session, progress, t)
     meter, scored = Meter(), personal and schedule.evaluates(t)
-    if schedule.secure is not None:
-        from fedpara.engines.secure.collect import SecureRound  # it needs an extra
-
-        secure = SecureRound(session, schedule, progress, message, meter)
-        collected = secure.collect(engine, chosen, lost, sent, scored)
-    else:
-        replies = chain(
-            engine.train(t, present, message, scored) if present else (),
-            (Reply(client, reason=LOST) for client in lost),
-        )
-        collected = collect(session, schedule, progress, chosen, message, sent, replies, meter)
+    collected, message = _ask(session, engine, schedule, progress, chosen, lost, meter, scored)
     x, server, averages, count = progress.x, progress.server, progress.buffers, len(collected.replies)
+    error = None
     private = isinstance(collected.aggregator, PrivateSum)
     if private:
         _refuse_divergence(t, collected)
@@ -88,6 +78,7 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
     if collected.aggregator is not None and (count >= schedule.minimum or private):
         x, server, averages = collected.aggregator.aggregate(server, schedule.clients, t)
         x |= {name: progress.x[name] for name in session.resting(t)}  # not the rounded mean of equal numbers
+        error = collected.aggregator.error
         _refuse_overflow(t, [x, averages, *server.values()])
     else:
         _refuse_divergence(t, collected)
@@ -109,7 +100,7 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
             bytes_up=progress.bytes_up + up,
             bytes_down=progress.bytes_down + down,
             clock=devices.clock(progress.clock, collected.seconds, bool(lost)) if devices else None,
-            known=known_after(message, [reply.client for reply in collected.replies]),
+            known=known_after(message, [reply.client for reply in collected.replies]) if message else None,
         ),
         tuple(chosen),
         sum(reply.loss for reply in collected.replies) / len(collected.replies)
@@ -121,9 +112,41 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
         notes=tuple(collected.notes),
         memories=tuple(reply.client for reply in collected.replies) if session.stateful else (),
         primary=schedule.primary,
+        aggregation_error=error,
         privacy=spent_after(schedule, progress.server, t),
     )
     return evaluated(session, engine, schedule, collected.replies if scored else [], result)
+
+
+def _ask(
+    session: Session,
+    engine: Engine,
+    schedule: Schedule,
+    progress: Progress,
+    chosen: Sequence[int],
+    lost: Sequence[int],
+    meter: Meter,
+    scored: bool,
+) -> tuple[Collected, Message | None]:
+    """(what the cohort sent, the server's last message to it)"""
+    t, levels, message = progress.round + 1, schedule.levels, None
+    if schedule.secure is not None:
+        from fedpara.engines.secure.collect import SecureRound  # it needs an extra
+
+        message, sent = broadcast(session, progress, t)
+        secure = SecureRound(session, schedule, progress, message, meter)
+        return secure.collect(engine, chosen, lost, sent, scored), message
+    found = []
+    given = progress if levels is None else levels.ordered(progress)
+    for own, part, some in in_groups(session, schedule, given, chosen):
+        message, sent = broadcast(own, part, t)
+        here = [client for client in some if client not in lost]
+        replies = chain(
+            engine.train(t, here, message, scored) if here else (),
+            (Reply(client, reason=LOST) for client in some if client in lost),
+        )
+        found.append(collect(own, schedule, part, some, message, sent, replies, meter))
+    return found[0] if levels is None else levels.joined(given.x, found), message
 
 
 def _refuse_divergence(round: int, collected: Collected) -> None:

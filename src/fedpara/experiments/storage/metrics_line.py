@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fedpara.engines.progress import Everyone, Progress, Round, Schedule
+from fedpara.engines.server.products import AggregationError
 
 
 def metrics_of(result: Round) -> dict[str, Any]:
@@ -24,6 +25,7 @@ def metrics_of(result: Round) -> dict[str, Any]:
         "notes": list(result.notes),
         **_own_scores(result),
         **({"clock": result.clock} if result.clock is not None else {}),
+        **_aggregation_error(result),
         **({"privacy": dict(result.privacy)} if result.privacy else {}),
         **({"everyone": _everyone(result)} if result.everyone else {}),
     }
@@ -53,6 +55,7 @@ def round_of(line: dict[str, Any], schedule: Schedule, seed: int) -> Round:
         notes=tuple(line["notes"]),
         everyone=everyone,
         primary=schedule.primary,
+        aggregation_error=AggregationError(**error) if (error := line.get("aggregation_error")) else None,
         privacy=privacy,
     )
 
@@ -62,6 +65,13 @@ def _own_scores(result: Round) -> dict[str, Any]:
     scores = {name: _finite(value) for name, value in result.scores.items()}
     primary = {"score": scores.get(result.primary)} if result.primary != "accuracy" else {}
     return {**primary, "scores": scores} if primary or scores.keys() - {"accuracy", "loss"} else {}
+
+
+def _aggregation_error(result: Round) -> dict[str, Any]:
+    if result.aggregation_error is None:
+        return {}
+    values = asdict(result.aggregation_error)
+    return {"aggregation_error": {name: value for name, value in values.items() if value is not None}}
 
 
 def _everyone(result: Round) -> dict[str, Any]:
