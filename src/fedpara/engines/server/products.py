@@ -133,7 +133,7 @@ def make_products(session: Session, settings: Settings) -> Products | None:
             f"{what} compares with the mean of the factors, and {session.algorithm.name} has its own aggregate: use "
             "FromMean."
         )
-    others = ("robust", "attack", "privacy", *["rotate"] * (products != "mean"))
+    others = ("robust", "attack", "privacy", "secure", *["rotate"] * (products != "mean"))
     if taken := next((name for name in others if getattr(settings, name)), ""):
         raise ConfigError(f"{what} and {taken} each decide how updates are combined: leave one out.")
     fixed = {name: program.initial[name] for weight in forms for name in names[weight] - shared}
