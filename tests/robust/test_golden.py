@@ -170,7 +170,7 @@ def test_auto(round_of):
     s = np.linalg.norm(rest, axis=1) * aside
     kept = s <= (1.3 - 0.15 * a) * np.median(s)
     assert 3 < kept.sum() < len(rest)
-    expected = w[kept] @ clipped(rest)[kept] / w[kept].sum()
+    expected = w[kept] @ clipped(u)[first][kept] / w[kept].sum()
     np.testing.assert_allclose(made("auto", x, u), expected, atol=1e-9)
 
 
