@@ -5,7 +5,7 @@ Distances, norms and medians are those of composed weights, so rescaled factors 
 
 from collections.abc import Callable
 
-from fedpara.robust.composed import Blocks
+from fedpara.parameterization.composed import Blocks
 from fedpara.robust.core import Defence, robust_mean
 from fedpara.robust.defences import (
     auto,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedpara.algorithms import FromMean, Mean, Update, Variables
 from fedpara.data import Examples
-from fedpara.robust.composed import Blocks, exact_products
+from fedpara.parameterization.composed import Blocks, exact_products
 from fedpara.robust.coordinatewise import coordinatewise_median
 from fedpara.robust.geometry import Geometry, among
 from fedpara.state import State

@@ -12,10 +12,8 @@ Norms are over all factorized weights. The W of an adapter is its change, withou
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from fedpara.algorithms import FromMean
@@ -23,12 +21,8 @@ from fedpara.algorithms.fedavg import takes_mean
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
 from fedpara.errors import ConfigError
-from fedpara.parameterization import Form
-from fedpara.parameterization.fit import refit
+from fedpara.parameterization.composed import Block, Blocks, exact_products
 from fedpara.state import State, WeightedSum, norm, subtract
-
-REFIT_STEPS = 20
-"""Quasi-Newton steps per weight and round. docs/guides/aggregation.md shows what more steps change."""
 
 
 @dataclass(frozen=True)
@@ -49,39 +43,29 @@ class AggregationError:
 class Products:
     """What a run does with composed weights."""
 
-    forms: Mapping[str, Form]
-    fixed: State
-    """The frozen factors of weights that also have trained ones."""
+    blocks: Blocks
     refits: bool
 
     def composed(self, state: Mapping[str, Tensor]) -> State:
         """The weights of a state of shared parameters, in float32 or wider."""
+        state = {name: _wide(tensor) for name, tensor in state.items()}
         with exact_products():
-            return {weight: self._compose(weight, state) for weight in self.forms}
+            return {block.name: block.of(state) for block in self._factorized(state)}
 
     def refitted(self, mean: State, weights: State) -> State:
         """The state with factors that compose to the given weights, as nearly as the steps get."""
-        found = dict(mean)
-        for weight, form in self.forms.items():
-            names = [name for factor in form.factors if (name := f"{weight}.{factor}") in mean]
-            start = [_wide(mean[name]) for name in names]
-
-            def compose(factors: list[Tensor], weight: str = weight, names: list[str] = names) -> Tensor:
-                return self._compose(weight, dict(zip(names, factors, strict=True)))
-
+        start, found = {name: _wide(tensor) for name, tensor in mean.items()}, dict(mean)
+        for block in self._factorized(start):
+            weight = weights[block.name]
             with exact_products():
-                factors = refit(compose, weights[weight], start, REFIT_STEPS)  # type: ignore[arg-type]
-                before, after = (float((compose(f) - weights[weight]).norm()) for f in (start, factors))
+                factors = self.blocks.refit(block, start, weight)
+                before, after = (float((block.of(f) - weight).norm()) for f in (start, factors))
             if after < before:
-                found |= {name: f.to(mean[name]) for name, f in zip(names, factors, strict=True)}
+                found |= {name: factor.to(mean[name]) for name, factor in factors.items()}
         return found
 
-    def _compose(self, weight: str, state: Mapping[str, Tensor]) -> Tensor:
-        form = self.forms[weight]
-        known = {**self.fixed, **state}
-        like = next(state[name] for factor in form.factors if (name := f"{weight}.{factor}") in state)
-        factors = [_wide(known[f"{weight}.{factor}"].to(like.device)) for factor in form.factors]
-        return replace(form, base=None).compose(factors)
+    def _factorized(self, state: State) -> Iterator[Block]:
+        return (block for block in self.blocks.over(state) if block.compose is not None)
 
 
 class ComposedMean:
@@ -137,7 +121,7 @@ def make_products(session: Session, settings: Settings) -> Products | None:
     if taken := next((name for name in others if getattr(settings, name)), ""):
         raise ConfigError(f"{what} and {taken} each decide how updates are combined: leave one out.")
     fixed = {name: program.initial[name] for weight in forms for name in names[weight] - shared}
-    return Products(forms, fixed, products == "refit")
+    return Products(Blocks(forms, fixed), products == "refit")
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -146,14 +130,3 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-@contextmanager
-def exact_products() -> Iterator[None]:
-    """Matrix products in full float32 on a GPU. Engines may allow tf32, whose rounding is as large as the error."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fedpara.parameterization import Form
 from fedpara.parameterization.fit import refit
+from fedpara.parameterization.schemes import Form
 from fedpara.state import State
 
 Compose = Callable[[Sequence[Tensor]], Tensor]
 
 REFIT_STEPS = 20
-"""Quasi-Newton steps per weight and round. docs/guides/robustness.md shows what more steps change."""
+"""Quasi-Newton steps per weight and round."""
 
 
 @dataclass(frozen=True)
