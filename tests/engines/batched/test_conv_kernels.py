@@ -33,22 +33,22 @@ shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 def drawn(shape, device="cpu", dtype=torch.float64):
-    """x, w, bias and dy in the ops' order, [lane, image, h, w, channel]."""
+    """x, w, bias and dy as the ops take them: images [lane, image, channel, h, w], kernels [lane, o, i, j, c]."""
     c, o, h, w, kernel, batch = shape
     torch.manual_seed(0)
     sizes = (LANES, batch, h, w, c), (LANES, o, *kernel, c), (LANES, o), (LANES, batch, h, w, o)
-    return [torch.randn(size, device=device).to(dtype) for size in sizes]
+    x, w, bias, dy = (torch.randn(size, device=device).to(dtype) for size in sizes)
+    return [x.movedim(-1, 2), w, bias, dy.movedim(-1, 2)]
 
 
 def by_torch(x, w, bias, dy):
-    """y, dx, dw and dbias, lane by lane in torch's order, then stacked in the ops' order."""
+    """y, dx, dw and dbias, lane by lane, then stacked."""
     lanes = []
-    for one in zip(x, w, bias, dy, strict=True):
-        image, kernel, b, upstream = (t.movedim(-1, 1) if t.dim() == 4 else t for t in one)
+    for image, kernel, b, upstream in zip(x, w.movedim(-1, 2), bias, dy, strict=True):
         inputs = [t.clone().requires_grad_() for t in (image, kernel, b)]
         y = conv2d(*inputs, padding=tuple(k // 2 for k in kernel.shape[2:]))
         dx, dw, db = torch.autograd.grad(y, inputs, upstream)
-        lanes.append((y.detach().movedim(1, -1), dx.movedim(1, -1), dw.movedim(1, -1), db))
+        lanes.append((y.detach(), dx, dw.movedim(1, -1), db))
     return [torch.stack(same) for same in zip(*lanes, strict=True)]
 
 
@@ -60,7 +60,7 @@ def test_the_ops_equal_torchs_convolution_and_its_gradients(shape):
     found = (y.detach(), *torch.autograd.grad(y, inputs, dy))
     for ours, theirs in zip(found, by_torch(x, w, bias, dy), strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert y.is_contiguous()
+    assert y.movedim(2, -1).is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_vmap_over_any_of_the_inputs(mapped):
     each = [t[:1].expand_as(t) if dim is None else t for t, dim in zip(inputs, mapped, strict=True)]
 
     def one(x, w, bias):
-        return OPS.lanes_conv2d(x[None], w[None], bias[None])[0]
+        return OPS.lanes_conv2d(x, w, bias)
 
     torch.testing.assert_close(vmap(one, in_dims=mapped)(*given), OPS.lanes_conv2d(*each))
 
@@ -84,6 +84,12 @@ def test_vmap_over_any_of_the_inputs(mapped):
     theirs = vmap(grad(loss, argnums=(0, 1, 2)))(*each)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_vmap_of_inputs_that_have_lanes_already():
+    inputs = [t.unflatten(0, (1, LANES)).expand(2, *t.shape) for t in drawn(SHAPES[0])[:3]]
+    y = vmap(OPS.lanes_conv2d)(*inputs)
+    torch.testing.assert_close(y[1], OPS.lanes_conv2d(*(t[0] for t in inputs)))
 
 
 class Net(nn.Module):

@@ -3,8 +3,10 @@
     y[l, b, p, o] = bias[l, o] + sum over taps t and channels c of  x[l, b, p + t, c] w[l, o, t, c]
 
 for lanes l, images b, pixels p = (h, w) and taps t centred on 0: stride 1 and zero padding, so y is as large as x.
-Tensors are channels-last and contiguous, [lane, image, h, w, channel] and [lane, o, i, j, c]. Other orders are copied
-outside the ops, where a compiled step writes the right order at once.
+Images have torch's shape, [lane, image, channel, h, w], with the channels last in memory; kernels are
+[lane, o, i, j, c]. One lane's tensors may lack the first dimension. Other orders are copied outside the ops, where a
+compiled step writes the right order at once. An op's inputs are never views of what the step computes: a compiler
+would write a copy for every op that reads them.
 
 `vmap` of `conv2d` alone is a grouped convolution, which cuDNN runs group by group. On a GPU these ops are the kernels
 of `conv_triton.py`; elsewhere they call torch's convolution lane by lane. They can be differentiated once.
@@ -23,7 +25,7 @@ from torch.nn.functional import conv2d, pad
 from torch.nn.functional import unfold as columns_of
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from fedpara.engines.batched.kernels.ops import OPS, Dims, computed_in, differentiate, fold, register, unfold
+from fedpara.engines.batched.kernels.ops import OPS, Dims, computed_in, differentiate, register
 
 CHANNELS = 64
 """Channels per tile of a kernel: a layer with another multiple stays with cuDNN, unless it is thin."""
@@ -37,9 +39,9 @@ class LanesConv2d(nn.Conv2d):
         dtype = computed_in(input)
         if input.is_cuda and dtype.itemsize != 2:
             return super()._conv_forward(input, weight, bias)  # type: ignore[no-any-return]
-        x, w = (t.to(dtype).movedim(1, -1).contiguous()[None] for t in (input, weight))
-        y: Tensor = OPS.lanes_conv2d(x, w, None if bias is None else bias[None])
-        return y[0].movedim(-1, 1)
+        x, w = channels_last(input.to(dtype)), weight.to(dtype).movedim(1, -1).contiguous()
+        y: Tensor = OPS.lanes_conv2d(x, w, bias)
+        return y
 
 
 class ThinConv2d(nn.Conv2d):
@@ -152,53 +154,62 @@ def fits(conv: nn.Conv2d) -> bool:
     )
 
 
+def channels_last(images: Tensor) -> Tensor:
+    """The images with their channels last in memory, copied only if they are not."""
+    size = 1
+    for dim in (-3, -1, -2, *range(-4, -images.dim() - 1, -1)):
+        if images.shape[dim] != 1 and images.stride(dim) != size:
+            return images.movedim(-3, -1).contiguous().movedim(-1, -3)
+        size *= images.shape[dim]
+    return images
+
+
 def _forward(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """x [l, b, h, w, c], w [l, o, i, j, c], bias [l, o] to y [l, b, h, w, o]"""
+    """x [l, b, c, h, w], w [l, o, i, j, c], bias [l, o] to y [l, b, o, h, w]"""
+    if w.dim() == 4:
+        return _forward(x[None], w[None], None if bias is None else bias[None])[0]
     if x.is_cuda:
         from fedpara.engines.batched.kernels import conv_triton as kernels
 
-        return kernels.forward(x, w, bias)
+        return kernels.forward(x.movedim(2, -1), w, bias).movedim(-1, 2)
     pad = _padding(w.shape[2:4])
     biases = [None] * len(x) if bias is None else list(bias.to(x.dtype))
-    return _lane_by_lane(
-        [conv2d(_nchw(i), _nchw(k), b, padding=pad) for i, k, b in zip(x, w, biases, strict=True)]
-    )
+    lanes = zip(x, w, biases, strict=True)
+    return channels_last(torch.stack([conv2d(i, _oihw(k), b, padding=pad) for i, k, b in lanes]))
 
 
 def _input_gradient(dy: Tensor, w: Tensor) -> Tensor:
     """dx[l, b, p, c] = sum over t, o of  dy[l, b, p - t, o] w[l, o, t, c]"""
+    if w.dim() == 4:
+        return _input_gradient(dy[None], w[None])[0]
     if dy.is_cuda:
         from fedpara.engines.batched.kernels import conv_triton as kernels
 
-        return kernels.input_gradient(dy, w)
-    pad, shape = _padding(w.shape[2:4]), (dy.shape[1], w.shape[4], *dy.shape[2:4])
-    return _lane_by_lane(
-        [conv2d_input(shape, _nchw(k), _nchw(g), padding=pad) for g, k in zip(dy, w, strict=True)]
-    )
+        return kernels.input_gradient(dy.movedim(2, -1), w).movedim(-1, 2)
+    pad, shape = _padding(w.shape[2:4]), (dy.shape[1], w.shape[4], *dy.shape[3:])
+    lanes = zip(dy, w, strict=True)
+    return channels_last(torch.stack([conv2d_input(shape, _oihw(k), g, padding=pad) for g, k in lanes]))
 
 
 def _weight_gradient(x: Tensor, dy: Tensor, kernel: Sequence[int]) -> Tensor:
     """dw[l, o, t, c] = sum over b, p of  dy[l, b, p, o] x[l, b, p + t, c]"""
+    if x.dim() == 4:
+        return _weight_gradient(x[None], dy[None], kernel)[0]
     if x.is_cuda:
         from fedpara.engines.batched.kernels import conv_triton as kernels
 
-        return kernels.weight_gradient(x, dy, kernel)
-    pad, shape = _padding(kernel), (dy.shape[4], x.shape[4], *kernel)
-    return _lane_by_lane(
-        [conv2d_weight(_nchw(i), shape, _nchw(g), padding=pad) for i, g in zip(x, dy, strict=True)]
-    )
+        return kernels.weight_gradient(x.movedim(2, -1), dy.movedim(2, -1), kernel)
+    pad, shape = _padding(kernel), (dy.shape[2], x.shape[2], *kernel)
+    lanes = [conv2d_weight(i, shape, g, padding=pad) for i, g in zip(x, dy, strict=True)]
+    return torch.stack(lanes).movedim(2, -1).contiguous()
 
 
 def _padding(kernel: Sequence[int]) -> tuple[int, int]:
     return kernel[0] // 2, kernel[1] // 2
 
 
-def _nchw(tensor: Tensor) -> Tensor:
-    return tensor.movedim(-1, 1)
-
-
-def _lane_by_lane(results: list[Tensor]) -> Tensor:
-    return torch.stack([lane.movedim(1, -1) for lane in results])
+def _oihw(kernel: Tensor) -> Tensor:
+    return kernel.movedim(-1, 1)
 
 
 class _Derivative(_SingleLevelFunction):
@@ -213,53 +224,81 @@ class _Derivative(_SingleLevelFunction):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         """The bias's gradient is left to the compiler, which fuses it with the making of dy."""
         x, w = ctx.saved_tensors
-        dy = grads[0].contiguous()
+        dy = channels_last(grads[0])
         _, for_x, for_w, for_bias = ctx.needs_input_grad
         return (
             None,
             OPS.lanes_conv2d_dx(dy, w) if for_x else None,
-            OPS.lanes_conv2d_dw(x, dy, list(w.shape[2:4])) if for_w else None,
-            dy.sum((1, 2, 3), dtype=ctx.bias) if for_bias else None,
+            OPS.lanes_conv2d_dw(x, dy, list(w.shape[-3:-1])) if for_w else None,
+            dy.sum((-4, -2, -1), dtype=ctx.bias) if for_bias else None,
         )
 
 
 def _lanes_forward(info: Any, dims: Dims, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, int]:
-    size = info.batch_size
-    folded = None if bias is None else fold(bias, dims[2], size)
-    return unfold(OPS.lanes_conv2d(fold(x, dims[0], size), fold(w, dims[1], size), folded), size), 0
+    size, rank = info.batch_size, w.dim() - (dims[1] is not None)
+    folded = None if bias is None else _fold(bias, dims[2], size, rank).contiguous()
+    y = OPS.lanes_conv2d(_fold_images(x, dims[0], size, rank), _fold_kernels(w, dims[1], size, rank), folded)
+    return _unfold(y, size, rank), 0
 
 
 def _lanes_input_gradient(info: Any, dims: Dims, dy: Tensor, w: Tensor) -> tuple[Tensor, int]:
-    size = info.batch_size
-    return unfold(OPS.lanes_conv2d_dx(fold(dy, dims[0], size), fold(w, dims[1], size)), size), 0
+    size, rank = info.batch_size, w.dim() - (dims[1] is not None)
+    dx = OPS.lanes_conv2d_dx(_fold_images(dy, dims[0], size, rank), _fold_kernels(w, dims[1], size, rank))
+    return _unfold(dx, size, rank), 0
 
 
 def _lanes_weight_gradient(
     info: Any, dims: Dims, x: Tensor, dy: Tensor, kernel: Sequence[int]
 ) -> tuple[Tensor, int]:
-    size = info.batch_size
-    return unfold(OPS.lanes_conv2d_dw(fold(x, dims[0], size), fold(dy, dims[1], size), kernel), size), 0
+    size, rank = info.batch_size, x.dim() - (dims[0] is not None)
+    images = (_fold_images(t, dim, size, rank) for t, dim in zip((x, dy), dims, strict=False))
+    return _unfold(OPS.lanes_conv2d_dw(*images, kernel), size, rank), 0
+
+
+def _fold(tensor: Tensor, dim: int | None, size: int, rank: int) -> Tensor:
+    """The mapped dimension as lanes. An input of rank 5 has lanes already, and gets more; of rank 4, as yet none."""
+    if dim is None:
+        tensor = tensor.expand(size, *tensor.shape)
+    elif dim:
+        tensor = tensor.movedim(dim, 0)
+    return tensor.flatten(0, 1) if rank == 5 else tensor
+
+
+def _fold_images(tensor: Tensor, dim: int | None, size: int, rank: int) -> Tensor:
+    return channels_last(_fold(tensor, dim, size, rank))
+
+
+def _fold_kernels(tensor: Tensor, dim: int | None, size: int, rank: int) -> Tensor:
+    return _fold(tensor, dim, size, rank).contiguous()
+
+
+def _empty_images(like: Tensor, channels: int) -> Tensor:
+    return like.new_empty((*like.shape[:-3], *like.shape[-2:], channels)).movedim(-1, -3)
+
+
+def _unfold(tensor: Tensor, size: int, rank: int) -> Tensor:
+    return tensor.unflatten(0, (size, -1)) if rank == 5 else tensor
 
 
 register(
     "lanes_conv2d",
     "(Tensor x, Tensor w, Tensor? bias) -> Tensor",
     _forward,
-    lambda x, w, bias: x.new_empty((*x.shape[:4], w.shape[1])),
+    lambda x, w, bias: _empty_images(x, w.shape[-4]),
     _lanes_forward,
 )
 register(
     "lanes_conv2d_dx",
     "(Tensor dy, Tensor w) -> Tensor",
     _input_gradient,
-    lambda dy, w: dy.new_empty((*dy.shape[:4], w.shape[4])),
+    lambda dy, w: _empty_images(dy, w.shape[-1]),
     _lanes_input_gradient,
 )
 register(
     "lanes_conv2d_dw",
     "(Tensor x, Tensor dy, int[] kernel) -> Tensor",
     _weight_gradient,
-    lambda x, dy, kernel: x.new_empty((len(x), dy.shape[4], *kernel, x.shape[4])),
+    lambda x, dy, kernel: x.new_empty((*x.shape[:-4], dy.shape[-3], *kernel, x.shape[-3])),
     _lanes_weight_gradient,
 )
 differentiate("lanes_conv2d", _Derivative)
