@@ -6,9 +6,10 @@ Half of the kills (SIGKILL) come after a random time, half at a random operation
 chmod, fsync, rename, unlink), where a crash hurts most. A folder is resumed and killed again until it is finished, then
 compared with the uninterrupted one: the metrics, the checkpoint, and every client's memory.
 
-Under torchrun, one of two ranks is killed, or both at once; a rank that is left must end by itself. Ranks are forked
-with torchrun's environment, which saves their imports. A sweep or a tuning is a command: half of the time `fedpara
-resume FOLDER` continues its runs first, and then the same command again.
+On Flower, the server and its nodes are one process here, so all of them die at once; `chaos.py` kills real SuperNodes,
+ServerApps and SuperLinks one at a time. Under torchrun, one of two ranks is killed, or both at once; a rank that is
+left must end by itself. Ranks are forked with torchrun's environment, which saves their imports. A sweep or a tuning is
+a command: half of the time `fedpara resume FOLDER` continues its runs first, and then the same command again.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,19 +29,25 @@ import torch
 from torch import nn
 
 from fedpara.apps import cli
+from fedpara.apps.flower.host import host_on
+from fedpara.apps.flower.node import respond
 from fedpara.apps.flower.processes import free_port
 from fedpara.engines.distributed.process_group import join
+from fedpara.engines.flower.policy import Policy
+from fedpara.engines.flower.rpc import Packet
 from fedpara.experiments import Experiment, resume, run
 from fedpara.experiments.config_file import to_toml
+from fedpara.experiments.run import lay_out
 from fedpara.experiments.storage.checkpoint import CHECKPOINT, read_checkpoint
 from fedpara.experiments.storage.client_files import memory_file
+from fedpara.experiments.storage.run_folder import NODES
 from fedpara.files import PART
 
 SHORT: dict[str, Any] = {
     "model": "mlp",
     "clients": 12,
     "cohort": 3,
-    "rounds": 8,
+    "rounds": 6,
     "batch_size": 16,
     "evaluate_every": 2,
     "lr": 0.03,
@@ -89,6 +96,10 @@ BATCHED = (
     *("scaffold, pfedpara, float16 up", "error feedback, differences down", "rotate", "products refit"),
     *("gammas", "privacy of users", "adam kept on the client", "ditto", "robust auto, backdoor"),
 )
+HOSTED = (
+    *("scaffold, pfedpara, float16 up", "error feedback, differences down", "products refit"),
+    *("secure aggregation", "adam kept on the client", "ditto", "rotate"),
+)
 RANKED = (
     *("scaffold, pfedpara, float16 up", "error feedback, differences down", "gammas"),
     *("adam kept on the client", "ditto"),
@@ -98,6 +109,33 @@ RANKED = (
 def net(width: int) -> nn.Module:
     """A user's model, which the config references."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10))
+
+
+class NodesHere:
+    """A transport to three nodes in this process, which answer at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._configs: dict[int, dict[str, str | int]] = {
+            node: {"partition-id": node, "num-partitions": 3, "memory": str(folder / f"node-{node}")}
+            for node in range(3)
+        }
+        self._kept: dict[int, dict[str, bytes]] = {node: {} for node in self._configs}
+        self._answers: dict[str, Packet] = {}
+        self._sent = 0
+
+    def nodes(self) -> dict[int, bytes]:
+        return dict.fromkeys(self._configs, b"")
+
+    def send(self, packets: Sequence[tuple[int, Packet]], seconds: float) -> list[str]:
+        names = []
+        for node, packet in packets:
+            self._sent += 1
+            names.append(str(self._sent))
+            self._answers[names[-1]] = respond(packet, self._configs[node], self._kept[node])
+        return names
+
+    def collect(self, ids: Collection[str]) -> dict[str, Packet | str]:
+        return {name: self._answers.pop(name) for name in ids if name in self._answers}
 
 
 @dataclass(frozen=True)
@@ -116,6 +154,11 @@ class Case:
 
     def play(self, path: Path, takes_up: bool) -> None:
         """Run the folder, or go on with it. A command goes on by `fedpara resume` first, if `takes_up`."""
+        if self.engine == "flower":
+            if not (path / "config.toml").exists():
+                lay_out(self.experiment, path)
+            resume(path, host=host_on(NodesHere(path.with_name(f"{path.name}-nodes")), Policy()))
+            return
         if not self.command:
             resume(path) if (path / "config.toml").exists() else run(self.experiment, path)
             return
@@ -132,6 +175,8 @@ def _cases() -> Iterator[Case]:
     yield from (Case("sequential", name, experiment) for name, experiment in every.items())
     for name in BATCHED:
         yield Case("batched", name, replace(every[name], engine="batched"))
+    for name in HOSTED:
+        yield Case("flower", name, replace(every[name], engine="flower"))
     for name in RANKED:
         batched = name == "ditto"
         ranked = replace(every[name], engine="batched") if batched else every[name]
@@ -144,8 +189,8 @@ def _cases() -> Iterator[Case]:
 
 CASES = {case.name: case for case in _cases()}
 WRITES = ("open", "os.rename", "os.remove", "os.mkdir", "os.chmod")
-OPERATIONS = 60
-LEFT_ALONE = 60.0
+OPERATIONS = 120
+LEFT_ALONE = 180.0
 """Seconds that a rank may take to notice that another one was killed."""
 
 
@@ -170,7 +215,7 @@ class Fate:
         of = rng.choice([(0,), (1,), (0, 1)]) if case.ranks > 1 else (0,)
         if rng.random() < 0.5:
             return cls(seconds=rng.uniform(0, length), of=of)
-        return cls(operation=rng.randint(1, operations * (4 if case.command else 1)), of=of)
+        return cls(operation=rng.randint(1, operations * (3 if case.command else 1)), of=of)
 
 
 SPARED = Fate()
@@ -252,15 +297,15 @@ def _die_at(operation: int, path: Path) -> None:
         if event in WRITES and str(arguments[0]).startswith(str(path)):
             one_more()
 
-    def watched(sync: Callable[[int], None]) -> Callable[[int], None]:
-        def fsync(handle: int) -> None:
+    def watched(sync: Callable[[Any], None]) -> Callable[[Any], None]:
+        def fsync(handle: Any) -> None:
             one_more()
             sync(handle)
 
         return fsync
 
     sys.addaudithook(watch)
-    os.fsync = watched(os.fsync)
+    os.fsync = watched(os.fsync)  # type: ignore[assignment]
 
 
 def interrupted(case: Case, path: Path, length: float, limit: int, rng: random.Random) -> Tally:
@@ -283,14 +328,17 @@ COMPARED = (
 def contents(path: Path) -> dict[str, Any]:
     """All that must not depend on the interruptions, by its place below the folder: of one run, or of several."""
     found: dict[str, Any] = {
-        str(file.relative_to(path)): file.read_bytes()
-        for name in COMPARED
-        for file in path.rglob(name)
+        str(file.relative_to(path)): file.read_bytes() for name in COMPARED for file in path.rglob(name)
     }
     for file in path.rglob(CHECKPOINT):
+        nodes = file.parent / NODES
         for client, round in read_checkpoint(file).memories.items():
             kept = memory_file(file.parent / "clients", client, round)
             found[str(kept.relative_to(path))] = kept.read_bytes()
+            if nodes.exists():
+                home = path.with_name(f"{path.name}-nodes") / f"node-{client % 3}"
+                on_node = home / f"nodes-{nodes.read_text().strip()}" / str(client) / f"{round}.safetensors"
+                found[f"on its node: {client}"] = on_node.read_bytes()
     found["leftovers"] = sorted(str(left) for left in path.rglob(PART))
     return found
 
