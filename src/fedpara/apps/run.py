@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from fedpara.apps.studies.folders import runs_in, study_command
+from fedpara.apps.studies.folders import runs_in, study_command, why_none
 from fedpara.apps.terminal.progress import Show, say
 from fedpara.apps.terminal.results import json_of, print_runs
 from fedpara.engines.distributed.process_group import Part, join
@@ -70,10 +70,12 @@ def resume(
 ) -> None:
     paths = runs_in(folder)
     if not paths:
-        raise ConfigError(f"{folder} holds no run to resume: give a folder that `fedpara run` made.")
+        raise ConfigError(f"{folder} holds no run to resume: {why_none(folder)}")
     command = study_command(paths) if folder not in paths.values() else ""
     if command and not join().rank:
-        say(f"resuming the runs of a study; its command then starts missing runs and compares them: {command}")
+        say(
+            f"resuming the runs of a study; its command then starts missing runs and compares them: {command}"
+        )
     runs = _run_all_or_raise(paths, data_dir, track, rounds, engine, precision, device)
     finish(folder, runs, as_json, figure=not command)
 

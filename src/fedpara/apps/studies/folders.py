@@ -23,6 +23,13 @@ def runs_in(folder: Path) -> dict[str, Path]:
     return {}
 
 
+def why_none(folder: Path) -> str:
+    """Why a folder has no run to resume."""
+    if (folder / CHOSEN).exists():
+        return "its trials are done. `fedpara tune` with --final-seeds starts final runs."
+    return "give a folder that `fedpara run` made."
+
+
 def study_command(paths: dict[str, Path]) -> str:
     """The command of the study that these runs belong to; "" if they belong to none."""
     words = [str(word) for word in read_environment(next(iter(paths.values()))).get("command", [])]
