@@ -183,7 +183,7 @@ def read_run(path: str | os.PathLike[str]) -> Summary:
 
 
 def read_metric(folder: Path) -> Primary:
-    """The primary metric of a run: accuracy if its model.json names none, or if an archived run has no such file."""
+    """The primary metric of a run: accuracy if its model.json names none, or if it has no such file."""
     path = folder / "model.json"
     if not path.exists():
         return Primary()
