@@ -28,7 +28,7 @@ import torch
 
 from fedpara.apps.flower.app_folder import CLIENT
 from fedpara.apps.flower.federation import Child, Federation, ended
-from fedpara.apps.flower.processes import Processes
+from fedpara.apps.flower.processes import Processes, tail
 from fedpara.apps.flower.watchdog import family
 from fedpara.engines.client import Reply
 from fedpara.engines.local.engine import Sequential
@@ -42,7 +42,7 @@ from fedpara.experiments.storage.run_folder import is_locked
 from fedpara.experiments.storage.tensor_files import read_memory
 from fedpara.wire import Message
 
-NODES, ROUNDS, DEADLINE, LONGEST = 3, 4, 30, 900.0
+NODES, ROUNDS, DEADLINE, LONGEST = 3, 4, 30, 600.0
 EXPERIMENT = Experiment(
     model="mlp",
     scheme="pfedpara",
@@ -113,7 +113,9 @@ class Trial:
         end = time.monotonic() + LONGEST
         while not met():
             if time.monotonic() > end:
-                raise TimeoutError(f"{what}: not within {LONGEST:g} s")
+                logs = (self.folder / "log.txt", self.federation.folder / "run.log")
+                told = "\n".join(f"{log.name}: {tail(log, 3000)}" for log in logs)
+                raise TimeoutError(f"{what}: not within {LONGEST:g} s\n{told}")
             time.sleep(0.1)
 
     def in_round(self, round: int) -> None:

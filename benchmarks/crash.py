@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ SHORT: dict[str, Any] = {
     "clients": 12,
     "cohort": 3,
     "rounds": 6,
+    "epochs": None,
+    "steps": 2,
     "batch_size": 16,
     "evaluate_every": 2,
     "lr": 0.03,
@@ -79,7 +82,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "sampler": "poisson",
         "weights": "uniform",
     },
-    "privacy of examples": {"privacy": "example(noise=0.5, clip=1)", "privacy_seed": 7, "steps": 2},
+    "privacy of examples": {"privacy": "example(noise=0.5, clip=1)", "privacy_seed": 7},
     "secure aggregation": {"secure": "secagg(clip=2)", "cohort": 4},
     "adam kept on the client": {"optimizer": "adam", "keep_optimizer": True, "lr": 0.002},
     "ditto": {"algorithm": "ditto", "options": {"lambda_": 0.5}, "personal": True},
@@ -188,6 +191,8 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = {case.name: case for case in _cases()}
+PRELOADED = ("torch._dynamo", "dp_accounting", "fedpara.secure.client", "fedpara.apps.studies.tune")
+"""What a run would import when it needs it: here once, and not in every child."""
 WRITES = ("open", "os.rename", "os.remove", "os.mkdir", "os.chmod")
 OPERATIONS = 120
 LEFT_ALONE = 180.0
@@ -219,6 +224,12 @@ class Fate:
 
 
 SPARED = Fate()
+
+
+def preload() -> None:
+    torch.set_num_threads(1)  # a fork has only the thread that called it
+    for name in PRELOADED:
+        import_module(name)
 
 
 def killed(case: Case, path: Path, fate: Fate = SPARED, takes_up: bool = False) -> bool:
@@ -376,7 +387,7 @@ def main() -> int:
     given = parser.parse_args()
     seed = random.randrange(10**6) if given.seed is None else given.seed
     chosen = [case for name, case in CASES.items() if given.only in name]
-    torch.set_num_threads(1)  # a fork has only the thread that called it
+    preload()
     print(f"{'engine':11} {'feature':34} {'kills':>6} {'mid-run':>8} {'folders':>8} {'the same bytes':>15}")
     wrong, kills, folders, began = 0, 0, 0, time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from crash import CASES, OPERATIONS, Case, Fate, contents, differences, killed
+from crash import CASES, OPERATIONS, Case, Fate, contents, differences, killed, preload
 
 from fedpara.errors import RunError
 from fedpara.experiments.build import build
@@ -216,7 +216,7 @@ def main() -> int:
     given = parser.parse_args()
     seed = random.randrange(10**6) if given.seed is None else given.seed
     chosen = [case for name, case in CASES.items() if given.only in name and not case.command]
-    torch.set_num_threads(1)  # a fork has only the thread that called it
+    preload()
     tally: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as scratch:
         for i, case in enumerate(chosen):
