@@ -1,8 +1,9 @@
 """Runs killed at random moments, with files damaged as a power loss would: each resumes to the same bits or is refused.
 
-    python benchmarks/power_loss.py [--kills 100] [--seed 0]
+    python benchmarks/power_loss.py [--kills 100] [--seed 0] [--only TEXT]
 
-After each kill (SIGKILL; `crash.py` says when) files of the run folder are emptied, cut, zeroed, flipped or removed:
+The runs are those of `crash.py`, without its commands, in turn. After each kill (SIGKILL; `crash.py` says when) files
+of the run folder are emptied, cut, zeroed, flipped or removed:
 
     unsynced   files written since the newest checkpoint, the ends of metrics.jsonl and timing.jsonl after it
     newest     also what the newest checkpoint alone counts on: its clients' files, its line, or itself; a disk that
@@ -12,8 +13,8 @@ After each kill (SIGKILL; `crash.py` says when) files of the run folder are empt
 Before round 2, and between a fall back and the next checkpoint, a folder has one checkpoint only: damage to what it
 counts on is refused.
 A folder that is refused must name a damaged file and be left as it is, byte for byte; the damaged files are then
-brought back, and it goes on. Every finished folder is compared with the run left alone: metrics.jsonl, the checkpoint
-and what every client keeps. A kill that leaves nothing to damage does not count.
+brought back, and it goes on. Every finished folder is compared with the run left alone, as in `crash.py`. A kill that
+leaves nothing to damage does not count.
 """
 
 import argparse
@@ -28,10 +29,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from crash import OPERATIONS, RUNS, contents, equal, killed, start
+from crash import CASES, OPERATIONS, Case, Fate, contents, differences, killed, preload
 
 from fedpara.errors import RunError
-from fedpara.experiments import Experiment
 from fedpara.experiments.build import build
 from fedpara.experiments.storage.checkpoint import CHECKPOINT, PREVIOUS, Checkpoint, read_checkpoint
 from fedpara.experiments.storage.client_files import memory_file, memory_files
@@ -39,8 +39,6 @@ from fedpara.experiments.storage.jsonl import raw_lines
 from fedpara.experiments.storage.run_folder import open_run
 from fedpara.files import PART
 
-NAME = "scaffold, pfedpara, float16 up"
-EXPERIMENT = RUNS[NAME]
 KINDS = {"unsynced": 0.4, "newest": 0.4, "both": 0.2}
 
 
@@ -70,8 +68,8 @@ WAYS: list[Callable[[bytes, random.Random], bytes]] = [emptied, cut, zeroed, fli
 class Folder:
     """A run folder between two starts, and what was damaged in it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, case: Case) -> None:
+        self.path, self.case = path, case
         self.whole: dict[Path, bytes] = {}
         self.told: list[str] = []
         self.newest, self.count = 0, 0
@@ -142,7 +140,7 @@ def opened(folder: Folder, data: str) -> str:
     """How the folder opens. A refusal that names no damaged file or changes anything ends all."""
     before = folder.content()
     try:
-        run = open_run(folder.path, EXPERIMENT, data)
+        run = open_run(folder.path, folder.case.experiment, data)
     except RunError as error:
         if folder.content() | {folder.path / ".lock": b""} != before | {folder.path / ".lock": b""}:
             sys.exit(f"{folder.path} was refused and changed: {error}")
@@ -150,7 +148,7 @@ def opened(folder: Folder, data: str) -> str:
         if not any(file.name.replace(PREVIOUS, CHECKPOINT) in str(error) for file in folder.whole):
             sys.exit(f"{folder.path} was refused without the name of a damaged file: {error}")
         folder.bring_back()
-        again = open_run(folder.path, EXPERIMENT, data)
+        again = open_run(folder.path, folder.case.experiment, data)
         again.close()
         return f"refused by name; brought back, goes on after round {again.progress.round if again.progress else 0}"
     run.close()
@@ -168,21 +166,21 @@ def expected(kind: str, checkpoints: int) -> tuple[str, ...]:
     )
 
 
-def trial(kills: int, rng: random.Random, scratch: Path) -> Counter[str]:
-    data = build(EXPERIMENT).digest
+def trial(case: Case, kills: int, rng: random.Random, scratch: Path) -> Counter[str]:
+    """Folders of one case, until that many kills were followed by damage."""
+    data = build(case.experiment).digest
     alone = scratch / "alone"
     began = time.monotonic()
-    killed(start(EXPERIMENT, alone), after=None)
+    killed(case, alone)
     length = time.monotonic() - began
-    reference = _all(alone, EXPERIMENT)
+    reference = contents(alone)
     tally: Counter[str] = Counter()
-    folder = Folder(scratch / "0")
+    folder = Folder(scratch / "0", case)
     while tally["kills"] < kills:
-        by_time = rng.random() < 0.5
-        child = start(EXPERIMENT, folder.path, None if by_time else rng.randint(1, 4 * OPERATIONS))
-        if not killed(child, rng.uniform(0, length) if by_time else None):
+        fate = Fate.drawn(case, length, rng, 2 * OPERATIONS)
+        if not killed(case, folder.path, fate):
             _finish(folder, reference, tally)
-            folder = Folder(scratch / str(tally["folders"]))
+            folder = Folder(scratch / str(tally["folders"]), case)
             continue
         if not (folder.path / "config.toml").exists():
             continue
@@ -192,47 +190,49 @@ def trial(kills: int, rng: random.Random, scratch: Path) -> Counter[str]:
             continue
         told, outcome = ", ".join(folder.told), opened(folder, data)
         if not outcome.startswith(expected(kind, folder.count)):
-            sys.exit(f"{kind}, {folder.count} checkpoints, {told}: {outcome}")
+            sys.exit(f"{case.name}: {kind}, {folder.count} checkpoints, {told}: {outcome}")
         tally["kills"] += 1
         tally[" ".join(outcome.split()[:2])] += 1
         checkpoints = f"{folder.count} checkpoint{'s' * (folder.count != 1)}"
-        print(f"kill {tally['kills']:3}, {checkpoints}, {kind:8}: {told}: {outcome}", flush=True)
-    killed(start(EXPERIMENT, folder.path), after=None)
+        print(f"{case.name}, {checkpoints}, {kind:8}: {told}: {outcome}", flush=True)
+    killed(case, folder.path)
     _finish(folder, reference, tally)
     return tally
 
 
 def _finish(folder: Folder, reference: dict[str, object], tally: Counter[str]) -> None:
     tally["folders"] += 1
-    same = equal(_all(folder.path, EXPERIMENT), reference)
-    tally["bit-identical"] += same
-    print(f"folder {tally['folders']} finished: {'the same bits' if same else 'OTHER BITS'}", flush=True)
-
-
-def _all(path: Path, experiment: Experiment) -> dict[str, object]:
-    return {**contents(path, experiment), "checkpoint": (path / CHECKPOINT).read_bytes()}
+    differing = differences(contents(folder.path), reference)
+    tally["the same"] += not differing
+    said = f"other bytes in {', '.join(differing)}" if differing else "the same bytes"
+    print(f"{folder.case.name}, folder {tally['folders']} finished: {said}", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=None, help="drawn and printed if left out")
+    parser.add_argument("--only", default="", help="only runs with this text in their name")
     given = parser.parse_args()
     seed = random.randrange(10**6) if given.seed is None else given.seed
-    torch.set_num_threads(1)  # a fork has only the thread that called it
+    chosen = [case for name, case in CASES.items() if given.only in name and not case.command]
+    preload()
+    tally: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as scratch:
-        tally = trial(given.kills, random.Random(seed), Path(scratch))
+        for i, case in enumerate(chosen):
+            (within := Path(scratch) / str(i)).mkdir()
+            tally += trial(case, (given.kills + i) // len(chosen), random.Random(seed + i), within)
     print(
-        f"{NAME}, {EXPERIMENT.rounds} rounds: {tally['kills']} kills, files damaged after each; "
+        f"{len(chosen)} runs: {tally['kills']} kills, files damaged after each; "
         f"{tally['goes on']} went on at the newest checkpoint, {tally['fell back']} fell back one, "
         f"{tally['refused by']} refused by name and left as they were; "
-        f"{tally['bit-identical']} of {tally['folders']} finished folders bit-identical"
+        f"{tally['the same']} of {tally['folders']} finished folders have the same bytes"
     )
     print(
         f"seed {seed}, one thread, {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
         f"torch {torch.__version__}"
     )
-    return 0 if tally["bit-identical"] == tally["folders"] else 1
+    return 0 if tally["the same"] == tally["folders"] else 1
 
 
 if __name__ == "__main__":

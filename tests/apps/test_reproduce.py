@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpara.experiments import paper
+from fedpara.experiments import paper, read_run
 from fedpara.report.tables import NOT_REACHED, NOT_RUN
 
 TRAINED = [name for name in paper.STUDIES if paper.runs(name)]
@@ -104,6 +104,16 @@ def test_mistakes(cli, tmp_path, arguments, says):
     assert code == 2
     assert says in err
     assert list(tmp_path.rglob("config.toml")) == []
+
+
+def test_the_device_is_that_of_the_runs(cli, tmp_path):
+    tiny(cli, "personalization", tmp_path / "runs", "--only", "mnist-shards", "--device", "cpu")
+    devices = {read_run(path.parent).experiment.device for path in tmp_path.rglob("config.toml")}
+    assert devices == {"cpu"}
+    for name in ("personalization", "robustness"):
+        scale = () if name == "robustness" else ("--scale", "tiny")
+        code, _, err = cli("reproduce", name, *scale, "--out", tmp_path / "no", "--device", "cuda:99")
+        assert (code, "device is 'cuda:99': expected one of cpu" in err) == (2, True)
 
 
 def test_missing_data_is_named(cli, tmp_path):

@@ -106,7 +106,6 @@ def test_a_dataset_may_be_a_federation(own, tmp_path):
         ({"clients": 5}, "clients is 5, but .* with 4 clients"),
         ({"split": "iid"}, "split is 'iid', but .* already has its clients: leave split out"),
         ({"data_fraction": 0.5}, "data_fraction is 0.5"),
-        ({"validation": 0.1}, "validation is 0.1"),
     ):
         with pytest.raises(ConfigError, match=says):
             run(with_fields(own, **{**federation, **changed}), tmp_path / "wrong")

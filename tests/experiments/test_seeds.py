@@ -8,8 +8,9 @@ from statistics import stdev
 import pytest
 
 from fedpara.errors import RunError
-from fedpara.experiments import Experiment, Summary, read_run, run
+from fedpara.experiments import Experiment, Summary, read_run, resume, run
 from fedpara.experiments.seeds import Mean, group, t_quantile
+from fedpara.experiments.storage.catalog import archive_run
 from fedpara.experiments.storage.summary import Primary
 
 # scipy.stats.t.ppf(0.975, v), SciPy 1.17
@@ -94,8 +95,12 @@ def test_the_metric_is_read_from_the_run_folder(tmp_path):
     described = json.loads(path.read_text())
     path.write_text(json.dumps({**described, "metric": {"name": "mse", "higher_is_better": False}}))
     assert read_run(tmp_path / "a").metric == Primary("mse", higher_is_better=False)
+    small = archive_run(tmp_path / "a", tmp_path / "archive")
+    assert read_run(small).metric == Primary("mse", higher_is_better=False)
+    with pytest.raises(RunError, match="it is an archived run"):
+        resume(small)
     path.write_text(json.dumps({**described, "metric": "mse"}))
     with pytest.raises(RunError, match=r"model\.json is damaged"):
         read_run(tmp_path / "a")
     path.unlink()
-    assert read_run(tmp_path / "a").metric == Primary(), "archived runs have no model.json"
+    assert read_run(tmp_path / "a").metric == Primary(), "earlier archives have no model.json"

@@ -10,7 +10,7 @@ from flower_nodes import BASE, CASES, run_on_nodes, run_sequentially, same_resul
 
 import fedpara as fp
 from fedpara import algorithms, attacks, data, robust
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import Experiment, resume, run
 from fedpara.experiments.storage.checkpoint import final_checkpoint
 from fedpara.experiments.studies.robustness import markdown, study
@@ -156,3 +156,17 @@ def test_the_study_skips_what_its_file_holds(tmp_path):
     assert study(file, **asked, on_outcome=seen.append) == first
     assert len(seen) == 4
     assert markdown(first).splitlines()[0] == "| attack | none | median |"
+
+
+def test_a_study_that_was_killed_while_writing_a_line_runs_that_cell_again(tmp_path):
+    file, seen = tmp_path / "outcomes.jsonl", []
+    asked = {"rounds": 1, "seeds": 1, "attacks": ("none", "backdoor"), "defences": ("none",)}
+    first = study(file, **asked)
+    file.write_bytes(file.read_bytes()[:-9])
+    again = study(file, **asked, on_outcome=seen.append)
+    assert [made.attack for made in seen] == ["backdoor"]
+    assert [made.accuracy for made in again] == [made.accuracy for made in first]
+    assert study(file, **asked) == again
+    file.write_text(file.read_text().replace("accuracy", "score", 1))
+    with pytest.raises(RunError, match="is damaged in line 1"):
+        study(file, **asked)

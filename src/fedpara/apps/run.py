@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from fedpara.apps.studies.folders import runs_in, study_command, why_none
 from fedpara.apps.terminal.progress import Show, say
 from fedpara.apps.terminal.results import json_of, print_runs
 from fedpara.engines.distributed.process_group import Part, join
@@ -67,13 +68,16 @@ def resume(
     track: str,
     as_json: bool,
 ) -> None:
-    if (folder / "config.toml").exists() or not folder.is_dir():
-        paths = {folder.name: folder}
-    else:
-        paths = {path.parent.name: path.parent for path in sorted(folder.glob("*/config.toml"))}
+    paths = runs_in(folder)
     if not paths:
-        raise ConfigError(f"{folder} holds no run: give a folder that `fedpara run` made.")
-    finish(folder, _run_all_or_raise(paths, data_dir, track, rounds, engine, precision, device), as_json)
+        raise ConfigError(f"{folder} holds no run to resume: {why_none(folder)}")
+    command = study_command(paths) if folder not in paths.values() else ""
+    if command and not join().rank:
+        say(
+            f"resuming the runs of a study; its command then starts missing runs and compares them: {command}"
+        )
+    runs = _run_all_or_raise(paths, data_dir, track, rounds, engine, precision, device)
+    finish(folder, runs, as_json, figure=not command)
 
 
 def _folder(out: Path | None, name: str, runs: list[str]) -> Path:
@@ -241,16 +245,16 @@ def _simulation(
         yield simulation.resume
 
 
-def finish(folder: Path, runs: dict[str, Summary], as_json: bool) -> None:
+def finish(folder: Path, runs: dict[str, Summary], as_json: bool, figure: bool = True) -> None:
     if join().rank:
         return
-    if len(runs) > 1:
+    if len(runs) > 1 and figure:
         from fedpara.report.figures import accuracy_against_bytes
 
-        figure = accuracy_against_bytes(runs, folder / "accuracy-against-bytes.png")
+        drawn = accuracy_against_bytes(runs, folder / "accuracy-against-bytes.png")
         if not as_json:
             print_runs(runs)
-            typer.echo(f"figure: {figure}")
+            typer.echo(f"figure: {drawn}")
     elif not as_json:
         print_runs(runs)
     if as_json:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedpara.apps.commands import DataDir, Json, Track
+from fedpara.apps.commands import DataDir, Device, Json, Track
 from fedpara.apps.terminal.interrupt import starting
 from fedpara.choices import ENGINES, PAPER_RESULTS, PAPER_RUNS, ROBUSTNESS
 
@@ -137,6 +137,7 @@ def reproduce(
     data_dir: DataDir = None,
     engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
     precision: Annotated[str | None, typer.Option(help="float32, tf32, bfloat16 (default on a GPU)")] = None,
+    device: Device = None,
     keep: Annotated[
         Path | None,
         typer.Option(help="Copy every finished run here, without checkpoints and client memories."),
@@ -154,8 +155,9 @@ def reproduce(
     if names == ["robustness"]:
         with starting():
             from fedpara.apps.studies.robustness import robustness
-        robustness(scale, seeds, rounds, ROBUSTNESS if out == PAPER_RUNS else out, as_json)
+        robustness(scale, seeds, rounds, device, ROBUSTNESS if out == PAPER_RUNS else out, as_json)
         return
     with starting():
         from fedpara.apps.studies.reproduce import reproduce as work
-    work(names, list_, seeds, rounds, only, scale, out, results, data_dir, engine, precision, keep, as_json)
+    given = {"engine": engine, "precision": precision, "device": device}
+    work(names, list_, seeds, rounds, only, scale, out, results, data_dir, given, keep, as_json)

@@ -185,10 +185,11 @@ def _joined(parts: list[Examples], test: Examples | None) -> FederatedData:
             )
     ends = np.cumsum([len(part) for part in parts])
     clients = [np.arange(end - len(part), end) for part, end in zip(parts, ends, strict=True)]
-    return FederatedData(_concatenated(parts), clients, test=test)
+    return FederatedData(concatenated(parts), clients, test=test)
 
 
-def _concatenated(parts: list[Examples]) -> Examples:
+def concatenated(parts: list[Examples]) -> Examples:
+    """The examples of all parts, which are of the same kind."""
     first = parts[0]
     inputs, targets = (join([getattr(part, name) for part in parts]) for name in ("inputs", "targets"))
     return Examples(inputs, targets, first.classes, mean=first.mean, std=first.std)

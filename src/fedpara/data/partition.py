@@ -166,7 +166,7 @@ def by_owner(owners: Vector, roster: Vector | None = None) -> Partition:
 
 
 def split(
-    partition: Partition, labels: Vector, fraction: float, seed: int, exact: bool = False
+    partition: Partition, labels: Vector, fraction: float, seed: int | tuple[int, int], exact: bool = False
 ) -> tuple[Partition, Partition]:
     """(train, test) of every client: `fraction` of each of its classes goes to test.
 

@@ -3,18 +3,17 @@
 from os import PathLike
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedpara import data, references
 from fedpara.data import Examples, FederatedData
 from fedpara.data.partition import Partition
+from fedpara.data.validation import hold_out, labels_of
 from fedpara.errors import ConfigError, FedParaError
 from fedpara.experiments.config import OWNED, Experiment
 from fedpara.experiments.node_data import is_own, server_side
 
-SPLITTING = (*("split", "alpha", "keep", "classes_per_client", "data_fraction", "validation", "test_owners"),)
+SPLITTING = ("split", "alpha", "keep", "classes_per_client", "data_fraction", "test_owners")
 """Fields that divide examples over clients."""
 
 
@@ -40,6 +39,8 @@ def load_federation(
     ):
         case FederatedData() as federation:
             _refuse_splitting(experiment, federation)
+            if experiment.validation:
+                return hold_out(federation, experiment.validation, experiment.seed, experiment.personal)
             return federation, federation.test
         case (Examples() as train, Examples() as test):
             return build_federation(experiment, train, test)
@@ -84,7 +85,7 @@ def build_federation(
         return _with_owner_tests(experiment, train, test, clients)
     if not experiment.personal:
         return FederatedData(train, clients), test
-    theirs = data.personal_test(_labels(test), clients, _labels(train), seed=experiment.seed)
+    theirs = data.personal_test(labels_of(test), clients, labels_of(train), seed=experiment.seed)
     return FederatedData(train, clients, personal=(test, theirs)), test
 
 
@@ -108,7 +109,7 @@ def _with_owner_tests(
 
 
 def _clients(experiment: Experiment, train: Examples) -> Partition:
-    n, seed, labels = experiment.clients, experiment.seed, _labels(train)
+    n, seed, labels = experiment.clients, experiment.seed, labels_of(train)
     if references.is_reference(experiment.split):
         return _own_split(experiment, train)
     if train.classes is None and experiment.split in BY_CLASS:
@@ -142,13 +143,6 @@ def _own_split(experiment: Experiment, train: Examples) -> Partition:
             f"{experiment.split!r} returned {len(clients)} clients: expected {experiment.clients}, as in `clients`."
         )
     return clients
-
-
-def _labels(examples: Examples) -> Tensor:
-    """The classes; targets that are no classes count as one class."""
-    if examples.classes is None:
-        return torch.zeros(len(examples), dtype=torch.int64)
-    return examples.targets  # type: ignore[no-any-return]
 
 
 def _by_owner(experiment: Experiment, train: Examples) -> Partition:
@@ -189,7 +183,7 @@ def _split_validation(
     if len(train.shape) == 1 and not train.inputs.is_floating_point():  # character ids
         training, held_out = _ends_of_texts(train, clients, fraction)
     else:
-        training, held_out = data.split(clients, _labels(train), fraction, experiment.seed, exact=True)
+        training, held_out = data.split(clients, labels_of(train), fraction, experiment.seed, exact=True)
     if not len(held_out.indices):
         raise ConfigError(
             f"validation is {fraction}, but no client has an example to spare: use fewer clients or a larger fraction."

@@ -33,11 +33,11 @@ def reproduce(
     out: Path,
     results: Path,
     data_dir: Path | None,
-    engine: str | None,
-    precision: str | None,
+    given: dict[str, str | None],
     keep: Path | None,
     as_json: bool,
 ) -> None:
+    """`given` are the engine, precision and device."""
     if list_:
         _list(as_json)
         return
@@ -59,9 +59,8 @@ def reproduce(
             out=out,
             finished_in=(results,),
             data_dir=data_dir,
-            engine=engine,
-            precision=precision,
             begin=begin,
+            **given,
         )
     if join().rank:
         return

@@ -12,7 +12,9 @@ from fedpara.experiments.studies.robustness import SEEDS, Outcome, rows, study
 RESULTS = "outcomes.jsonl"
 
 
-def robustness(scale: str, seeds: int | None, rounds: int | None, out: Path, as_json: bool) -> None:
+def robustness(
+    scale: str, seeds: int | None, rounds: int | None, device: str | None, out: Path, as_json: bool
+) -> None:
     """Runs what is missing in `out`/outcomes.jsonl and prints the table."""
 
     def show(made: Outcome) -> None:
@@ -20,7 +22,7 @@ def robustness(scale: str, seeds: int | None, rounds: int | None, out: Path, as_
         typer.echo(f"{made.attack} | {made.defence} | seed {made.seed}: {score}", err=True)
 
     scale = "digits" if scale == "paper" else scale
-    found = study(out / RESULTS, scale, seeds=seeds or SEEDS, rounds=rounds, on_outcome=show)
+    found = study(out / RESULTS, scale, seeds=seeds or SEEDS, rounds=rounds, device=device, on_outcome=show)
     if as_json:
         typer.echo(json.dumps([asdict(made) for made in found]))
         return

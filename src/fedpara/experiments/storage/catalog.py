@@ -2,7 +2,8 @@
 
 `results/` holds archived runs: finished runs without their checkpoint and client memories.
 
-    config.toml  environment.json  metrics.jsonl  timing.jsonl  and sources.json if the config has references
+    config.toml  environment.json  metrics.jsonl  timing.jsonl
+    sources.json if the config has references, model.json if it names a metric other than the accuracy
 """
 
 import fnmatch
@@ -21,7 +22,7 @@ from fedpara.experiments.storage.checkpoint import CHECKPOINT, PREVIOUS, checkpo
 from fedpara.experiments.storage.environment import read_environment
 from fedpara.experiments.storage.run_folder import LOCK
 from fedpara.experiments.storage.sources import SOURCES
-from fedpara.experiments.storage.summary import Summary, read_run
+from fedpara.experiments.storage.summary import Primary, Summary, read_run
 from fedpara.files import write_bytes
 
 ARCHIVED = ("config.toml", "metrics.jsonl", "timing.jsonl", SOURCES)
@@ -134,7 +135,8 @@ def archive_run(run: Path, into: Path) -> Path:
             )
     environment = read_environment(run)
     target.mkdir(parents=True, exist_ok=True)
-    for name in ARCHIVED:
+    named = () if found.metric == Primary() else ("model.json",)
+    for name in (*ARCHIVED, *named):
         if (run / name).exists():
             shutil.copyfile(run / name, target / name)
     # Absolute paths are private to the machine.

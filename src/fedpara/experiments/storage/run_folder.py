@@ -161,11 +161,9 @@ class RunFolder:
                 "files, or start the run again in a new folder."
             )
         # A kill before the first checkpoint leaves at most one line, beside the files written before it. An archived
-        # run has more lines, or a line without those files.
+        # run has more lines, or a line without data.json.
         lines = len(raw_lines(self.path / "metrics.jsonl"))
-        if lines > 1 or (
-            lines and not any((self.path / name).exists() for name in ("model.json", "data.json"))
-        ):
+        if lines > 1 or (lines and not (self.path / "data.json").exists()):
             raise RunError(
                 f"{self.path} has {lines} round{'s' * (lines > 1)} and no {CHECKPOINT}: it is an archived run, which "
                 "cannot be resumed. Start the run again in a new folder."

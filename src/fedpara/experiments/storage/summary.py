@@ -183,7 +183,7 @@ def read_run(path: str | os.PathLike[str]) -> Summary:
 
 
 def read_metric(folder: Path) -> Primary:
-    """The primary metric of a run: accuracy if its model.json names none, or if an archived run has no such file."""
+    """The primary metric of a run: accuracy if its model.json names none, or if it has no such file."""
     path = folder / "model.json"
     if not path.exists():
         return Primary()
@@ -198,6 +198,8 @@ def read_metric(folder: Path) -> Primary:
 
 def read_config(path: Path) -> Experiment:
     """The experiment of a run folder. Runs that are older than `test_owners` used the test data of all owners."""
+    if path.is_file():
+        raise ConfigError(f"{path} is a file: expected a run folder.")
     if not (path / "config.toml").exists():
         raise ConfigError(
             f"{path} is not a run folder: it has no config.toml. `fedpara run --out {shlex.quote(str(path))}` creates "

@@ -71,6 +71,7 @@ def carry_out(
     data_dir: Path | None = None,
     engine: str | None = None,
     precision: str | None = None,
+    device: str | None = None,
     begin: Begin | None = None,
 ) -> list[Summary]:
     """The finished runs of the named studies. Runs found under `out` or `finished_in` are not repeated.
@@ -90,9 +91,10 @@ def carry_out(
         logger.info("left out: %s", damaged[name])
     # All ranks list the runs before rank 0 makes a folder, which another rank would take for an interrupted run.
     join().gather("the list of runs")
+    given = {"engine": engine, "precision": precision, "device": device}
     for job in listed:
         if job.found is not None:
-            if engine or precision:
+            if engine or precision or device:
                 found = job.found
                 logger.info("%s is in %s and not run again; it ran %s", job.name, found.path, found.engine)
             summaries.append(job.found)
@@ -102,7 +104,7 @@ def carry_out(
             continue
         on_round = begin(job.name, job.experiment) if begin else None
         try:
-            summary = _run_job(job, out, data_dir, engine, precision, on_round)
+            summary = _run_job(job, out, data_dir, given, on_round)
         except RunError as error:
             failed[job.name] = error
             continue
@@ -127,20 +129,18 @@ def _run_job(
     job: Job,
     out: Path,
     data_dir: Path | None,
-    engine: str | None,
-    precision: str | None,
+    given: dict[str, str | None],
     on_round: OnRound | None,
 ) -> Summary:
+    """Run or resume the job with the given engine, precision and device."""
     if job.resumable is not None:
         return resume(
             job.resumable,
             rounds=job.experiment.rounds,
-            engine=engine,
-            precision=precision,
             data_dir=data_dir,
             on_round=on_round,
+            **given,
         )
-    given = {"engine": engine, "precision": precision}
     experiment = with_values(job.experiment, {name: v for name, v in given.items() if v is not None})
     return run(experiment, out / job.name, data_dir=data_dir, on_round=on_round)
 

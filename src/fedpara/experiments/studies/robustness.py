@@ -16,6 +16,8 @@ from fedpara import engines
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments.build import build, build_attack, build_robust
 from fedpara.experiments.config import Experiment
+from fedpara.experiments.storage.jsonl import append_line, raw_lines
+from fedpara.files import write_bytes
 
 HOSTILE = 0.2
 ATTACKS = (
@@ -82,7 +84,9 @@ def experiment_of(base: Experiment, attack: str, defence: str, seed: int) -> Exp
     )
 
 
-def outcome(scale: str, attack: str, defence: str, seed: int, rounds: int | None = None) -> Outcome:
+def outcome(
+    scale: str, attack: str, defence: str, seed: int, rounds: int | None = None, device: str | None = None
+) -> Outcome:
     """Runs one cell of the table with one seed, in memory."""
     base = SCALES[scale] if rounds is None else replace(SCALES[scale], rounds=rounds)
     experiment = experiment_of(base, attack, defence, seed)
@@ -102,7 +106,7 @@ def outcome(scale: str, attack: str, defence: str, seed: int, rounds: int | None
             cohort=experiment.cohort,
             seed=seed,
             engine=experiment.engine,
-            device=experiment.device,
+            device=device or experiment.device,
             evaluate_every=experiment.evaluate_every,
             robust=build_robust(experiment),
             attack=build_attack(experiment),
@@ -131,6 +135,7 @@ def study(
     *,
     seeds: int = SEEDS,
     rounds: int | None = None,
+    device: str | None = None,
     attacks: Sequence[str] = ATTACKS,
     defences: Sequence[str] = DEFENCES,
     on_outcome: Callable[[Outcome], object] | None = None,
@@ -144,12 +149,12 @@ def study(
     ]
     done = {(o.attack, o.defence, o.seed): o for o in read(file) if (o.scale, o.rounds) == (scale, length)}
     file.parent.mkdir(parents=True, exist_ok=True)
+    _drop_cut_line(file)
     for attack, defence, seed in cells:
         if (attack, defence, seed) in done:
             continue
-        made = outcome(scale, attack, defence, seed, rounds)
-        with file.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(asdict(made)) + "\n")
+        made = outcome(scale, attack, defence, seed, rounds, device)
+        append_line(file, asdict(made))
         done[attack, defence, seed] = made
         if on_outcome is not None:
             on_outcome(made)
@@ -157,9 +162,21 @@ def study(
 
 
 def read(file: Path) -> Iterator[Outcome]:
-    if file.exists():
-        for line in file.read_text(encoding="utf-8").splitlines():
+    """The outcomes of the file, without a last line that a kill truncated."""
+    for number, line in enumerate(raw_lines(file), 1):
+        try:
             yield Outcome(**json.loads(line))
+        except (ValueError, TypeError):
+            raise RunError(
+                f"{file} is damaged in line {number}: delete the line to run its cell again."
+            ) from None
+
+
+def _drop_cut_line(file: Path) -> None:
+    """Remove a last line that a kill truncated: the next one would be appended to it."""
+    whole = b"".join(raw_lines(file))
+    if file.exists() and file.read_bytes() != whole:
+        write_bytes(file, whole)
 
 
 def rows(outcomes: Iterable[Outcome]) -> tuple[list[str], list[list[str]]]:
