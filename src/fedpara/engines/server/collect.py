@@ -13,9 +13,9 @@ from fedpara.engines.server.private import PrivateSum, private_sum
 from fedpara.engines.server.products import AggregationError
 from fedpara.engines.session import Session
 from fedpara.engines.threads import checked_in_order
-from fedpara.engines.transfer import HOST, device_of, move
+from fedpara.engines.transfer import HOST, move
 from fedpara.errors import UpdateRejected, WireError
-from fedpara.state import State
+from fedpara.state import State, device_of
 from fedpara.wire import Message, Meter, admit, unpack
 
 LARGE_MESSAGE = 1 << 20  # bytes; threads speed up hashing and copying above this, and slow it down below
