@@ -18,6 +18,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -86,7 +87,7 @@ def seconds(engine: Batched, link: str, rounds: int) -> list[float]:
         if engine.on_gpu:
             torch.cuda.synchronize()
         marks.append(time.perf_counter() if engine.on_gpu else time.process_time())
-    return [after - before for before, after in zip(marks, marks[1:], strict=False)]
+    return [after - before for before, after in pairwise(marks)]
 
 
 def main() -> None:
@@ -102,7 +103,9 @@ def main() -> None:
     torch.set_num_threads(1 if given.device == "cpu" else torch.get_num_threads())
     where = torch.cuda.get_device_name() if given.device.startswith("cuda") else f"{processor()}, 1 thread"
     print(f"{where}; Python {platform.python_version()}, torch {torch.__version__}")
-    print(f"Seconds of a round, {'with' if given.train else 'without'} local steps: VGG16, FedPara, {CLIENTS} clients")
+    print(
+        f"Seconds of a round, {'with' if given.train else 'without'} local steps: VGG16, FedPara, {CLIENTS} clients"
+    )
     print(f"CPU time; on a GPU elapsed time. Median of {given.turns} turns of {given.rounds} rounds\n")
     engines = {name: engine_of(name, given.device, given.train) for name in ALGORITHMS}
     rows = [("fedavg", link) for link in given.links] + [(name, "float32") for name in ALGORITHMS[1:]]

@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from fedpara.algorithms import Variables, Visit
 from fedpara.algorithms.optimizers import Slots
 from fedpara.data import Examples
@@ -27,6 +29,7 @@ from fedpara.engines.session import (
     own_part,
 )
 from fedpara.errors import UpdateRejected
+from fedpara.layout import together
 from fedpara.privacy import Example, User
 from fedpara.state import State, finite
 from fedpara.tasks import Score
@@ -177,12 +180,8 @@ def sends_changes(link: Link) -> bool:
 
 def as_change(y: State, x: State, exact: frozenset[str]) -> State:
     """y - x; the names in `exact` are sent unchanged."""
-    return {name: tensor if name in exact else tensor - x[name] for name, tensor in y.items()}
-
-
-def from_change(d: State, x: State, exact: frozenset[str]) -> State:
-    """The inverse: x + d."""
-    return {name: tensor if name in exact else x[name] + tensor for name, tensor in d.items()}
+    changed = {name: tensor for name, tensor in y.items() if name not in exact}
+    return y | together(torch.sub, changed, x)
 
 
 def _encode_update(
@@ -204,12 +203,13 @@ def _encode_update(
     state = pack({"": sent, **extra})
     guard(state, session.program.private)
     uplink, residue = session.link.uplink, memory.get(RESIDUE, {})
-    state |= {name: state[name] + left for name, left in residue.items() if name in state}
+    kept = {name: left for name, left in residue.items() if name in state}
+    state |= together(torch.add, kept, state)
     generator = torch_rng(session.seed, "link-up", round, client) if uplink.draws else None
     header = session.header(round, f"client:{client}", examples)
     message = make_message(state, header, session.link.up, generator, session.exact)
     if not uplink.feedback:
         return message, {}
     _, read = decode(message, session.exact, session.link.up, session.up_in(round))
-    left = {name: (state[name] - read[name]).float() for name in residue if name in state}
+    left = together(lambda _, a, sent: (a - sent).float(), kept, state, read)
     return message, {RESIDUE: {**residue, **left}}  # factors that rest in this round keep theirs

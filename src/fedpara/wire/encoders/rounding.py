@@ -79,35 +79,35 @@ def _fits(tensor: Tensor, narrow: torch.dtype) -> bool:
 
 
 def _round_at_random(floats: State, generator: torch.Generator) -> tuple[State, dict[str, float]]:
-    if not floats:
-        return {}, {}
     ordered = sorted(floats)
-    largest = dict(zip(ordered, _magnitudes([floats[name] for name in ordered]), strict=True))
-    for name, value in largest.items():
-        if not value <= _LARGEST:
-            raise UpdateRejected(_does_not_fit(name, floats[name], "int8", _LARGEST))
-    # At least the smallest normal number, so that zero and subnormal tensors need no special case.
-    tiny = torch.finfo(torch.float32).tiny
-    scales = {name: max(value / _LEVELS, tiny) for name, value in largest.items()}
     count = sum(tensor.numel() for tensor in floats.values())
-    drawn = cut(uniform(count, generator, device_of([floats])), floats, ordered)
+    drawn = uniform(count, generator, device_of([floats])).split([floats[name].numel() for name in ordered])
+    of_name = dict(zip(ordered, drawn, strict=True))
     levels: State = {}
+    scales: dict[str, float] = {}
     for names in by_type(floats):
-        wide = torch.float64 if floats[names[0]].dtype == torch.float64 else torch.float32
-        whole = flat(floats, names).to(wide, copy=True)
-        parts = cut(whole, floats, names)
-        torch._foreach_div_([parts[name] for name in names], [scales[name] for name in names])
-        rounded = flat(drawn, names).add_(whole).floor_()
+        whole = flat(floats, names)
+        wide = whole.abs() if whole.dtype == torch.float64 else whole.float().abs()
+        parts = wide.split([floats[name].numel() for name in names])
+        largest = _maxima(parts)
+        for name, value in zip(names, largest, strict=True):
+            if not value <= _LARGEST:
+                raise UpdateRejected(_does_not_fit(name, floats[name], "int8", _LARGEST))
+        # At least the smallest normal number, so that zero and subnormal tensors need no special case.
+        steps = [max(value / _LEVELS, torch.finfo(torch.float32).tiny) for value in largest]
+        scales |= zip(names, steps, strict=True)
+        wide.copy_(whole)  # in the memory of |x|: fresh memory takes longer than the copy
+        torch._foreach_div_(parts, steps)
+        rounded = flat(of_name, names).add_(wide).floor_()
         # In float32, max|x| / s may be slightly above 127.
         levels |= cut(rounded.clamp_(-_LEVELS, _LEVELS).to(torch.int8), floats, names)
     return levels, scales
 
 
-def _magnitudes(tensors: Sequence[Tensor]) -> list[float]:
-    """The largest |x| of each tensor, NaN if it holds one, 0 if it is empty. Waits for the device once."""
+def _maxima(tensors: Sequence[Tensor]) -> list[float]:
+    """The largest number of each tensor, NaN if it holds one, 0 if it is empty. Waits for the device once."""
     full = [tensor for tensor in tensors if tensor.numel()]
-    found = torch._foreach_max(torch._foreach_abs(full)) if full else ()
-    values = iter(torch.stack([one.double() for one in found]).tolist() if full else ())
+    values = iter(torch.stack(torch._foreach_max(full)).tolist() if full else ())
     return [next(values) if tensor.numel() else 0.0 for tensor in tensors]
 
 
