@@ -54,7 +54,7 @@ def cut(whole: Tensor, like: Mapping[str, Tensor], names: Iterable[str]) -> dict
     """The inverse of `flat`: views of the last dimension, shaped like the named tensors. Leading dimensions stay."""
     names, before = list(names), whole.shape[:-1]
     tensors = [like[name] for name in names]
-    if not before and all(map(Tensor.numel, tensors)):
+    if not before and all(map(Tensor.numel, tensors)) and whole.device == tensors[0].device:
         return dict(zip(names, torch._utils._unflatten_dense_tensors(whole, tensors), strict=True))
     shapes = [tensor.shape for tensor in tensors]
     parts = whole.split([shape.numel() for shape in shapes], dim=-1)

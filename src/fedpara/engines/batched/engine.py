@@ -15,6 +15,7 @@ from fedpara.algorithms import Variables
 from fedpara.data import FederatedData
 from fedpara.engines.batched.budget import cannot_wait, lanes_that_fit
 from fedpara.engines.batched.capture import capture
+from fedpara.engines.batched.draw_ahead import draw_ahead
 from fedpara.engines.batched.drive import Event, Owned, drive, joined, trained_clients
 from fedpara.engines.batched.examples import CohortExamples
 from fedpara.engines.batched.kernels.install import install_kernels
@@ -36,6 +37,7 @@ from fedpara.errors import RunError, in_a_line
 from fedpara.state import State, device_of
 from fedpara.tasks import Score, Task
 from fedpara.wire import Message
+from fedpara.wire.encoders.draws import DrawnAhead
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +90,7 @@ class Batched:
             self.waits = False
             self._note(reason)
         self._steps_done = self._steps_run = 0
+        self._draws: dict[int, DrawnAhead] = {}
         self._passes = [LanePass(one, training) for training, one in enumerate(session.trainings)]
 
     @property
@@ -140,6 +143,7 @@ class Batched:
         personal: bool,
     ) -> Iterator[Reply]:
         """One reply per client, in order. Holds at most one state per lane, and those that ended out of order."""
+        self._draws = {}
         there = move(model, self.device)
         seen = {
             HOST.type: (model, down)
@@ -169,6 +173,7 @@ class Batched:
                     round=round,
                     client=client,
                     examples=self.examples.size(client),
+                    generator=self._draws.pop(client, None),
                 )
                 del states
                 self.memory.hold(client, round, move_variables(memory, HOST))
@@ -273,6 +278,8 @@ class Batched:
         if self.waits:
             with layers:
                 ended = list(events)
+            if self.stays and self.on_gpu and not of.training:
+                self._draws |= draw_ahead(self.session, round, clients)
             self.examples.plan_ahead(round, clients, self.lanes)
             trained = self._trained(joined(ended))
             yield from (trained[position] for position in range(len(clients)))
