@@ -3,11 +3,12 @@
     runs      joins neighbouring tensors to a few flat ones
     flat      joins the named tensors to one;   cut   the inverse, as views
     by_type   groups the names of tensors that `flat` can join
+    together  computes a function of every number on joined tensors
 
 Unlike the functions of `state.py`, these return views where they can: do not write to the results.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -52,7 +53,10 @@ def flat(a: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
 def cut(whole: Tensor, like: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
     """The inverse of `flat`: views of the last dimension, shaped like the named tensors. Leading dimensions stay."""
     names, before = list(names), whole.shape[:-1]
-    shapes = [like[name].shape for name in names]
+    tensors = [like[name] for name in names]
+    if not before and all(map(Tensor.numel, tensors)) and whole.device == tensors[0].device:
+        return dict(zip(names, torch._utils._unflatten_dense_tensors(whole, tensors), strict=True))
+    shapes = [tensor.shape for tensor in tensors]
     parts = whole.split([shape.numel() for shape in shapes], dim=-1)
     return {
         name: part.view((*before, *shape)) for name, part, shape in zip(names, parts, shapes, strict=True)
@@ -65,6 +69,18 @@ def by_type(a: Mapping[str, Tensor]) -> list[list[str]]:
     for name in sorted(a):
         names.setdefault(a[name].dtype, []).append(name)
     return list(names.values())
+
+
+def together(f: Callable[..., Tensor], *states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """{name: f(a[name], b[name], ...)} for the names of the first state. `f` treats every number alike."""
+    first = states[0]
+    groups: dict[tuple[torch.dtype, ...], list[str]] = {}
+    for name in sorted(first):
+        groups.setdefault(tuple(state[name].dtype for state in states), []).append(name)
+    made: dict[str, Tensor] = {}
+    for names in groups.values():
+        made |= cut(f(*(flat(state, names) for state in states)), first, names)
+    return {name: made[name] for name in first}
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:

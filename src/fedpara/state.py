@@ -5,7 +5,7 @@ The functions here return new tensors and keep the order of the names they are g
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -121,6 +121,11 @@ def all_finite(tensor: Tensor) -> bool:
 def finite(a: Mapping[str, Tensor]) -> bool:
     """Whether every tensor is `all_finite`. Neighbours in memory are checked together."""
     return all(map(all_finite, runs(sorted(a.values(), key=Tensor.data_ptr))))
+
+
+def device_of(states: Iterable[Mapping[str, Tensor]]) -> torch.device:
+    """The device of the first tensor; the host if there is none."""
+    return next((tensor.device for state in states for tensor in state.values()), torch.device("cpu"))
 
 
 def nbytes(a: Mapping[str, Tensor]) -> int:

@@ -9,13 +9,24 @@ from hypothesis import strategies as st
 
 from fedpara.errors import ConfigError, UpdateRejected, UsageError
 from fedpara.wire import Link
-from fedpara.wire.encoders.rounding import dequantize, quantize
+from fedpara.wire.encoders import rounding
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def quantize(
+    name: str, x: torch.Tensor, precision: str, generator: torch.Generator | None = None
+) -> tuple[torch.Tensor, float]:
+    sent, scales = rounding.quantize({name: x}, precision, generator)
+    return sent[name], scales.get(name, 0.0)
+
+
+def dequantize(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return rounding.dequantize({"w": x}, {"w": scale})["w"]
 
 
 def test_link_lists_the_known_precisions() -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fedpara.algorithms.core import Algorithm, FromMean, Mean, Variables, variable
+from fedpara.algorithms.core import Algorithm, FromMean, Mean, Variables, on_any_device, variable
 from fedpara.algorithms.elementwise import elementwise
 from fedpara.algorithms.fedavg import fedavg
 from fedpara.algorithms.local import POSITIVE, Local, check
@@ -45,6 +45,7 @@ def _correct(
     return add(subtract(gradient, variable(client, H)), subtract(y, x), alpha)
 
 
+@on_any_device
 @elementwise
 def _finish(
     x: State, y: State, down: Variables, client: Variables, steps: int, eta: float, *, alpha: float
@@ -52,6 +53,7 @@ def _finish(
     return {}, {H: add(variable(client, H), subtract(y, x), -alpha)}
 
 
+@on_any_device
 def _step(x: State, server: Variables, mean: Mean, clients: int, *, alpha: float) -> tuple[State, Variables]:
     h = add(variable(server, H), subtract(mean.y, x), -alpha * mean.count / clients)
     return add(mean.y, h, -1 / alpha), {H: h}

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from fedpara.algorithms.core import Algorithm, FromMean, Mean, Variables, Visit, variable
+from fedpara.algorithms.core import Algorithm, FromMean, Mean, Variables, Visit, on_any_device, variable
 from fedpara.algorithms.fedavg import fedavg
 from fedpara.algorithms.local import Local, expect_sgd
-from fedpara.state import State, add, subtract
+from fedpara.state import State, add, device_of, subtract
 
 PATH, LENGTH = "path", "length"
 
@@ -43,17 +43,21 @@ def path_length(steps: int, rho: float) -> float:
     return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
 
 
+@on_any_device
 def _normalised(x: State, y: State, visit: Visit, *, rho: float) -> State:
     return add(x, subtract(y, x), 1 / path_length(visit.steps, rho))
 
 
+@on_any_device
 def _finish(
     x: State, y: State, down: Variables, client: Variables, steps: int, eta: float, *, rho: float
 ) -> tuple[Variables, Variables]:
-    length = torch.tensor(path_length(steps, rho), dtype=torch.float64)  # a mean of float32 would round it
+    # float64: a mean of float32 would round it.
+    length = torch.tensor(path_length(steps, rho), dtype=torch.float64, device=device_of([x]))
     return {PATH: {LENGTH: length}} if x else {}, {}
 
 
+@on_any_device
 def _step(x: State, server: Variables, mean: Mean, clients: int) -> tuple[State, Variables]:
     tau = float(variable(mean.extra, PATH).get(LENGTH, 0.0))
     return add(x, subtract(mean.y, x), tau), {}

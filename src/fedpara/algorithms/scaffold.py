@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fedpara.algorithms.core import Algorithm, FromMean, Mean, Variables, variable
+from fedpara.algorithms.core import Algorithm, FromMean, Mean, Variables, on_any_device, variable
 from fedpara.algorithms.elementwise import elementwise
 from fedpara.algorithms.local import POSITIVE, Local, check, expect_sgd
 from fedpara.errors import ConfigError
@@ -57,6 +57,7 @@ def _correct(gradient: State, y: State, x: State, down: Variables, client: Varia
     return add(subtract(gradient, variable(client, CONTROL)), variable(down, CONTROL))
 
 
+@on_any_device
 @elementwise
 def _finish(
     x: State, y: State, down: Variables, client: Variables, steps: int, eta: float
@@ -67,6 +68,7 @@ def _finish(
     return {CONTROL: subtract(c_i_plus, c_i)}, {CONTROL: c_i_plus}
 
 
+@on_any_device
 def _step(x: State, server: Variables, mean: Mean, clients: int, *, eta_g: float) -> tuple[State, Variables]:
     d, dc = subtract(mean.y, x), variable(mean.extra, CONTROL)
     return add(x, d, eta_g), {CONTROL: add(variable(server, CONTROL), dc, mean.count / clients)}

@@ -9,12 +9,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from fedpara.algorithms import Variables, Visit
 from fedpara.algorithms.optimizers import Slots
 from fedpara.data import Examples
 from fedpara.engines.local.per_example import private_gradient
 from fedpara.engines.local.worker import Trained, Worker
-from fedpara.engines.rng import torch_rng, torch_seed
+from fedpara.engines.rng import torch_seed, uplink_rng
 from fedpara.engines.session import (
     PERSONAL,
     PERSONAL_SLOT,
@@ -27,11 +29,13 @@ from fedpara.engines.session import (
     own_part,
 )
 from fedpara.errors import UpdateRejected
+from fedpara.layout import together
 from fedpara.privacy import Example, User
 from fedpara.state import State, finite
 from fedpara.tasks import Score
 from fedpara.wire import (
     AnyMessage,
+    Header,
     Link,
     Message,
     decode,
@@ -112,10 +116,12 @@ def reply_of(
     round: int,
     client: int,
     examples: int,
+    generator: torch.Generator | None = None,
 ) -> tuple[Reply, Variables]:
     """(the trained client's reply, its new memory). A client that diverged sends nothing and keeps its old memory.
 
-    `trainings` are the results of the session's trainings, in their order.
+    `trainings` are the results of the session's trainings, in their order. `generator` is the client's `uplink_rng`,
+    if its numbers are drawn already.
     """
     program, algorithm = session.program, session.algorithm
     for whose, one in zip(("its", "its personal model's"), trainings, strict=False):
@@ -140,7 +146,9 @@ def reply_of(
         del sent[name]
     private = {name: trained.state[name] for name in program.retained}
     try:
-        message, left = _encode_update(session, sent, model, extra, memory, round, client, examples)
+        header = session.header(round, f"client:{client}", examples)
+        generator = generator or uplink_rng(session.seed, round, client)
+        message, left = _encode_update(session, sent, model, extra, memory, header, generator)
     except UpdateRejected as error:  # a value too large for a lossy uplink
         return Reply(client, reason=str(error)), {PRIVATE: private, **own}
     return Reply(client, message, "", trained.loss), {PRIVATE: private, **own, **left}
@@ -177,12 +185,8 @@ def sends_changes(link: Link) -> bool:
 
 def as_change(y: State, x: State, exact: frozenset[str]) -> State:
     """y - x; the names in `exact` are sent unchanged."""
-    return {name: tensor if name in exact else tensor - x[name] for name, tensor in y.items()}
-
-
-def from_change(d: State, x: State, exact: frozenset[str]) -> State:
-    """The inverse: x + d."""
-    return {name: tensor if name in exact else x[name] + tensor for name, tensor in d.items()}
+    changed = {name: tensor for name, tensor in y.items() if name not in exact}
+    return y | together(torch.sub, changed, x)
 
 
 def _encode_update(
@@ -191,9 +195,8 @@ def _encode_update(
     model: State,
     extra: Variables,
     memory: Variables,
-    round: int,
-    client: int,
-    examples: int,
+    header: Header,
+    generator: torch.Generator,
 ) -> tuple[Message, Variables]:
     """(the message, the client's new residue e if the uplink has error feedback)
 
@@ -204,12 +207,11 @@ def _encode_update(
     state = pack({"": sent, **extra})
     guard(state, session.program.private)
     uplink, residue = session.link.uplink, memory.get(RESIDUE, {})
-    state |= {name: state[name] + left for name, left in residue.items() if name in state}
-    generator = torch_rng(session.seed, "link-up", round, client) if uplink.draws else None
-    header = session.header(round, f"client:{client}", examples)
+    kept = {name: left for name, left in residue.items() if name in state}
+    state |= together(torch.add, kept, state)
     message = make_message(state, header, session.link.up, generator, session.exact)
     if not uplink.feedback:
         return message, {}
-    _, read = decode(message, session.exact, session.link.up, session.up_in(round))
-    left = {name: (state[name] - read[name]).float() for name in residue if name in state}
+    _, read = decode(message, session.exact, session.link.up, session.up_in(header.round))
+    left = together(lambda _, a, sent: (a - sent).float(), kept, state, read)
     return message, {RESIDUE: {**residue, **left}}  # factors that rest in this round keep theirs

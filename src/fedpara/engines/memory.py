@@ -3,9 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
+import torch
+
 from fedpara.algorithms import Variables
 from fedpara.engines.threads import map_in_threads
-from fedpara.state import clone, nbytes
+from fedpara.engines.transfer import HOST, move_variables
+from fedpara.layout import by_type, cut, flat
+from fedpara.state import State, nbytes
 
 
 class ClientMemory(Protocol):
@@ -38,10 +42,18 @@ class InMemory:
 
     def put(self, client: int, round: int, variables: Variables) -> None:
         """Copies: the given tensors may be views into a whole cohort's memory."""
-        self._memories[client] = {name: clone(state) for name, state in variables.items()}
+        self._memories[client] = {name: _in_one_piece(state) for name, state in variables.items()}
 
     def __len__(self) -> int:
         return len(self._memories)
+
+
+def _in_one_piece(state: State) -> State:
+    """A copy, with the tensors of a type as neighbours: they move to a device together."""
+    copy: State = {}
+    for names in by_type(state):
+        copy |= cut(flat(state, names).clone(), state, names)
+    return {name: copy[name] for name in state}
 
 
 MAX_READ_AHEAD = 1 << 30
@@ -95,10 +107,19 @@ class PendingMemory:
 
 
 class CohortMemories:
-    """The memories of a round's clients at its start: read ahead if they are small, otherwise on demand."""
+    """The memories of a round's clients at its start: read ahead if they are small, otherwise on demand.
 
-    def __init__(self, memory: PendingMemory, clients: Sequence[int], first: Callable[[], Variables]) -> None:
-        self._memory, self._first = memory, first
+    They are on `device`, where the clients' replies are made.
+    """
+
+    def __init__(
+        self,
+        memory: PendingMemory,
+        clients: Sequence[int],
+        first: Callable[[], Variables],
+        device: torch.device = HOST,
+    ) -> None:
+        self._memory, self._first, self._device = memory, first, device
         size = sum(map(nbytes, first().values()))
         self._read: dict[int, Variables] = {}
         if 0 < size * len(clients) <= MAX_READ_AHEAD:
@@ -109,7 +130,16 @@ class CohortMemories:
         """One memory per client; a client without one gets the initial memory."""
         missing = [client for client in clients if client not in self._read]
         got = dict(zip(missing, self._memory.get_all(missing), strict=True)) if missing else {}
-        return [self._read.get(client) or got.get(client) or self._first() for client in clients]
+        found = ((client, self._read.get(client)) for client in clients)
+        return [
+            move_variables(got.get(client) or self._first(), self._device) if read is None else read
+            for client, read in found
+        ]
+
+    def leave_device(self) -> None:
+        """The device is out of memory: the memories go to the host."""
+        self._device = HOST
+        self._read = {client: move_variables(memory, HOST) for client, memory in self._read.items()}
 
     def __getitem__(self, client: int) -> Variables:
         return self._empty or self.of([client])[0]

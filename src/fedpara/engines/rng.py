@@ -11,6 +11,8 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
+from fedpara.wire.encoders.draws import DrawnAhead
+
 Purpose = Literal[
     "cohort",
     "batches",
@@ -41,6 +43,13 @@ def torch_seed(seed: int, purpose: Purpose, round: int, client: int = 0) -> int:
 
 def torch_rng(seed: int, purpose: Purpose, round: int, client: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(torch_seed(seed, purpose, round, client))
+
+
+def uplink_rng(seed: int, round: int, client: int) -> DrawnAhead:
+    """The generator of a client's message, whose numbers may be drawn before the client has trained."""
+    generator = DrawnAhead()
+    generator.manual_seed(torch_seed(seed, "link-up", round, client))
+    return generator
 
 
 class LayerRng:

@@ -173,11 +173,6 @@ class Session:
         """Whether clients send more than the model."""
         return len(self.up) > len(self.program.shared) + len(self.program.shared_buffers)
 
-    @property
-    def updates_may_stay(self) -> bool:
-        """Whether updates can be checked and aggregated on a GPU. Memories and lossy links need the host."""
-        return not self.stateful and not self.extras and self.link == Link() and self.algorithm.on_any_device
-
     @cached_property
     def stateful(self) -> bool:
         """Whether clients keep anything between rounds."""

@@ -1,6 +1,6 @@
 """Moves states between host and device with one copy per dtype: each copy waits for the device."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,11 +10,6 @@ from fedpara.layout import by_type, cut, flat
 from fedpara.state import State
 
 HOST = torch.device("cpu")
-
-
-def device_of(states: Iterable[State]) -> torch.device:
-    """The device of the first tensor; the host if there is none."""
-    return next((tensor.device for state in states for tensor in state.values()), HOST)
 
 
 def move(state: Mapping[str, Tensor], device: torch.device) -> State:

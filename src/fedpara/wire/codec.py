@@ -17,7 +17,7 @@ from hashlib import sha256
 import torch
 
 from fedpara.errors import UsageError, WireError
-from fedpara.state import State, nbytes
+from fedpara.state import State, device_of, nbytes
 from fedpara.wire.coded import Spec, pack_coded, read_coded
 from fedpara.wire.encoders.rounding import PRECISIONS, dequantize, quantize
 from fedpara.wire.link import parse_encoding
@@ -143,15 +143,15 @@ def make_message(
 
 def _rounded(state: State, dtype: str, generator: torch.Generator | None, exact: frozenset[str]) -> State:
     """Each tensor in the precision `dtype`, under its own name; for int8 also their scales."""
-    payload: State = {}
-    scales: list[float] = []
-    for name in sorted(state):
-        precision = "float32" if name in exact else dtype
-        payload[name], scale = quantize(name, state[name].detach(), precision, generator)
-        if payload[name].dtype == torch.int8:
-            scales.append(scale)
+    tensors = {name: state[name].detach() for name in sorted(state)}
+    kept, _ = quantize({name: tensor for name, tensor in tensors.items() if name in exact}, "float32")
+    made, scales = quantize(
+        {name: tensor for name, tensor in tensors.items() if name not in exact}, dtype, generator
+    )
+    payload = {name: kept[name] if name in exact else made[name] for name in tensors}
     if dtype == "int8":
-        payload[_SCALES] = torch.tensor(scales, dtype=torch.float32)
+        sent = [scales.get(name, 0.0) for name, tensor in payload.items() if tensor.dtype == torch.int8]
+        payload[_SCALES] = torch.tensor(sent, dtype=torch.float32, device=device_of([tensors]))
     return payload
 
 
@@ -246,13 +246,11 @@ def _parse(raw: bytes) -> tuple[Header, str]:
 
 def _restore(payload: State, dtype: str, exact: frozenset[str]) -> State:
     scales = _scales(payload) if dtype == "int8" else {}
-    state: State = {}
     for name, tensor in payload.items():
         floats = _EXACT if name in exact else _FLOATS[dtype]
         if name == _SCALES or (tensor.is_floating_point() and tensor.dtype not in floats):
             raise WireError(f"tensor {shown(name)} has type {tensor.dtype} in a {dtype} message.")
-        state[name] = dequantize(tensor, scales.get(name, 0.0))
-    return state
+    return dequantize(payload, scales)
 
 
 def _scales(payload: State) -> dict[str, float]:

@@ -21,11 +21,11 @@ def cannot_wait(session: Session, device: torch.device, size: int) -> str:
     """Why the device cannot hold a cohort's trained states until the last client ends, or "".
 
     They may take half of its memory. Each state is there three times (as it leaves its lane, joined, and side by
-    side), beside the clients' memories.
+    side), and each client's memory twice (as it was read, and stacked).
     """
     program, room = session.program, memory_of(device)
     state = {name: program.initial[name] for name in (*program.parameters, *program.buffers)}
-    needed = size * (3 * len(session.trainings) * nbytes(state) + _memory_bytes(session))
+    needed = size * (3 * len(session.trainings) * nbytes(state) + 2 * _memory_bytes(session))
     if 2 * needed <= room:
         return ""
     return (

@@ -15,6 +15,7 @@ from fedpara.algorithms import Variables
 from fedpara.data import FederatedData
 from fedpara.engines.batched.budget import cannot_wait, lanes_that_fit
 from fedpara.engines.batched.capture import capture
+from fedpara.engines.batched.draw_ahead import draw_ahead
 from fedpara.engines.batched.drive import Event, Owned, drive, joined, trained_clients
 from fedpara.engines.batched.examples import CohortExamples
 from fedpara.engines.batched.kernels.install import install_kernels
@@ -31,11 +32,12 @@ from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.rng import LayerRng
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Precision
-from fedpara.engines.transfer import move, move_variables, stack_on
+from fedpara.engines.transfer import HOST, move, move_variables, stack_on
 from fedpara.errors import RunError, in_a_line
-from fedpara.state import State
+from fedpara.state import State, device_of
 from fedpara.tasks import Score, Task
 from fedpara.wire import Message
+from fedpara.wire.encoders.draws import DrawnAhead
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +90,7 @@ class Batched:
             self.waits = False
             self._note(reason)
         self._steps_done = self._steps_run = 0
+        self._draws: dict[int, DrawnAhead] = {}
         self._passes = [LanePass(one, training) for training, one in enumerate(session.trainings)]
 
     @property
@@ -96,8 +99,8 @@ class Batched:
 
     @property
     def stays(self) -> bool:
-        """Whether the server checks and aggregates updates on the device. Memories and lossy links need the host."""
-        return self.stay and self.waits and self.session.updates_may_stay
+        """Whether updates are encoded, checked and aggregated on the device. Only new memories come to the host."""
+        return self.stay and self.waits and self.session.algorithm.on_any_device
 
     @property
     def waste(self) -> float:
@@ -118,7 +121,9 @@ class Batched:
                 one_pass.lane_state.release(self.data.train)
         problems = self.examples.read(clients)
         busy = [client for client in clients if self.examples.size(client)]
-        own = CohortMemories(self.memory, busy, lambda: self.session.first_memory(model))
+        own = CohortMemories(
+            self.memory, busy, lambda: self.session.first_memory(model), self.device if self.stays else HOST
+        )
         made = self._replies(round, busy, model, down, own, personal)
         for client in clients:
             if client in problems:
@@ -138,27 +143,40 @@ class Batched:
         personal: bool,
     ) -> Iterator[Reply]:
         """One reply per client, in order. Holds at most one state per lane, and those that ended out of order."""
+        self._draws = {}
         there = move(model, self.device)
-        seen = (there, move_variables(down, self.device)) if self.stays else (model, down)
+        seen = {
+            HOST.type: (model, down)
+        }  # what clients received, by the device on which their replies are made
+        if self.stays:
+            seen[self.device.type] = there, move_variables(down, self.device)
         trained = [self._train(one, round, clients, there, down, own) for one in self._passes]
         width = self.lanes  # fewer once the device is out of memory
         for start in range(0, len(clients), width):
             some = clients[start : start + width]
-            mine = [own_model(self.session, model, own[c]) for c in some] if personal else []
+            mine = (
+                [own_model(self.session, there if self.stays else model, own[c]) for c in some]
+                if personal
+                else []
+            )
             before = self._scores(some, mine) if personal else []
             ended = [[next(one) for _ in some] for one in trained]
             after = self._scores(some, [one.state for one in ended[-1]]) if personal else []
             for position, client in enumerate(some):
-                made, memory = reply_of(  # frees each state as its reply is made
+                states = [one.pop(0) for one in ended]  # frees each state as its reply is made
+                where = device_of([states[0].parameters])
+                made, memory = reply_of(
                     self.session,
-                    [one.pop(0) for one in ended],
-                    *seen,
-                    own[client],
+                    states,
+                    *seen[where.type],
+                    move_variables(own[client], where),
                     round=round,
                     client=client,
                     examples=self.examples.size(client),
+                    generator=self._draws.pop(client, None),
                 )
-                self.memory.hold(client, round, memory)
+                del states
+                self.memory.hold(client, round, move_variables(memory, HOST))
                 yield replace(made, before=before[position], after=after[position]) if personal else made
 
     def commit(self, round: int, clients: Sequence[int]) -> None:
@@ -227,6 +245,7 @@ class Batched:
                 "moves to the host when its client ends"
             )
             self.waits = False
+            own.leave_device()
             self.shape = typical_shape(self.session, self.data, self.cohorts, fewer)
             for one_pass in self._passes:
                 one_pass.forget()
@@ -259,6 +278,8 @@ class Batched:
         if self.waits:
             with layers:
                 ended = list(events)
+            if self.stays and self.on_gpu and not of.training:
+                self._draws |= draw_ahead(self.session, round, clients)
             self.examples.plan_ahead(round, clients, self.lanes)
             trained = self._trained(joined(ended))
             yield from (trained[position] for position in range(len(clients)))

@@ -45,7 +45,7 @@ class Sequential:
             if data.pooled:
                 self.data = replace(data, train=data.train.on(device))
         chosen = eager_precision_on(device, precision)
-        self.stays = stay and on_gpu and session.updates_may_stay
+        self.stays = stay and on_gpu and session.algorithm.on_any_device and not session.stateful
         self.worker = Worker(session.program, task, device, chosen, self.stays)
         where = f"{shown(device)}, {chosen}" if on_gpu else shown(device)
         self.why = "; ".join(filter(None, [f"one client after another on {where}", reason]))

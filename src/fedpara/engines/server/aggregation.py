@@ -15,9 +15,9 @@ from fedpara.algorithms import Algorithm, FromMean, Update, Variables
 from fedpara.algorithms.core import MeanOfUpdates, Weighting, expect_like, expect_variables
 from fedpara.engines.server.guard import Guard
 from fedpara.engines.server.products import AggregationError, ComposedMean, Products
-from fedpara.engines.transfer import HOST, device_of, move, move_variables
+from fedpara.engines.transfer import HOST, move, move_variables
 from fedpara.errors import ConfigError
-from fedpara.state import State, WeightedSum
+from fedpara.state import State, WeightedSum, device_of
 
 
 class Aggregator:

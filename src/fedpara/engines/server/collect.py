@@ -4,8 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from torch import Tensor
+
 from fedpara.algorithms import Update, Variables
-from fedpara.engines.client import Reply, from_change, sends_changes
+from fedpara.engines.client import Reply, sends_changes
 from fedpara.engines.differences import bytes_to
 from fedpara.engines.progress import Progress, Schedule
 from fedpara.engines.server.aggregation import Aggregator, round_weights
@@ -13,9 +15,10 @@ from fedpara.engines.server.private import PrivateSum, private_sum
 from fedpara.engines.server.products import AggregationError
 from fedpara.engines.session import Session
 from fedpara.engines.threads import checked_in_order
-from fedpara.engines.transfer import HOST, device_of, move
+from fedpara.engines.transfer import HOST, move
 from fedpara.errors import UpdateRejected, WireError
-from fedpara.state import State
+from fedpara.layout import together
+from fedpara.state import State, device_of
 from fedpara.wire import Message, Meter, admit, unpack
 
 LARGE_MESSAGE = 1 << 20  # bytes; threads speed up hashing and copying above this, and slow it down below
@@ -56,16 +59,22 @@ def collect(
     aggregator: Aggregator | PrivateSum | None = private_sum(session, schedule, progress, round)
     collected = Collected(aggregator)
     waiting, devices = dict.fromkeys(chosen), schedule.devices
-    known = {HOST.type: sent}  # the model as it was sent, on each device that holds an update
+    known = {
+        HOST.type: (progress.x, sent)
+    }  # the server's model, and as it was sent, by the devices of updates
+    exact = session.link.downlink.text == "float32"
+    reads = schedule.max_norm is not None or session.rotation or sends_changes(session.link) or not exact
 
     def verdict_on(reply: Reply) -> tuple[Update, State] | WireError | None:
         if reply.message is None:
             return None
         device = device_of([reply.message.tensors]) if isinstance(reply.message, Message) else HOST
-        if (schedule.max_norm is not None or session.rotation) and device.type not in known:
-            known[device.type] = move(sent, device)
+        if reads and device.type not in known:
+            there = move(sent, device)
+            known[device.type] = (there if exact else move(progress.x, device)), there
+        x, there = known.get(device.type, known[HOST.type])
         try:
-            return _admit(session, schedule, reply, known.get(device.type, sent), round)
+            return _admit(session, schedule, reply, x, there, round)
         except WireError as error:
             return error
 
@@ -109,8 +118,6 @@ def collect(
             )
             collected.aggregator = aggregator
         update, buffers = verdict
-        if session.link.downlink.text != "float32":
-            update = _without_rounding(update, progress.x, sent)
         aggregator.add(reply.client, update, buffers)
         collected.replies.append(replace(reply, message=None))
     for client in waiting:
@@ -124,7 +131,7 @@ def is_large(reply: Reply) -> bool:
 
 
 def _admit(
-    session: Session, schedule: Schedule, reply: Reply, sent: State, round: int
+    session: Session, schedule: Schedule, reply: Reply, x: State, sent: State, round: int
 ) -> tuple[Update, State]:
     assert reply.message is not None
     changes = sends_changes(session.link)
@@ -146,14 +153,21 @@ def _admit(
         )
     variables = unpack(state)
     model = variables.pop("")
-    if changes:
-        model = from_change(model, sent, session.exact)
-    program, model = session.program, {**{name: sent[name] for name in session.resting(round)}, **model}
-    y = {name: model[name] for name in program.shared}
+    program, rounded = session.program, session.link.downlink.text != "float32"
+
+    def progress(part: Tensor, x: Tensor, sent: Tensor) -> Tensor:
+        """y, or x + (y - x^) in its place: downlink rounding is not mistaken for client progress."""
+        if not rounded:
+            return sent + part
+        d = (sent + part).sub_(sent) if changes else part - sent
+        return d.add_(x) if x.dtype == d.dtype else x + d
+
+    y = {name: model[name] for name in program.shared if name in model}
+    if changes or rounded:
+        y = together(progress, y, x, sent)
+    resting = {name: sent[name] for name in session.resting(round)}
+    if resting and rounded:
+        resting = together(lambda sent, x: x + (sent - sent), resting, x)
+    y = {name: y[name] if name in y else resting[name] for name in program.shared}
     averaged = {name: model[name] for name in program.shared_buffers}
     return Update(y, variables, header.examples), averaged
-
-
-def _without_rounding(update: Update, x: State, sent: State) -> Update:
-    """x + (y - x^) in place of y: downlink rounding is not mistaken for client progress."""
-    return replace(update, y={name: x[name] + (y - sent[name]) for name, y in update.y.items()})

@@ -17,12 +17,12 @@ from fedpara.engines.distributed.process_group import join
 from fedpara.engines.progress import Progress, Schedule
 from fedpara.engines.server.products import AggregationError
 from fedpara.engines.session import Session
-from fedpara.engines.transfer import HOST, device_of, move, move_variables
+from fedpara.engines.transfer import HOST, move, move_variables
 from fedpara.privacy import Privacy, Spending, User
 from fedpara.privacy.clipping import clip_update, is_below, next_bound
 from fedpara.privacy.kinds import CLIP, PRIVACY
 from fedpara.privacy.randomness import Noise, fresh_key, seeded_key
-from fedpara.state import State
+from fedpara.state import State, device_of
 
 
 class PrivateSum:

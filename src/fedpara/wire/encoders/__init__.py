@@ -1,6 +1,6 @@
 """The encoders of lossy links, one file each, by the names that a link uses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,13 @@ class Encoding:
     def draws(self) -> bool:
         """Whether encoding draws random numbers."""
         return self.encoder is not None or self.text == "int8"
+
+    def uniforms(self, spec: Iterable[tuple[torch.dtype, torch.Size]]) -> int:
+        """How many uniform numbers the encoding of such tensors draws."""
+        shapes = [shape for dtype, shape in spec if self.loses(dtype, shape)]
+        if self.encoder is not None:
+            return self.encoder.uniforms(shapes)
+        return sum(shape.numel() for shape in shapes) if self.text == "int8" else 0
 
     @property
     def sends_differences(self) -> bool:

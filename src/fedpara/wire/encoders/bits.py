@@ -33,15 +33,15 @@ def unpack(packed: Tensor, base: int, count: int) -> Tensor:
     each = DIGITS[base]
     if base**each < 256 and bool((packed >= base**each).any()):
         raise WireError(f"a packed byte is above {base**each - 1}: expected {each} digits of base {base}.")
-    digits = _table(base).to(packed.device)[packed.int()].view(torch.uint8).view(-1)
+    digits = _table(base, packed.device)[packed.int()].view(torch.uint8).view(-1)
     if bool(digits[count:].any()):
         raise WireError("the unused digits of a packed byte are not zero.")
     return digits[:count]
 
 
 @cache
-def _table(base: int) -> Tensor:
+def _table(base: int, device: torch.device) -> Tensor:
     """The digits of every byte, as one wide number per byte where a type has that width: it is faster to look up."""
     digits = (torch.arange(256)[:, None] // base ** torch.arange(DIGITS[base]) % base).to(torch.uint8)
     wide = {8: torch.int64, 4: torch.int32, 2: torch.int16}.get(DIGITS[base])
-    return digits if wide is None else digits.view(wide).view(-1)
+    return (digits if wide is None else digits.view(wide).view(-1)).to(device)

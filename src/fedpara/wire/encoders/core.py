@@ -6,6 +6,7 @@ takes no size from the message, and rejects every value that its encoder could n
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -31,6 +32,9 @@ class Encoder(Protocol):
     def layout(self, shapes: Sequence[torch.Size]) -> Layout:
         """The wire tensors of tensors of these shapes."""
 
+    def uniforms(self, shapes: Sequence[torch.Size]) -> int:
+        """How many uniform numbers `encode` draws for tensors of these shapes (`draws.uniform`)."""
+
     def encode(self, tensors: Sequence[Tensor], generator: torch.Generator) -> Parts:
         """The wire tensors of one or more finite float32 tensors, on their device."""
 
@@ -38,6 +42,7 @@ class Encoder(Protocol):
         """The float32 tensors. The parts have the types and lengths of the layout; WireError for a wrong value."""
 
 
+@lru_cache(maxsize=4096)
 def codes(encoder: Encoder, dtype: torch.dtype, shape: torch.Size) -> bool:
     """Whether a tensor is encoded, decided by its size: otherwise it travels as float32."""
     if not dtype.is_floating_point or shape.numel() < SMALL:

@@ -15,7 +15,7 @@ both ends get the same bits on any device.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class Eden:
         return f"eden(bits={self.bits}, block={self.block}, unbiased={self.unbiased})"
 
     def layout(self, shapes: Sequence[torch.Size]) -> Layout:
-        groups = self._groups(shapes)
+        groups = _groups(self.block, tuple(shapes))
         count = sum(width * len(pieces) for width, pieces in groups.items())
         return {
             "codes": (torch.uint8, packed_length(count, 1 << self.bits)),
@@ -58,13 +58,16 @@ class Eden:
             "seed": (torch.int32, 1),
         }
 
+    def uniforms(self, shapes: Sequence[torch.Size]) -> int:
+        return 0
+
     def encode(self, tensors: Sequence[Tensor], generator: torch.Generator) -> Parts:
         seed = torch.randint(
             -(1 << 31), 1 << 31, (1,), generator=generator, dtype=torch.int32, device=generator.device
         )
         codes, scales = [], []
         flat = [tensor.reshape(-1) for tensor in tensors]
-        groups = self._groups([tensor.shape for tensor in tensors])
+        groups = _groups(self.block, tuple(tensor.shape for tensor in tensors))
         for (width, pieces), signs in zip(
             groups.items(), self._signs(int(seed), groups, flat[0].device), strict=True
         ):
@@ -74,8 +77,8 @@ class Eden:
             turned = hadamard(values.div_(largest).mul_(signs))
             squared = turned.square().sum(1, keepdim=True)
             z = turned * torch.rsqrt(squared.clamp_min(1e-30) / width)
-            found = torch.bucketize(z, _boundaries(self.bits).to(z.device), out_int32=True)
-            levels = _levels(self.bits).to(z.device)[found]
+            found = torch.bucketize(z, _boundaries(self.bits, z.device), out_int32=True)
+            levels = _levels(self.bits, z.device)[found]
             dot = turned.mul_(levels).sum(1, keepdim=True).clamp_min_(1e-30)
             scale = squared / dot if self.unbiased else dot / levels.square_().sum(1, keepdim=True)
             codes.append(found.to(torch.uint8).view(-1))
@@ -86,11 +89,11 @@ class Eden:
     def decode(self, parts: Parts, shapes: Sequence[torch.Size]) -> list[Tensor]:
         if not bool(((parts["scales"] >= 0) & parts["scales"].isfinite()).all()):
             raise WireError("a scale is negative, infinite or not a number: expected finite numbers.")
-        groups = self._groups(shapes)
+        groups = _groups(self.block, tuple(shapes))
         sizes = [width * len(pieces) for width, pieces in groups.items()]
         codes = unpack(parts["codes"], 1 << self.bits, sum(sizes)).split(sizes)
         scales = parts["scales"].split([len(pieces) for pieces in groups.values()])
-        levels = _levels(self.bits).to(parts["codes"].device)
+        levels = _levels(self.bits, parts["codes"].device)
         made = [torch.empty(shape.numel(), device=levels.device) for shape in shapes]
         signs = self._signs(int(parts["seed"]), groups, levels.device)
         for (width, pieces), code, scale, sign in zip(groups.items(), codes, scales, signs, strict=True):
@@ -101,21 +104,23 @@ class Eden:
                 made[i][start : start + size] = one
         return reshaped(made, shapes)
 
-    def _groups(self, shapes: Sequence[torch.Size]) -> dict[int, list[Piece]]:
-        """Pieces of the tensors by width: the full blocks, and the last of each tensor in the next power of two."""
-        groups: dict[int, list[Piece]] = {}
-        for i, shape in enumerate(shapes):
-            count = shape.numel()
-            for start in range(0, count, self.block):
-                size = min(self.block, count - start)
-                groups.setdefault(1 << (size - 1).bit_length(), []).append((i, start, size))
-        return groups
-
     def _signs(self, seed: int, groups: Mapping[int, list[Piece]], device: torch.device) -> list[Tensor]:
         """The signs of each group, [block, width]."""
         sizes = [width * len(pieces) for width, pieces in groups.items()]
         drawn = random_signs(seed, sum(sizes), device).split(sizes)
         return [signs.view(-1, width) for signs, width in zip(drawn, groups, strict=True)]
+
+
+@lru_cache(maxsize=16)
+def _groups(block: int, shapes: tuple[torch.Size, ...]) -> dict[int, list[Piece]]:
+    """Pieces of the tensors by width: the full blocks, and the last of each tensor in the next power of two."""
+    groups: dict[int, list[Piece]] = {}
+    for i, shape in enumerate(shapes):
+        count = shape.numel()
+        for start in range(0, count, block):
+            size = min(block, count - start)
+            groups.setdefault(1 << (size - 1).bit_length(), []).append((i, start, size))
+    return groups
 
 
 def _merged(pieces: Iterable[Piece]) -> list[Piece]:
@@ -163,12 +168,12 @@ def random_signs(seed: int, count: int, device: torch.device) -> Tensor:
 
 
 @cache
-def _levels(bits: int) -> Tensor:
+def _levels(bits: int, device: torch.device) -> Tensor:
     positive = torch.tensor(_POSITIVE[bits])
-    return torch.cat([-positive.flip(0), positive])
+    return torch.cat([-positive.flip(0), positive]).to(device)
 
 
 @cache
-def _boundaries(bits: int) -> Tensor:
-    levels = _levels(bits)
+def _boundaries(bits: int, device: torch.device) -> Tensor:
+    levels = _levels(bits, device)
     return (levels[1:] + levels[:-1]) / 2

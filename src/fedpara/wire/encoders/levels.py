@@ -19,6 +19,7 @@ from torch import Tensor
 from fedpara.errors import WireError
 from fedpara.wire.encoders.bits import pack, packed_length, unpack
 from fedpara.wire.encoders.core import Layout, Parts, from_rows, in_rows, reshaped
+from fedpara.wire.encoders.draws import uniform
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class Levels:
             "scales": (torch.bfloat16, sum(-(-count // self.block) for count in counts)),
         }
 
+    def uniforms(self, shapes: Sequence[torch.Size]) -> int:
+        return sum(shape.numel() for shape in shapes)
+
     def encode(self, tensors: Sequence[Tensor], generator: torch.Generator) -> Parts:
         half = (self.levels - 1) / 2
         blocks = in_rows(tensors, self.block)
@@ -47,8 +51,7 @@ class Levels:
         steps = scales.float().clamp_min(torch.finfo(torch.float32).tiny)[:, None]
         blocks = blocks.div_(steps).mul_(half).add_(half)  # `in_rows` copied them
         levels = torch.cat(from_rows(blocks, [tensor.numel() for tensor in tensors]))
-        uniform = torch.rand(levels.shape, generator=generator, device=generator.device).to(levels.device)
-        levels.add_(uniform).floor_()
+        levels.add_(uniform(levels.numel(), generator, levels.device)).floor_()
         # In float32 a sum just below L may round up to L.
         codes = levels.clamp_(0, self.levels - 1).to(torch.uint8)
         return {"codes": pack(codes, self.base), "scales": scales}

@@ -33,6 +33,9 @@ class PowerSGD:
             "q": (torch.bfloat16, sum(n * r for _, n, r in sizes)),
         }
 
+    def uniforms(self, shapes: Sequence[torch.Size]) -> int:
+        return 0
+
     def encode(self, tensors: Sequence[Tensor], generator: torch.Generator) -> Parts:
         factors = [self._factors(tensor, generator) for tensor in tensors]
         p, q = (torch.cat(side).to(torch.bfloat16) for side in zip(*factors, strict=True))

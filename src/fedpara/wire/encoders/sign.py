@@ -5,6 +5,7 @@ value = s sign(x),   s = mean |x| over the block: of all scales this one has the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -29,13 +30,15 @@ class Sign:
             "scales": (torch.bfloat16, sum(-(-count // self.block) for count in counts)),
         }
 
+    def uniforms(self, shapes: Sequence[torch.Size]) -> int:
+        return 0
+
     def encode(self, tensors: Sequence[Tensor], generator: torch.Generator) -> Parts:
         counts = [tensor.numel() for tensor in tensors]
         blocks = in_rows(tensors, self.block)
         signs = torch.cat(from_rows((blocks >= 0).to(torch.uint8), counts))
-        sizes = [min(self.block, count - start) for count in counts for start in range(0, count, self.block)]
         # Divided first: the sum of large numbers could overflow.
-        scales = blocks.abs_().div_(torch.tensor(sizes, device=blocks.device)[:, None]).sum(1)
+        scales = blocks.abs_().div_(_sizes(self.block, tuple(counts), blocks.device)[:, None]).sum(1)
         return {"signs": pack(signs, 2), "scales": scales.to(torch.bfloat16)}
 
     def decode(self, parts: Parts, shapes: Sequence[torch.Size]) -> list[Tensor]:
@@ -44,3 +47,10 @@ class Sign:
         signs = unpack(parts["signs"], 2, sum(counts)).float().mul_(2).sub_(1)
         values = in_rows(signs.split(counts), self.block).mul_(scales[:, None])
         return reshaped(from_rows(values, counts), shapes)
+
+
+@lru_cache(maxsize=16)
+def _sizes(block: int, counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """How many numbers each block holds: the last one of a tensor may not be full."""
+    sizes = [min(block, count - start) for count in counts for start in range(0, count, block)]
+    return torch.tensor(sizes, device=device)

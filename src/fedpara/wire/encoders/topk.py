@@ -8,6 +8,7 @@ The bits of all tensors follow one another: first all bitmaps, then all low bits
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -34,9 +35,12 @@ class TopK:
             **({"low": (torch.uint8, packed_length(low, 2))} if low else {}),
         }
 
+    def uniforms(self, shapes: Sequence[torch.Size]) -> int:
+        return 0
+
     def encode(self, tensors: Sequence[Tensor], generator: torch.Generator) -> Parts:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        kept = _Kept(self.fraction, [tensor.shape for tensor in tensors], flat.device)
+        kept = _kept(self.fraction, tuple(tensor.shape for tensor in tensors), flat.device)
         found = [
             part.topk(k, sorted=False).indices + start
             for part, k, start in zip(flat.abs().split(kept.n), kept.k, kept.starts, strict=True)
@@ -53,7 +57,7 @@ class TopK:
 
     def decode(self, parts: Parts, shapes: Sequence[torch.Size]) -> list[Tensor]:
         values = parts["values"].float()
-        kept = _Kept(self.fraction, shapes, values.device)
+        kept = _kept(self.fraction, tuple(shapes), values.device)
         found = unpack(parts["positions"], 2, kept.bits).nonzero().view(-1)
         if len(found) != len(values) or bool(((found < kept.first_bit) | (found >= kept.end_bit)).any()):
             raise WireError(f"the bitmap of positions does not have the expected {len(values)} bits set.")
@@ -75,7 +79,7 @@ class TopK:
 class _Kept:
     """For each number that is kept, in the order of the message: facts about its tensor and its place in it."""
 
-    def __init__(self, fraction: float, shapes: Sequence[torch.Size], device: torch.device) -> None:
+    def __init__(self, fraction: float, shapes: tuple[torch.Size, ...], device: torch.device) -> None:
         sizes = [_sizes(fraction, shape.numel()) for shape in shapes]
         self.n, self.k, low, high = (list(column) for column in zip(*sizes, strict=True))
         self.starts, bits, ranks = _starts(self.n), _starts(high), _starts(self.k)
@@ -92,6 +96,9 @@ class _Kept:
         rank = torch.arange(sum(self.k), device=device) - each(ranks)
         self.rank = torch.where(each(high) == self.size, 0, rank)
         self.places = torch.arange(self.widest, device=device)
+
+
+_kept = lru_cache(maxsize=4)(_Kept)
 
 
 def _sizes(fraction: float, n: int) -> tuple[int, int, int, int]:

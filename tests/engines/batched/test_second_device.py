@@ -1,0 +1,135 @@
+"""Updates, memories and messages that stay on a second device give the same bits as on the host."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from second_device import CUDA, Elsewhere, SecondDevice
+
+import fedpara as fp
+from fedpara import algorithms, data, models
+from fedpara.algorithms import Local
+from fedpara.engines.batched.engine import Batched
+from fedpara.engines.batched.examples import CohortExamples
+from fedpara.engines.memory import InMemory
+from fedpara.engines.participation.cohorts import Cohorts
+from fedpara.engines.program import make_program
+from fedpara.engines.progress import Schedule
+from fedpara.engines.rng import torch_rng, uplink_rng
+from fedpara.engines.server.rounds import run_rounds
+from fedpara.engines.session import Session
+from fedpara.wire.encoders.draws import uniform
+
+CLIENTS = 4
+LINKS = (
+    *("float32", "float16", "int8", "int4", "ternary", "sign", "topk(0.1)", "eden(bits=2)", "powersgd"),
+    *("int8(feedback=True)", "int4(feedback=True)"),
+)
+
+
+class Untrained(Batched):
+    """Adds the same random numbers to the lanes in place of a step."""
+
+    def _tick(self, plan, lane_state, of):
+        states = (lane_state.parameters, lane_state.buffers)
+        tensors = [t for state in states for t in state.values() if t.is_floating_point()]
+        torch.manual_seed(of.training)
+        noise = [(1e-2 * torch.randn(t.shape)).abs().to(t.device) for t in tensors]
+        return lambda: torch._foreach_add_(tensors, noise)
+
+
+def rounds_of(session, task, federation, elsewhere):
+    size = Cohorts(0, CLIENTS, CLIENTS)
+    engine = Untrained(session, task, federation, InMemory(), cohorts=size, device="cpu", wait=True)
+    if elsewhere:
+        engine.device, engine.on_gpu = CUDA, True
+        engine.examples = CohortExamples(session, federation, "none", CUDA, size)
+    assert engine.stays
+    schedule = Schedule(2, CLIENTS, CLIENTS, federation.size, max_norm=100.0)
+    rounds = list(run_rounds(session, engine, schedule, personal=False))
+    return rounds[-1], [engine.memory.get(client) for client in range(CLIENTS)]
+
+
+def same(digits, monkeypatch, algorithm, link, scheme=None, model=None):
+    train, _ = digits
+    # Without threads: the second device exists in one thread only.
+    monkeypatch.setattr(
+        "fedpara.engines.batched.draw_ahead.map_in_threads", lambda f, items: list(map(f, items))
+    )
+    monkeypatch.setattr(torch.cuda, "default_generators", (torch.default_generator,))
+    torch.manual_seed(0)
+    model = model or models.mlp(64, 24, 10)
+    if scheme is not None:
+        fp.factorize(model, scheme, force=True)
+    session = Session(make_program(model), algorithm, link, 0)
+    federation = fp.FederatedData(train, data.iid(train.targets, CLIENTS, 0))
+    found = [rounds_of(session, fp.Task(model), federation, False)]
+    with SecondDevice():
+        found.append(rounds_of(session, fp.Task(model), federation, True))
+    (a, kept), (b, also) = found
+    assert not a.refused
+    assert (a.progress.bytes_up, a.progress.bytes_down) == (b.progress.bytes_up, b.progress.bytes_down)
+    pairs = [(a.progress.x, b.progress.x), (a.progress.buffers, b.progress.buffers)]
+    pairs += [(a.progress.server[v], b.progress.server[v]) for v in a.progress.server]
+    for mine, theirs in zip(kept, also, strict=True):
+        assert (mine is None) == (theirs is None)
+        pairs += [(mine[v], theirs[v]) for v in mine or {}]
+    for first, second in pairs:
+        assert first.keys() == second.keys()
+        for name, tensor in first.items():
+            assert not isinstance(second[name], Elsewhere), name
+            assert torch.equal(tensor, second[name]), name
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_every_link(digits, monkeypatch, link):
+    algorithm = algorithms.fedavg(lr=0.1, batch_size=500)
+    same(digits, monkeypatch, algorithm, fp.Link(up=link, down=link), fp.FedPara(gamma=0.5))
+
+
+@pytest.mark.parametrize("name", algorithms.names())
+def test_every_algorithm(digits, monkeypatch, name):
+    algorithm = algorithms.build(name, Local(lr=0.1, batch_size=500))
+    same(digits, monkeypatch, algorithm, fp.Link(up="int8(feedback=True)"), fp.PFedPara(gamma=0.5))
+
+
+def test_a_kept_optimizer_and_buffers(digits, monkeypatch):
+    local = Local(lr=0.1, batch_size=500, momentum=0.5, keep_optimizer=True)
+    model = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 10)
+    )
+    same(digits, monkeypatch, algorithms.build("fedavg", local), fp.Link(up="int8", down="int4"), model=model)
+
+
+def test_the_second_device_refuses_to_mix():
+    with SecondDevice():
+        here = torch.ones(3)
+        there = here.to("cuda")
+        assert there.device == CUDA
+        assert (there + 1).device == CUDA
+        assert there.cpu().device.type == "cpu"
+        with pytest.raises(RuntimeError, match="mixes"):
+            here + there
+
+
+def test_numbers_drawn_ahead_are_the_same():
+    drawn, plain = uplink_rng(3, 5, 7), torch_rng(3, "link-up", 5, 7)
+    drawn.draw(1000, pinned=False)
+    for _ in range(2):  # the second call draws
+        assert torch.equal(
+            uniform(1000, drawn, torch.device("cpu")), uniform(1000, plain, torch.device("cpu"))
+        )
+
+
+def test_an_algorithm_for_the_host_gets_its_updates_there(digits):
+    train, _ = digits
+    model, fedavg = models.mlp(64, 24, 10), algorithms.fedavg(lr=0.1)
+    own = replace(fedavg, aggregate=lambda *given: fedavg.aggregate(*given))
+    federation = fp.FederatedData(train, data.iid(train.targets, CLIENTS, 0))
+    for algorithm, stays in ((fedavg, True), (own, False)):
+        session = Session(make_program(model), algorithm, fp.Link(up="int8"), 0)
+        cohorts = Cohorts(0, CLIENTS, CLIENTS)
+        engine = Batched(
+            session, fp.Task(model), federation, InMemory(), cohorts=cohorts, device="cpu", wait=True
+        )
+        assert engine.stays is stays
