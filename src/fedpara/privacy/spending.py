@@ -16,6 +16,9 @@ class Spending:
     """The cost of a private run. `budget` is the largest epsilon, `seed` that of the noise.
 
     `uses`, with example-level privacy: how often the first rounds used the most used example.
+    `hidden`, with secure aggregation: the server sees noised sums only, so there is a cost against the server too.
+    `skipped`, with secure aggregation: the probability that the rest of a cohort has exactly one client less than a sum
+    needs. Whether the round has a sum then tells if a client was chosen, so all rounds of that kind count in delta.
     """
 
     kind: Privacy
@@ -25,15 +28,21 @@ class Spending:
     budget: float | None = None
     seed: int | None = None
     uses: Callable[[int], int] | None = None
+    hidden: bool = False
+    skipped: float = 0.0
 
     def costs(self, rounds: int) -> tuple[float, float, int, float]:
         """(noise, sampling probability, number of Gaussian mechanisms, delta)"""
         if self.uses is not None:
             return self.kind.noise, 1.0, self.uses(rounds), self.delta
-        return self.kind.noise, self.cohort / self.clients, rounds, self.delta
+        return self.kind.noise, self.cohort / self.clients, rounds, self.delta - rounds * self.skipped
 
     def epsilon(self, rounds: int) -> float:
         return epsilon(*self.costs(rounds))
+
+    def epsilon_server(self, rounds: int) -> float:
+        """Against a server that sees noised sums. It knows the cohorts: the cost for a client of every round."""
+        return epsilon(self.kind.noise, 1.0, rounds, self.delta)
 
     def spent(self, rounds: int) -> bool:
         """Whether one more round would cost more than the budget."""
@@ -53,6 +62,7 @@ class Spending:
             "kind": self.kind.name,
             "epsilon": self.epsilon(rounds),
             "epsilon_rdp": epsilon_rdp(*self.costs(rounds)),
+            **({"epsilon_server": self.epsilon_server(rounds)} if self.hidden else {}),
             "delta": self.delta,
             "noise": self.kind.noise,
             "clip": bound,
