@@ -89,17 +89,9 @@ def distributed_noise_problems(spending: Spending, settings: Settings) -> Iterat
         )
     if (width := how.width(spending.clients, kind.sum_noise)) > 8:
         yield f"needs {width} bytes for a masked number: expected at most 8, so lower bits in {how}."
-    if not (settings.rounds + 1) * spending.skipped < spending.delta:
-        yield (
-            f"has cohorts that are too small for secure aggregation in {spending.skipped:.2g} of the rounds, which "
-            f"{settings.rounds} rounds at delta {spending.delta:.2g} do not allow: expected a larger cohort."
-        )
 
 
-def without_a_sum(clients: int, cohort: int) -> float:
-    """The probability that a cohort has one client less than the smallest sum, among all clients but one.
-
-    P(Binomial(N - 1, q) = 2). If one client decides whether there is a sum, Poisson sampling does not hide it.
-    """
+def telling_cohorts(clients: int, cohort: int) -> float:
+    """P(Binomial(N - 1, q) = 2): two of the other clients are chosen, so one client decides if there is a sum."""
     q, others = cohort / clients, SMALLEST - 1
     return math.comb(clients - 1, others) * q**others * (1 - q) ** (clients - 1 - others) if q < 1 else 0.0

@@ -11,7 +11,7 @@ from fedpara.engines.local.per_example import private_gradient
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.participation.cohorts import Cohorts, find_sampler
 from fedpara.engines.program import Program
-from fedpara.engines.secure.checks import distributed_noise_problems, without_a_sum
+from fedpara.engines.secure.checks import distributed_noise_problems, telling_cohorts
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
 from fedpara.engines.setup.rotation import make_rotation
@@ -85,7 +85,7 @@ def private_spending(
         settings.privacy_seed,
         uses,
         hidden,
-        without_a_sum(len(data), settings.cohort) if hidden else 0.0,
+        telling_cohorts(len(data), settings.cohort) if hidden else 0.0,
     )
     for problem in distributed_noise_problems(spending, settings):
         raise ConfigError(f"privacy {kind} {problem}")
