@@ -1,11 +1,11 @@
 """What secure aggregation costs on Flower: bytes and seconds a round, beside the plain round in the same federation.
 
-    python benchmarks/secure.py --nodes 3 --rounds 3 --out results/benchmarks/secure-3-nodes.jsonl
+    python benchmarks/secure.py --nodes 3 --out results/benchmarks/secure-3-nodes.jsonl
     python benchmarks/secure.py --simulation --out results/benchmarks/secure-simulation.jsonl
 
 Nodes are real SuperNodes on loopback with TLS and node keys, one client each (digits, MLP, FedPara). They start once
-and serve both runs, the plain one first. Each line of the output is one round. The last line compares the two models:
-they must agree within quantization.
+and serve both runs, the plain one first. Each line of the output is one round. The last line compares the two models
+after the first round: they must agree within quantization. Later, training amplifies the differences.
 """
 
 import argparse
@@ -27,7 +27,8 @@ from fedpara.apps.flower.processes import Processes
 from fedpara.apps.flower.simulation import follow
 from fedpara.experiments import Experiment, Summary, run
 from fedpara.experiments.run import lay_out
-from fedpara.experiments.storage.checkpoint import final_checkpoint
+from fedpara.experiments.storage.checkpoint import PREVIOUS
+from fedpara.experiments.storage.tensor_files import read_tensors
 from fedpara.secure import read_secure
 
 BASE = Experiment(model="mlp", lr=0.05, engine="flower")
@@ -39,9 +40,9 @@ SIMULATED = [(10, "secagg"), (30, "secagg"), (30, "secagg(neighbours=10)")]
 Line = dict[str, Any]
 
 
-def deployed(nodes: int, rounds: int, scratch: Path) -> Iterator[Line]:
-    """One line per round of both runs, and one that compares them."""
-    experiment = replace(BASE, clients=nodes, cohort=nodes, rounds=rounds)
+def deployed(nodes: int, scratch: Path) -> Iterator[Line]:
+    """One line per round of both runs, and one that compares their models after the first round."""
+    experiment = replace(BASE, clients=nodes, cohort=nodes, rounds=2)
     folders = {"plain": scratch / "plain", "secure": scratch / "secure"}
     with Processes() as processes:
         given: dict[str, str | int | float] = {"deadline": 900, "wait": 900, "hello": 600}
@@ -58,17 +59,15 @@ def deployed(nodes: int, rounds: int, scratch: Path) -> Iterator[Line]:
             for line in lines_of(summary):
                 yield {"engine": "flower", "tls": True, "nodes": nodes, "run": name, **line}
             submitted.wait(120)
-    a, b = (final_checkpoint(folder).state for folder in folders.values())
-    farthest = max(float((a[name] - b[name]).abs().max()) for name in a)
-    numbers, step = sum(tensor.numel() for tensor in a.values()), read_secure(SECURE).step
+    first, second = (read_tensors(folder / PREVIOUS)[0] for folder in folders.values())
+    farthest = max(float((first[name] - second[name]).abs().max()) for name in first)
+    numbers, step = sum(tensor.numel() for tensor in first.values()), read_secure(SECURE).step
     yield {
         "nodes": nodes,
-        "rounds": rounds,
         "numbers": numbers,
         "step": step,
-        "largest difference": farthest,
+        "largest difference after round 1": farthest,
         "in steps": round(farthest / step, 2),
-        "load": os.getloadavg()[0],
     }
 
 
@@ -130,7 +129,6 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--nodes", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--simulation", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
@@ -138,7 +136,7 @@ def main() -> int:
     lines = []
     with tempfile.TemporaryDirectory(prefix="sec-") as name, given.out.open("x") as out:
         scratch = Path(name)
-        made = simulated(scratch) if given.simulation else deployed(given.nodes, given.rounds, scratch)
+        made = simulated(scratch) if given.simulation else deployed(given.nodes, scratch)
         for line in made:
             lines.append(line)
             out.write(json.dumps(line) + "\n")
@@ -147,9 +145,9 @@ def main() -> int:
     if given.simulation:
         return 0
     print(
-        f"\nThe models differ by at most {lines[-1]['in steps']} steps of fixed point after {given.rounds} rounds."
+        f"\nAfter the first round the models differ by at most {lines[-1]['in steps']} steps of fixed point."
     )
-    return 0 if lines[-1]["in steps"] <= 2 * given.rounds + 1 else 1
+    return 0 if lines[-1]["in steps"] <= 1.5 else 1
 
 
 if __name__ == "__main__":
