@@ -42,6 +42,7 @@ CASES = {
     "ditto-batched": ("original", "ditto", "batched"),
     "fedavg-cosine": ("original", "fedavg", "sequential"),
     "fedavg-private": ("original", "fedavg", "sequential"),
+    "fedavg-private-secure": ("original", "fedavg", "sequential"),
 }
 FACTS = ("number", "refused", "clock", "train_loss", "bytes_up", "bytes_down", "accuracy", "loss", "before")
 OPTIONS = {
@@ -52,6 +53,15 @@ OPTIONS = {
         "personal": False,
         "privacy": fp.privacy.User(1.0, 0.3, quantile=0.5),
         "privacy_seed": 1,
+    },
+    "fedavg-private-secure": {
+        "sampler": "poisson",
+        "weights": "uniform",
+        "personal": False,
+        "privacy": fp.privacy.User(1.0, 0.3),
+        "privacy_seed": 1,
+        "secure": "secagg(clip=0.3)",
+        "link": fp.Link(),
     },
 }
 
@@ -118,6 +128,8 @@ def simulations(folder, rank):
                 save_file(result.client_state(client), folder / f"{case}-client{client}-{rank}.safetensors")
             except RunError as error:
                 found[case][str(client)] = str(error)
+    fresh = simulated("fedavg-private-secure", privacy_seed=None)
+    save_file(fresh.state, folder / f"fresh-{rank}.safetensors")
 
     def fails(result):
         if rank == 1:
@@ -213,6 +225,13 @@ def test_two_ranks_give_the_bits_of_one_process(two, case):
     for client in range(CLIENTS):
         own = load_file(folder / f"{case}-client{client}-{client % 2}.safetensors")
         assert same(own, alone.client_state(client))
+
+
+def test_ranks_agree_on_noise_that_has_no_seed(two):
+    """Of the clients' noise under secure aggregation, and of the server's."""
+    states = [load_file(two[0] / f"fresh-{rank}.safetensors") for rank in range(2)]
+    assert same(*states)
+    assert not same(states[0], load_file(two[0] / "fedavg-private-secure-0.safetensors"))
 
 
 def test_on_round_of_any_rank_ends_the_run_on_all(two):

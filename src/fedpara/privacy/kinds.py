@@ -59,6 +59,11 @@ class User:
         return self.clip
 
     @property
+    def sum_noise(self) -> float:
+        """z C: the standard deviation of the sum's noise, with a constant C."""
+        return self.noise * self.bound
+
+    @property
     def adaptive(self) -> bool:
         return self.quantile is not None
 

@@ -16,6 +16,9 @@ class Spending:
     """The cost of a private run. `budget` is the largest epsilon, `seed` that of the noise.
 
     `uses`, with example-level privacy: how often the first rounds used the most used example.
+    `hidden`, with secure aggregation: the server sees noised sums only, so there is a cost against the server too.
+    `telling`, with secure aggregation: the probability of a cohort in which one client decides whether there is a sum.
+    Sampling does not hide a client there, so delta has to cover all such rounds.
     """
 
     kind: Privacy
@@ -25,15 +28,28 @@ class Spending:
     budget: float | None = None
     seed: int | None = None
     uses: Callable[[int], int] | None = None
+    hidden: bool = False
+    telling: float = 0.0
 
     def costs(self, rounds: int) -> tuple[float, float, int, float]:
         """(noise, sampling probability, number of Gaussian mechanisms, delta)"""
         if self.uses is not None:
             return self.kind.noise, 1.0, self.uses(rounds), self.delta
-        return self.kind.noise, self.cohort / self.clients, rounds, self.delta
+        return self.kind.noise, self.cohort / self.clients, rounds, self.delta - rounds * self.telling
 
     def epsilon(self, rounds: int) -> float:
-        return epsilon(*self.costs(rounds))
+        return self._cost(epsilon, rounds)
+
+    def epsilon_server(self, rounds: int) -> float:
+        """Against a server that sees noised sums. It knows the cohorts: the cost for a client of every round."""
+        return epsilon(self.kind.noise, 1.0, rounds, self.delta)
+
+    def _cost(self, by: Callable[[float, float, int, float], float], rounds: int) -> float:
+        noise, sampling, count, delta = self.costs(rounds)
+        if not self.hidden:
+            return by(noise, sampling, count, delta)
+        seen = by(noise, 1.0, rounds, self.delta)  # the models follow from what the server sees
+        return min(seen, by(noise, sampling, count, delta)) if delta > 0 else seen
 
     def spent(self, rounds: int) -> bool:
         """Whether one more round would cost more than the budget."""
@@ -52,7 +68,8 @@ class Spending:
         return {
             "kind": self.kind.name,
             "epsilon": self.epsilon(rounds),
-            "epsilon_rdp": epsilon_rdp(*self.costs(rounds)),
+            "epsilon_rdp": self._cost(epsilon_rdp, rounds),
+            **({"epsilon_server": self.epsilon_server(rounds)} if self.hidden else {}),
             "delta": self.delta,
             "noise": self.kind.noise,
             "clip": bound,

@@ -11,7 +11,8 @@ The protocol has four stages. Each one is a message to every client and a messag
     unmask   it reveals its shares of b_j for clients whose vector arrived, and of s_j for those that vanished
 
 `client.Participant` and `server.Aggregation` are state machines that turn one message into the next. They know nothing
-of the transport: the simulator and Flower use the same code.
+of the transport: the simulator and Flower use the same code. With user-level privacy, q_i has the client's share of the
+noise (`distributed_noise`).
 """
 
 from fedpara.secure.settings import SECURE, SecAgg, read_secure

@@ -2,7 +2,7 @@
 
     keys()                the public keys of its two secrets, and a commitment to the third
     shares(message)       neighbours' keys -> its secrets in shares, one sealed pair per neighbour
-    masked(message, d)    who shared, its weight, its update -> q + masks
+    masked(message, d)    who shared, its weight, its update -> q + masks; q is the update in fixed point, with noise
     unmask(message)       who is alive -> one share per neighbour: of b if it is alive, of its mask key if it vanished
 
 Each stage happens once and in this order: a second answer could reveal what the first one hides. The secrets and both
@@ -20,6 +20,7 @@ from flwr.common.secure_aggregation.secaggplus_utils import (
 
 from fedpara.errors import WireError
 from fedpara.secure import primitives as p
+from fedpara.secure.distributed_noise import ClientNoise
 from fedpara.secure.fixed_point import Floats, clipped, packed, quantized
 from fedpara.secure.messages import STAGES, Array, Spec, Stage, distinct, numbers, read, rows, write
 from fedpara.secure.settings import SMALLEST, SecAgg
@@ -95,7 +96,9 @@ class Participant:
         ]
         return self._write("shares", {"clients": numbers([*boxes]), "sealed": rows(sealed, SEALED)})
 
-    def masked(self, message: bytes, d: Floats, rng: np.random.Generator) -> bytes:
+    def masked(
+        self, message: bytes, d: Floats, rng: np.random.Generator, noise: ClientNoise | None = None
+    ) -> bytes:
         """`rng` decides the rounding. It hides nothing, so it may come from the seed of the run."""
         self._enter("masked")
         _, masks, cohort = self._neighbours(self.peers)
@@ -108,8 +111,9 @@ class Participant:
                 f"{len(sharing)} of {len(masks)} neighbours shared their secrets: expected at least "
                 f"{self.how.needed(len(masks) + 1) - 1}, and no other clients."
             )
-        width = self.how.width(cohort)
-        total = quantized(clipped(d, self.how.clip), weight, self.how, width, rng)
+        width = self.how.width(cohort, noise.scale if noise else 0.0)
+        g = noise.drawn(self.how, cohort, len(d)) if noise else None
+        total = quantized(clipped(d, self.how.clip), weight, self.how, width, rng, g)
         total += p.self_mask(self.own, len(d), width)
         for client in sharing:
             mask = p.pair_mask(p.agreed_key(self.mask, masks[client]), len(d), width)

@@ -3,7 +3,7 @@
     q = floor(a d / step + u),  u ~ U[0, 1):   E[step q] = a d,   |step q - a d| <= step,   |q| <= 2^(bits - 1)
 
 d is the clipped update and a <= 1 the client's weight. A sum over n clients is at most n 2^(bits - 1) in size, so it
-can be read from its remainder.
+can be read from its remainder. With noise g the client rounds a d + g in place of a d, and the sum has room for it.
 """
 
 import numpy as np
@@ -26,11 +26,16 @@ def clipped(d: Floats, clip: float) -> Floats:
     return d if norm <= clip else d * (clip / norm)
 
 
-def quantized(d: Floats, weight: float, how: SecAgg, width: int, rng: np.random.Generator) -> Ring:
-    """a d in fixed point, with stochastic rounding: the mean over clients is not biased."""
-    most = 2 ** (how.bits - 1)
-    q = np.floor(d * (weight / how.step) + rng.random(d.shape))
-    return np.clip(q, -most, most - 1).astype(np.int64).astype(ring_type(width))
+def quantized(
+    d: Floats, weight: float, how: SecAgg, width: int, rng: np.random.Generator, g: Floats | None = None
+) -> Ring:
+    """a d + g in fixed point, with stochastic rounding: the mean over clients is not biased."""
+    most, u = 2 ** (how.bits - 1), rng.random(d.shape)
+    if g is None:
+        q = np.clip(np.floor(d * (weight / how.step) + u), -most, most - 1)
+    else:  # noise that is cut off would not be Gaussian
+        q = np.floor(np.clip(d * (weight / how.step), -most, most - 1) + g / how.step + u)
+    return q.astype(np.int64).astype(ring_type(width))
 
 
 def restored(total: Ring, how: SecAgg, width: int) -> tuple[Floats, int]:

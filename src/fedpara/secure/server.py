@@ -24,6 +24,8 @@ from fedpara.secure.settings import SMALLEST, SecAgg
 
 TRIES = 20
 """How many sets of shares to try for a secret. One bad share is in few of them."""
+RARE = 8.0
+"""The norm of n standard Gaussian numbers is above sqrt(n) + 8 with a probability below 1e-13."""
 KEYS: Spec = {
     "box": (np.uint8, (p.PUBLIC,)),
     "mask": (np.uint8, (p.PUBLIC,)),
@@ -46,6 +48,9 @@ class Aggregation:
     cohort: Sequence[int]
     length: int
     seed: int = 0  # of the neighbours
+    noise: float = (
+        0.0  # standard deviation of the noise that the fewest clients that may stay have in their sum
+    )
     refused: dict[int, str] = field(default_factory=dict)
     neighbours: dict[int, list[int]] = field(default_factory=dict)
     arrived: list[int] = field(default_factory=list)
@@ -56,7 +61,7 @@ class Aggregation:
 
     @property
     def width(self) -> int:
-        return self.how.width(len(self.cohort))
+        return self.how.width(len(self.cohort), self.noise)
 
     def receive_keys(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         for client, message in messages.items():
@@ -183,10 +188,11 @@ class Aggregation:
 
     def _check(self, total: Floats, largest: int, weight: float) -> None:
         """Skipped if the sum is larger than clipped updates allow: some client did not clip."""
-        count = len(self.arrived)
-        if largest > count * 2 ** (self.how.bits - 1):
+        count, share = len(self.arrived), self.how.share(self.noise, len(self.cohort))
+        if largest > count * self.how.largest(share):
             raise Skipped(f"a number of the sum is out of the range that {count} clients can reach")
         slack = self.how.step * count * self.length**0.5  # of the rounding
+        slack += share * count**0.5 * (self.length**0.5 + RARE)  # of the noise
         norm, most = float(np.linalg.norm(total)), weight * self.how.clip + slack
         if not norm <= most:
             raise Skipped(f"the norm of the sum is {norm:.6g}: expected at most {most:.6g}")

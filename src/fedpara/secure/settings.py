@@ -8,6 +8,8 @@ from typing import Any
 from fedpara.errors import ConfigError
 from fedpara.references import library_call
 
+FARTHEST = 8.6
+"""The largest Gaussian number that `privacy.randomness` can draw is sqrt(2 ln 2^53) = 8.572."""
 SMALLEST = 3
 """The smallest cohort. The sum over two clients tells each of them the update of the other."""
 
@@ -53,9 +55,18 @@ class SecAgg:
         """The difference of two neighbouring numbers in fixed point."""
         return (self.range or self.clip) / float(1 << (self.bits - 1))
 
-    def width(self, clients: int) -> int:
-        """The bytes of one masked number: the sum over the cohort fits, with its sign."""
-        return -(-(self.bits + math.ceil(math.log2(max(clients, 2)))) // 8)
+    def width(self, clients: int, noise: float = 0.0) -> int:
+        """The bytes of one masked number: the sum over the cohort fits, with its sign and its noise."""
+        most = self.largest(self.share(noise, clients))
+        return -(-(2 * most * max(clients, 2) - 1).bit_length() // 8)
+
+    def largest(self, share: float = 0.0) -> int:
+        """The largest size of one client's number, in steps. `share` is the standard deviation of its noise."""
+        return (1 << (self.bits - 1)) + (math.ceil(FARTHEST * share / self.step) + 1 if share else 0)
+
+    def share(self, noise: float, clients: int) -> float:
+        """The noise of one client, so that any `needed` clients have `noise` together (standard deviations)."""
+        return noise / math.sqrt(self.needed(clients))
 
     def needed(self, clients: int) -> int:
         """How many of these must stay."""

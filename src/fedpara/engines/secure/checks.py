@@ -1,13 +1,15 @@
 """What secure aggregation cannot be combined with, and what it no longer checks."""
 
+import math
 from collections.abc import Iterator
 from importlib.util import find_spec
 
 from fedpara.algorithms import FromMean
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
-from fedpara.privacy import User
-from fedpara.secure.settings import SMALLEST
+from fedpara.privacy import Spending, User
+from fedpara.secure.distributed_noise import FEWEST_STEPS
+from fedpara.secure.settings import SMALLEST, SecAgg
 
 UNCHECKED = (
     "secure aggregation: the server sees only the sum of a round's updates. It cannot check a single update or its "
@@ -48,11 +50,6 @@ def secure_problems(session: Session, settings: Settings) -> Iterator[str]:
         )
     if settings.robust is not None:
         yield "robust compares single updates, and secure aggregation hides them: choose one of the two."
-    if isinstance(settings.privacy, User):
-        yield (
-            "user-level privacy clips each update on the server, and secure aggregation hides them: choose one of the "
-            "two."
-        )
     if session.differences:
         yield f"secure aggregation sends whole models, and link_down {session.link.down!r} sends differences: use int8."
     if session.rotation is not None:
@@ -71,3 +68,30 @@ def secure_problems(session: Session, settings: Settings) -> Iterator[str]:
             f"a cohort of {settings.cohort} with secure aggregation: expected {SMALLEST} clients or more, so that a "
             "sum hides each of them."
         )
+
+
+def distributed_noise_problems(spending: Spending, settings: Settings) -> Iterator[str]:
+    """Why the clients of these settings cannot add the noise themselves."""
+    kind, how = spending.kind, settings.secure
+    if not spending.hidden:
+        return
+    assert isinstance(kind, User)
+    assert isinstance(how, SecAgg)
+    if kind.adaptive:
+        yield "counts how many updates are below its bound, which secure aggregation hides: leave quantile out."
+    if how.clip != kind.bound:
+        yield f"and {how} clip the same update to different norms: set secagg(clip={kind.bound!r})."
+    steps = how.share(kind.sum_noise, spending.clients) / how.step
+    if steps < FEWEST_STEPS:
+        yield (
+            f"gives each client noise of {steps:.2g} steps of fixed point, in which it is not a Gaussian: expected "
+            f"{FEWEST_STEPS:g} or more, so raise bits in {how}."
+        )
+    if (width := how.width(spending.clients, kind.sum_noise)) > 8:
+        yield f"needs {width} bytes for a masked number: expected at most 8, so lower bits in {how}."
+
+
+def telling_cohorts(clients: int, cohort: int) -> float:
+    """P(Binomial(N - 1, q) = 2): two of the other clients are chosen, so one client decides if there is a sum."""
+    q, others = cohort / clients, SMALLEST - 1
+    return math.comb(clients - 1, others) * q**others * (1 - q) ** (clients - 1 - others) if q < 1 else 0.0

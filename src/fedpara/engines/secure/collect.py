@@ -2,6 +2,9 @@
 
 The server cannot check a single update. A client bounds its own (its norm by clipping, its range by fixed point). The
 server checks the sum: it is finite by construction, and its norm must be within the bound of all clients together.
+
+With user-level privacy the clients have added noise to the sum (`secure.distributed_noise`). As in `server.private`, it
+is divided by the expected cohort.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,8 +20,12 @@ from fedpara.engines.secure.vector import length_of, moved
 from fedpara.engines.server.aggregation import round_weights
 from fedpara.engines.server.collect import Collected
 from fedpara.engines.server.engine import Engine
+from fedpara.engines.server.private import noise_key
 from fedpara.engines.server.products import AggregationError
 from fedpara.engines.session import Session
+from fedpara.privacy import User
+from fedpara.privacy.randomness import Noise
+from fedpara.secure.distributed_noise import server_noise
 from fedpara.secure.fixed_point import Floats
 from fedpara.secure.messages import Stage
 from fedpara.secure.server import Aggregation, Skipped
@@ -64,10 +71,14 @@ class SecureRound:
             self.gone = dict.fromkeys(lost, LOST)
         else:
             stages, asked = Simulated(engine, self.session, self.how, sent, lost), list(chosen)
-        length = length_of(self.session)
-        aggregation = Aggregation(self.how, self.round, chosen, length, self.session.seed)
+        kind, length = self.session.privacy, length_of(self.session)
+        noise = kind.sum_noise if isinstance(kind, User) else 0.0
+        aggregation = Aggregation(self.how, self.round, chosen, length, self.session.seed, noise)
         try:
-            change, count = self._sum(stages, aggregation, asked, personal)
+            total, weight = self._sum(stages, aggregation, asked, personal)
+            change, count = total / weight, len(aggregation.arrived)
+            if noise:
+                change, count = self._private_mean(total, aggregation)
             self.collected.aggregator = SecureMean(self.session, self.progress, change, count)
             self.collected.diverged.clear()
         except Skipped as error:
@@ -87,8 +98,8 @@ class SecureRound:
 
     def _sum(
         self, stages: Stages, aggregation: Aggregation, asked: Sequence[int], personal: bool
-    ) -> tuple[Floats, int]:
-        """(the mean change, over how many clients)"""
+    ) -> tuple[Floats, float]:
+        """(the sum of the changes, of the weights)"""
 
         def ask(stage: Stage, bodies: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
             replies = stages.stage(stage, self.round, bodies, self.message, personal)
@@ -98,8 +109,15 @@ class SecureRound:
         shares = dict(ask("shares", aggregation.receive_keys(keys)))
         masked = ask("masked", aggregation.receive_shares(shares, self._weights(aggregation.cohort)))
         survivors = aggregation.receive_masked(masked)
-        total, weight = aggregation.receive_unmask(dict(ask("unmask", survivors)))
-        return total / weight, len(aggregation.arrived)
+        return aggregation.receive_unmask(dict(ask("unmask", survivors)))
+
+    def _private_mean(self, total: Floats, aggregation: Aggregation) -> tuple[Floats, int]:
+        """(the noisy sum over the expected cohort q N, and q N). The noise has the same variance in every round."""
+        spending, stayed = self.schedule.spending, len(aggregation.arrived)
+        assert spending is not None
+        own = server_noise(aggregation.noise, self.how, len(aggregation.cohort), stayed)
+        drawn = Noise(noise_key(spending, self.round)).draw(len(total))
+        return (total + own * drawn) / spending.cohort, spending.cohort
 
     def _received(
         self, stage: Stage, bodies: Mapping[int, bytes], replies: Iterable[Reply]

@@ -10,11 +10,14 @@ from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from fedpara.engines.client import Reply
+from fedpara.engines.distributed.process_group import join
 from fedpara.engines.participation.cohorts import LOST
 from fedpara.engines.secure.vector import masked_reply
 from fedpara.engines.server.engine import Engine
 from fedpara.engines.session import Session
 from fedpara.errors import WireError
+from fedpara.privacy import User
+from fedpara.privacy.randomness import fresh_key
 from fedpara.secure import SecAgg
 from fedpara.secure.client import Participant
 from fedpara.secure.messages import Stage
@@ -63,15 +66,25 @@ class Simulated:
         self._participants[client] = Participant.fresh(self._how, round, client, secret)
         return self._participants[client]
 
+    def _secret_of_noise(self, round: int) -> bytes:
+        """From which the clients' noise follows, the same on every rank; empty if there is none or it has a seed."""
+        if not isinstance(self._session.privacy, User) or self._session.privacy_seed is not None:
+            return b""
+        return bytes.fromhex(join().agreed(f"the clients' noise of round {round}", fresh_key().hex()))
+
     def _train(
         self, round: int, bodies: Mapping[int, bytes], message: Message, personal: bool
     ) -> Iterator[Reply]:
         present = [client for client in bodies if client not in self._lost]
+        secret = self._secret_of_noise(round)
         for reply in self._engine.train(round, present, message, personal) if present else ():
             if reply.message is None:
                 yield reply
                 continue
             participant = self._participants[reply.client]
-            sealed, why = masked_reply(self._session, participant, bodies[reply.client], reply, self._sent)
+            key = secret + reply.client.to_bytes(8, "little") if secret else b""
+            sealed, why = masked_reply(
+                self._session, participant, bodies[reply.client], reply, self._sent, key
+            )
             yield replace(reply, message=sealed or None, reason=why)
         yield from (Reply(client, reason=LOST) for client in bodies if client in self._lost)

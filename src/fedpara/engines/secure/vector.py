@@ -7,10 +7,22 @@ from fedpara.engines.client import Reply
 from fedpara.engines.rng import numpy_rng
 from fedpara.engines.session import Session
 from fedpara.errors import WireError
+from fedpara.privacy import User
+from fedpara.privacy.randomness import Noise, fresh_key, seeded_key
 from fedpara.secure.client import Participant
+from fedpara.secure.distributed_noise import ClientNoise
 from fedpara.secure.fixed_point import Floats
 from fedpara.state import State
 from fedpara.wire import AnyMessage, decode
+
+
+def client_noise(session: Session, participant: Participant, key: bytes) -> ClientNoise | None:
+    """The client's share of the noise in this round; None if the run does not hide clients."""
+    if not isinstance(session.privacy, User):
+        return None
+    if session.privacy_seed is not None:
+        key = seeded_key(session.privacy_seed, participant.round, participant.client)
+    return ClientNoise(session.privacy.sum_noise, Noise(key or fresh_key()))
 
 
 def length_of(session: Session) -> int:
@@ -45,13 +57,16 @@ def moved(session: Session, x: State, change: Floats) -> State:
 
 
 def masked_reply(
-    session: Session, participant: Participant, body: bytes, reply: Reply, sent: State
+    session: Session, participant: Participant, body: bytes, reply: Reply, sent: State, key: bytes = b""
 ) -> tuple[bytes, str]:
-    """(the masked vector of a trained client, ""), or (b"", the reason why there is none)"""
+    """(the masked vector of a trained client, ""), or (b"", the reason why there is none)
+
+    `key` is that of the client's noise in a private run, if it is not to be a fresh one.
+    """
     assert reply.message is not None
     change = change_of(session, reply.message, sent)
     rng = numpy_rng(session.seed, "secure", participant.round, participant.client)
     try:
-        return participant.masked(body, change, rng), ""
+        return participant.masked(body, change, rng, client_noise(session, participant, key)), ""
     except WireError as error:
         return b"", str(error)

@@ -60,7 +60,7 @@ class PrivateSum:
     def aggregate(self, server: Variables, clients: int, round: int) -> tuple[State, Variables, State]:
         """(the next x, the server's variables, no buffers), all on the host."""
         device = device_of([self._sum])
-        x, noise = move(self._x, device), Noise(self._key(round))
+        x, noise = move(self._x, device), Noise(noise_key(self._spending, round))
         cohort, kind = self._spending.cohort, self._kind
         scale = kind.update_noise(cohort) * self.bound
         zeros = {name: torch.zeros_like(x[name], dtype=torch.float64) for name in self._names}
@@ -78,12 +78,12 @@ class PrivateSum:
             variables = {**variables, PRIVACY: {CLIP: torch.tensor(bound, dtype=torch.float32)}}
         return move(fresh, HOST), move_variables(variables, HOST), {}
 
-    def _key(self, round: int) -> bytes:
-        """The key of this round's noise, the same on every rank."""
-        seed = self._spending.seed
-        if seed is not None:
-            return seeded_key(seed, round)
-        return bytes.fromhex(join().agreed(f"the noise of round {round}", fresh_key().hex()))
+
+def noise_key(spending: Spending, round: int) -> bytes:
+    """The key of this round's noise, the same on every rank."""
+    if spending.seed is not None:
+        return seeded_key(spending.seed, round)
+    return bytes.fromhex(join().agreed(f"the noise of round {round}", fresh_key().hex()))
 
 
 def bound_of(kind: Privacy, server: Variables) -> float:

@@ -20,10 +20,11 @@ from fedpara.engines.server.broadcast import broadcast
 from fedpara.engines.server.collect import Collected, collect
 from fedpara.engines.server.engine import Engine
 from fedpara.engines.server.levels import in_groups
-from fedpara.engines.server.private import PrivateSum, budget_notes, spent_after
+from fedpara.engines.server.private import budget_notes, spent_after
 from fedpara.engines.server.scores import evaluated, with_everyone
 from fedpara.engines.session import Session
 from fedpara.errors import RunError
+from fedpara.privacy import User
 from fedpara.state import State, finite
 from fedpara.wire import Message, Meter
 
@@ -71,7 +72,7 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
     collected, message = _ask(session, engine, schedule, progress, chosen, lost, meter, scored)
     x, server, averages, count = progress.x, progress.server, progress.buffers, len(collected.replies)
     error = None
-    private = isinstance(collected.aggregator, PrivateSum)
+    private = collected.aggregator is not None and isinstance(session.privacy, User)
     if private:
         _refuse_divergence(t, collected)
     # A private sum gets its noise even if nobody replied: an unchanged model would tell that.

@@ -11,6 +11,7 @@ from fedpara.engines.local.per_example import private_gradient
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.participation.cohorts import Cohorts, find_sampler
 from fedpara.engines.program import Program
+from fedpara.engines.secure.checks import distributed_noise_problems, telling_cohorts
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
 from fedpara.engines.setup.rotation import make_rotation
@@ -71,12 +72,23 @@ def private_spending(
     problems = _user_problems if isinstance(kind, User) else _example_problems
     for problem in (*problems(session, settings, task, data), *_common_problems(session, settings)):
         raise ConfigError(f"privacy {kind} {problem}")
-    hidden = len(data) if isinstance(kind, User) else len(data.train) or len(data)
-    delta = default_delta(hidden) if settings.delta is None else settings.delta
+    units = len(data) if isinstance(kind, User) else len(data.train) or len(data)
+    delta = default_delta(units) if settings.delta is None else settings.delta
     uses = None if isinstance(kind, User) else Uses(session, settings, data)
+    hidden = isinstance(kind, User) and settings.secure is not None
     spending = Spending(
-        kind, len(data), settings.cohort, delta, settings.epsilon, settings.privacy_seed, uses
+        kind,
+        len(data),
+        settings.cohort,
+        delta,
+        settings.epsilon,
+        settings.privacy_seed,
+        uses,
+        hidden,
+        telling_cohorts(len(data), settings.cohort) if hidden else 0.0,
     )
+    for problem in distributed_noise_problems(spending, settings):
+        raise ConfigError(f"privacy {kind} {problem}")
     spending.refuse_spent()
     return spending
 
