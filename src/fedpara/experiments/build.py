@@ -211,7 +211,8 @@ def build_scheme(experiment: Experiment) -> Scheme | None:
         options["gamma"] = max(gammas)
     if all(options[size] is None for size in ("gamma", "rank", "ratio")):
         options["gamma"] = DEFAULT_GAMMA
-    return parameterization.make_scheme(experiment.scheme, conv=experiment.conv, **options)
+    conv = None if experiment.conv == Experiment.conv else experiment.conv  # each scheme has its own default
+    return parameterization.make_scheme(experiment.scheme, conv=conv, **options)
 
 
 def build_model(

@@ -15,6 +15,8 @@ from fedpara.parameterization.convert import (
     private,
     refuse_old_norms,
 )
+from fedpara.parameterization.fedmud.aware import AwareKronecker, AwareLowRank
+from fedpara.parameterization.fedmud.kronecker import Kronecker
 from fedpara.parameterization.fit import fit
 from fedpara.parameterization.initialise import calibrated, fan_out, he
 from fedpara.parameterization.jacobian import corrected_grad
@@ -32,9 +34,12 @@ from fedpara.parameterization.selection import Choice, plan
 
 __all__ = [
     "SCHEMES",
+    "AwareKronecker",
+    "AwareLowRank",
     "Choice",
     "FedPara",
     "Form",
+    "Kronecker",
     "LowRank",
     "PFedPara",
     "Scheme",
