@@ -274,7 +274,7 @@ class LowRank(Scheme):
 
     name = "lowrank"
     title = "low-rank"
-    suffixes = ("",)
+    suffixes: ClassVar[tuple[str, ...]] = ("",)
 
     def chosen_rank(self, m: int, n: int, k: int | None) -> int:
         if self.ratio is not None:

@@ -2,12 +2,13 @@
 
     W = X1 Y1^T + X2 Y2^T,   X1 and Y2 train;   Y1 and X2 are drawn from the seed that both ends share and stay fixed
 
-Averaging is exact: the mean of the clients' weights is the weight of their mean factors. A product of two trained factors
-does not have this property. The fixed factors never travel, so a message is as long as that of one product X Y^T.
+Averaging is exact: the mean of the clients' weights is the weight of their mean factors. A product of two trained
+factors does not have this property. The fixed factors never travel, so a message is as long as that of one product X Y^T.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from fedpara.parameterization.schemes import ConvStyle, LowRank, Scheme, registe
 class Aware(Scheme):
     """The sum of two inner weights, each with one fixed factor."""
 
-    suffixes = ("1", "2")
+    suffixes: ClassVar[tuple[str, ...]] = ("1", "2")
     fixed = ("y1", "x2")
 
     @property

@@ -4,13 +4,14 @@
     A_i, B_i are z x z,   z = ceil((mn / k)^(1/4)),   2 k z^2 parameters
     k = ceil(ratio^2 mn / 4), so that 2 k z^2 is about ratio * mn
 
-A Kronecker product of full-rank blocks has full rank, so W can have it at any ratio. The factors are named like those of
-the other schemes: x holds all A_i and y all B_i, each of the shape [k, z, z].
+A Kronecker product of full-rank blocks has full rank, so W can have it at any ratio. The factors are named like those
+of the other schemes: x holds all A_i and y all B_i, each of the shape [k, z, z].
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class Kronecker(Scheme):
 
     name = "kronecker"
     title = "block-Kronecker"
-    suffixes = ("",)
+    suffixes: ClassVar[tuple[str, ...]] = ("",)
     nested = False
 
     @property
