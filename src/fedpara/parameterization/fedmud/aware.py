@@ -3,7 +3,8 @@
     W = X1 Y1^T + X2 Y2^T,   X1 and Y2 train;   Y1 and X2 are drawn from the seed that both ends share and stay fixed
 
 Averaging is exact: the mean of the clients' weights is the weight of their mean factors. A product of two trained
-factors does not have this property. The fixed factors never travel, so a message is as long as that of one product X Y^T.
+factors does not have this property. The fixed factors never travel, so a message is as long as that of one product
+X Y^T.
 """
 
 from collections.abc import Sequence
