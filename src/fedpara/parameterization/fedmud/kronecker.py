@@ -4,6 +4,9 @@
     A_i, B_i are z x z,   z = ceil((mn / k)^(1/4)),   2 k z^2 parameters
     k = ceil(ratio^2 mn / 4), so that 2 k z^2 is about ratio * mn
 
+z is rounded up, so the last blocks may lie behind the last entry of W. Unlike the paper, we leave those out: k becomes
+ceil(mn / z^4), and 2 k z^2 about 2 mn / z^2. With z = 8 the ratio is 1/32 as in the paper, with z = 5 it is 0.08.
+
 A Kronecker product of full-rank blocks has full rank, so W can have it at any ratio. The factors are named like those
 of the other schemes: x holds all A_i and y all B_i, each of the shape [k, z, z].
 """
@@ -26,7 +29,7 @@ NO_BOUND = 1 << 62
 @register
 @dataclass(frozen=True)
 class Kronecker(Scheme):
-    """W from k blocks A_i kron B_i. `ratio` is the share of the dense parameters, `rank` the number k of blocks.
+    """W from k blocks A_i kron B_i. `ratio` is the largest share of the dense parameters, `rank` the largest k.
 
     `gamma` takes as many parameters as FedPara at that gamma with conv="reshape".
     """
@@ -44,10 +47,11 @@ class Kronecker(Scheme):
         return "reshape"
 
     def rank_of(self, m: int, n: int, k: int | None) -> int:
-        blocks = self.chosen_rank(m, n, k) if self.rank is None else self.rank
-        if self.rank is not None and 2 * blocks * side(m * n, blocks) ** 2 > m * n:
+        z = side(m * n, self.chosen_rank(m, n, k) if self.rank is None else self.rank)
+        blocks = -(-m * n // z**4)
+        if self.rank is not None and 2 * blocks * z**2 > m * n:
             raise SchemeError(
-                f"rank {blocks} gives a {m} x {n} weight {blocks} blocks, with which it grows: lower the rank, set "
+                f"rank {self.rank} gives a {m} x {n} weight {blocks} blocks, with which it grows: lower the rank, set "
                 "ratio instead, or give this weight its own scheme (or False) through `where`."
             )
         return blocks
