@@ -13,7 +13,7 @@ MODELS = (
     *("vgg16", "vgg16-nodrop", "vgg16-nobias", "vgg16-gn2", "vgg16-gn2-nodrop", "vgg16-narrow", "vgg16-tiny"),
     *("resnet18", "resnet18-gn", "resnet18-tiny", "lstm", "lstm-tiny", "mlp", "deep-mlp", "cnn"),
 )
-SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
+SCHEMES = ("original", "lowrank", "fedpara", "pfedpara", "kronecker", "lowrank-aad", "kronecker-aad")
 LOSSES = ("cross-entropy", "mse", "mae", "bce", "next-token")
 METRICS = ("accuracy", "top-5", "r2", "mse", "mae", "dice", "iou", "perplexity")
 DEFENCES = (

@@ -20,6 +20,7 @@ from fedpara.engines.server.engine import Engine
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
 from fedpara.engines.simulate import build_engine
+from fedpara.parameterization import AwareKronecker, AwareLowRank, Kronecker, Scheme
 from fedpara.state import State
 from fedpara.tasks import Score
 from fedpara.wire import Message
@@ -29,11 +30,14 @@ ENGINES = ("sequential", "batched")
 
 SIZES = (12, 7, 16, 9, 5, 11)
 
-SCHEMES: dict[str, Callable[[], fp.LowRank | fp.FedPara | None]] = {
+SCHEMES: dict[str, Callable[[], Scheme | None]] = {
     "original": lambda: None,
     "lowrank": lambda: fp.LowRank(gamma=0.1),
     "fedpara": lambda: fp.FedPara(gamma=0.1),
     "pfedpara": lambda: fp.PFedPara(gamma=0.1),
+    "kronecker": lambda: Kronecker(ratio=0.2),
+    "lowrank-aad": lambda: AwareLowRank(ratio=0.2),
+    "kronecker-aad": lambda: AwareKronecker(ratio=0.2),
 }
 
 

@@ -19,7 +19,7 @@ from fedpara.state import mean, nbytes, norm, subtract
 from fedpara.wire import decode
 
 ALGORITHMS = tuple(algorithms.names())
-SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
+SCHEMES = ("original", "lowrank", "fedpara", "pfedpara", "kronecker", "kronecker-aad")
 SHARES = ("all", "fedper", "none")
 LINKS = ("float32", "float16", "int8")
 

@@ -103,6 +103,10 @@ def run(
         float | None, typer.Option(help="Size: from the smallest full rank (0) to dense (1).")
     ] = None,
     rank: Annotated[int | None, typer.Option(help="Inner rank, instead of gamma.")] = None,
+    ratio: Annotated[
+        float | None,
+        typer.Option(help="Share of the dense parameters, instead of gamma: low-rank and Kronecker schemes."),
+    ] = None,
     nonlinearity: Annotated[str | None, typer.Option(help="Applied to each factor product: tanh.")] = None,
     init: Annotated[
         str | None, typer.Option(help="fan_out, calibrated, he, fit; he:1.4 scales by 1.4")
@@ -251,6 +255,10 @@ def run(
     ] = None,
     rotate: Annotated[
         bool | None, typer.Option(help="Train and send one factor of every weight per round, in turn.")
+    ] = None,
+    fold_every: Annotated[
+        int | None,
+        typer.Option(help="Rounds after which adapters add their change to their base and start again."),
     ] = None,
     privacy: Annotated[
         str | None,

@@ -141,7 +141,8 @@ def _from_recorded_run(path: Path, model: str | None, client: int | None) -> Sou
         ties, fixed, private = dict(described["ties"]), set(described["fixed"]), described["private"]
     except Exception as error:  # a damaged file may break any assumption
         raise _misdescribed(path, error) from None
-    state = dict(_state(path, client, final_checkpoint(path), private))
+    newest = final_checkpoint(path)
+    state = dict(_state(path, client, newest, private))
     network = None
     if model is not None:
         with torch.random.fork_rng(devices=[]):
@@ -149,14 +150,19 @@ def _from_recorded_run(path: Path, model: str | None, client: int | None) -> Sou
             network = models.build(model, classes=described.get("classes"), shape=shape and tuple(shape))
         first = network.state_dict()
         dense = {name: name.removesuffix(f".{BASE}") for name in fixed}  # an adapter's W0 is the plain weight
-        state |= {name: first[weight] for name, weight in dense.items() if weight in first}
+        initial = {name: first[weight] for name, weight in dense.items() if weight in first}
+        state = {**initial, **state}  # a run that folds holds its base
     if missing := sorted(fixed - state.keys()):
         name = str(description.get("target", description.get("name")))
         typed = REFERENCE if name.startswith(OBJECT) else shlex.quote(name)
         raise UsageError(
             f"{path} does not hold the frozen {missing[0]}: pass --model {typed} if you trust that code."
         )
-    if described.get("base") not in (None, base_digest({name: state[name] for name in fixed}, known)):
+    moved = newest.progress.folds is not None
+    if not moved and described.get("base") not in (
+        None,
+        base_digest({name: state[name] for name in fixed}, known),
+    ):
         raise UsageError(
             f"{model} does not build the frozen weights of {path}: pass the function that loads the same weights."
         )

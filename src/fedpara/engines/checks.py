@@ -81,8 +81,8 @@ def _why_no_jacobian(program: Program) -> str:
     """Why the correction cannot be computed, or ""."""
     if not program.forms:
         return "needs factorized weights, and this model has none"
-    if program.half_frozen:
-        return f"steps all factors of a weight, and some of {program.half_frozen} are frozen"
+    if fixed := program.half_frozen or next(iter(program.fixed), ""):
+        return f"steps all factors of a weight, and some of {fixed} are frozen"
     if over := covered(program.model):
         return f"steps the factors of a weight, and {over} has another parametrization on top of them"
     return ""

@@ -27,8 +27,16 @@ class Known:
     messages: tuple[bytes, ...] = ()  # the last ones, as many as a client may need
 
 
+class PerClient(Message):
+    """A message with which clients receive different numbers of bytes."""
+
+    def bytes_to(self, client: int) -> int:
+        """What this client receives in the message's round."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, eq=False)
-class Differences(Message):
+class Differences(PerClient):
     """A round's message, with what it leads to and what came before. Only `to` and the message itself are sent."""
 
     received: State  # the whole state that a client has afterwards
@@ -56,7 +64,7 @@ class Differences(Message):
 
 def bytes_to(message: Message, client: int) -> int:
     """The bytes that the client receives in this message's round."""
-    return message.bytes_to(client) if isinstance(message, Differences) else len(message)
+    return message.bytes_to(client) if isinstance(message, PerClient) else len(message)
 
 
 def known_after(message: Message, accepted: Sequence[int]) -> Known | None:

@@ -81,9 +81,15 @@ class Program:
 
     @cached_property
     def half_frozen(self) -> str:
-        """The name of a weight with trained and frozen factors, or ""."""
-        trained = set(self.parameters)
-        return next((weight for weight, form in self.forms.items() if factors_of(weight, form) - trained), "")
+        """The name of a weight with trained factors and others that were frozen, or ""."""
+        known = {*self.parameters, *self.fixed}
+        return next((weight for weight, form in self.forms.items() if factors_of(weight, form) - known), "")
+
+    @cached_property
+    def fixed(self) -> tuple[str, ...]:
+        """The factors that never train by their scheme."""
+        found = (f"{w}.{factor}" for w, form in self.forms.items() for factor in form.scheme.fixed)
+        return tuple(name for name in found if name not in self.parameters)
 
     def plain(self) -> nn.Module:
         """A copy with plain weights, whose state is `compose_state(parameters, forms)`."""

@@ -11,6 +11,7 @@ from fedpara.engines.differences import Known
 from fedpara.engines.participation.cohorts import Cohorts, Sampler, uniform
 from fedpara.engines.participation.devices import Devices
 from fedpara.engines.server.products import AggregationError, Products
+from fedpara.engines.setup.folding import Folds
 from fedpara.privacy import Spending
 from fedpara.secure import SecAgg
 from fedpara.state import State, in_words
@@ -33,6 +34,12 @@ class Progress:
     bytes_down: int = 0
     clock: float | None = None  # simulated seconds so far; None without `devices`
     known: Known | None = None  # on a downlink that sends differences
+    folds: Folds | None = None  # in a run that folds: the base
+
+    @property
+    def model(self) -> State:
+        """The shared model: parameters, buffers, and the base in a run that folds."""
+        return {**self.x, **self.buffers, **(self.folds.state if self.folds else {})}
 
     def __repr__(self) -> str:
         sent = f"{self.bytes_up:,} bytes up, {self.bytes_down:,} down"

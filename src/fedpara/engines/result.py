@@ -47,7 +47,7 @@ class Run:
     def _whole(self, private: State) -> State:
         """Every name of `model.state_dict()`, including those of tied weights."""
         program = self.session.program
-        state = {**program.initial, **self.progress.x, **self.progress.buffers, **private}
+        state = {**program.initial, **self.progress.model, **private}
         return state | {twin: state[name] for twin, name in shared_names(program.model).items()}
 
     @property

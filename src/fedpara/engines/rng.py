@@ -25,6 +25,8 @@ Purpose = Literal[
     "devices",
     "send",
     "secure",
+    "restart",
+    "fold",
 ]
 _PURPOSES: tuple[Purpose, ...] = get_args(
     Purpose

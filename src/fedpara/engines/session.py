@@ -10,6 +10,7 @@ from fedpara.algorithms.optimizers import Slots, build_optimizer
 from fedpara.engines.differences import Differences
 from fedpara.engines.distributed.process_group import join
 from fedpara.engines.program import Program
+from fedpara.engines.setup.folding import Folding, OntoBase
 from fedpara.engines.setup.rotation import Rotation
 from fedpara.errors import WireError
 from fedpara.privacy import Privacy, User
@@ -42,6 +43,7 @@ class Session:
     privacy: Privacy | None = None
     rotation: Rotation | None = None
     privacy_seed: int | None = None  # of the noise; None takes it from the operating system
+    folding: Folding | None = None
 
     def __repr__(self) -> str:
         link = f"{self.link.down} down, {self.link.up} up"
@@ -72,6 +74,22 @@ class Session:
         """The names that may arrive changed."""
         return [name for name, kind in spec.items() if name not in self.exact and encoding.loses(*kind)]
 
+    def down_in(self, round: int) -> Spec:
+        """The spec of the server's message in one round: factors that both ends draw are not sent."""
+        left_out = self.left_out(round)
+        return {name: one for name, one in self.down.items() if name not in left_out}
+
+    def left_out(self, round: int) -> frozenset[str]:
+        """The tensors of the model that both ends know without a message in this round."""
+        restarts = self.folding is not None and self.folding.restarts(round)
+        return self.folding.factors if self.folding is not None and restarts else frozenset()
+
+    @cached_property
+    def beside(self) -> tuple[str, ...]:
+        """Frozen tensors that a composed weight reads and no form holds: fixed factors, and the base if it moves."""
+        names = self.folding.first() if self.folding is not None else self.program.fixed
+        return tuple(names)
+
     def up_in(self, round: int) -> Spec:
         """The same for one round: factors that rest are not sent."""
         resting = self.resting(round)
@@ -96,13 +114,14 @@ class Session:
         """(the model as every client sees it, in the model's own types; the algorithm's variables)"""
         if isinstance(message, Differences):  # in one process: the server has added them up
             return self.as_model(message.received, round)
-        return self.as_model(self.admit_down(message, round, self.link.down), round)
+        model, variables = self.as_model(self.admit_down(message, round, self.link.down), round)
+        return {**model, **message.beside} if isinstance(message, OntoBase) else model, variables
 
     def admit_down(self, message: AnyMessage, round: int, link: str) -> State:
         """What a message of the server holds."""
         _, state = admit(
             message,
-            spec=self.down,
+            spec=self.down_in(round),
             round=round,
             method=self.algorithm.name,
             scheme=self.program.scheme,
@@ -139,7 +158,7 @@ class Session:
             }
             for variable, tensors in unpack(state).items()
         }
-        model = variables.pop("")
+        model = variables.pop("", {})
         return model, variables if self.rotation is None else {**variables, **self.rotation.turn(round)}
 
     def first_memory(self, model: State) -> Variables:

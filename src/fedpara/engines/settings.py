@@ -57,10 +57,11 @@ class Settings:
     delta: float | None = None
     privacy_seed: int | None = None
     secure: str | SecAgg | None = None
+    fold_every: int | None = None
 
     def __post_init__(self) -> None:
         check(COUNT, rounds=self.rounds, cohort=self.cohort, evaluate_every=self.evaluate_every)
-        check(COUNT, patience=self.patience)
+        check(COUNT, patience=self.patience, fold_every=self.fold_every)
         check(BELOW_ONE, lost=self.lost)
         check_sampler(self.sampler)
         check(POSITIVE, epsilon=self.epsilon)

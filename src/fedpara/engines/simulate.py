@@ -32,6 +32,7 @@ from fedpara.engines.server.rounds import run_rounds
 from fedpara.engines.server.scores import with_everyone
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Precision, Settings, Share
+from fedpara.engines.setup.folding import refuse_with_folding
 from fedpara.engines.setup.private_run import open_session, private_spending
 from fedpara.errors import ConfigError
 from fedpara.privacy import Privacy
@@ -79,6 +80,7 @@ def simulate(
     delta: float | None = None,
     privacy_seed: int | None = None,
     secure: str | SecAgg | None = None,
+    fold_every: int | None = None,
     memory: ClientMemory | None = None,
     on_round: Callable[[Round], object] | None = None,
 ) -> Run:
@@ -136,6 +138,8 @@ def simulate(
     privacy_seed    draws the noise from this seed: for tests, because such a run is not private
     secure          "secagg" or "secagg(clip=0.5)": secure aggregation, so that the server learns only the sum of a
                     round's updates
+    fold_every      after every this many rounds, add the change of each adapter to its base and start the factors
+                    again; needs a model of `factorize(..., onto="frozen", train="*")`
     memory          where client memories are stored: an object with `get(client)` and
                     `put(client, round, variables)`
     on_round        called with the result of each round; the run ends if it returns False
@@ -171,6 +175,7 @@ def simulate(
         delta=delta,
         privacy_seed=privacy_seed,
         secure=secure,
+        fold_every=fold_every,
     )
     refuse_flower_engine(engine)
     task = with_own_test(task, data)
@@ -205,7 +210,9 @@ def says_stop(answer: object) -> bool:
 
 def without_tensors(result: Round) -> Round:
     """The result without the server's tensors, which would take 12 GB over 200 rounds of VGG16."""
-    return replace(result, progress=replace(result.progress, x={}, buffers={}, server={}, known=None))
+    return replace(
+        result, progress=replace(result.progress, x={}, buffers={}, server={}, known=None, folds=None)
+    )
 
 
 def prepare(
@@ -223,7 +230,9 @@ def prepare(
         privacy=settings.privacy,
         privacy_seed=settings.privacy_seed,
         rotate=settings.rotate,
+        fold_every=settings.fold_every,
     )
+    refuse_with_folding(settings)
     personal = data.has_personal if settings.personal is None else settings.personal
     check_run(session, task, data, settings, personal)
     spending = private_spending(session, settings, task, data)

@@ -211,7 +211,8 @@ def build_scheme(experiment: Experiment) -> Scheme | None:
         options["gamma"] = max(gammas)
     if all(options[size] is None for size in ("gamma", "rank", "ratio")):
         options["gamma"] = DEFAULT_GAMMA
-    return parameterization.make_scheme(experiment.scheme, conv=experiment.conv, **options)
+    conv = None if experiment.conv == Experiment.conv else experiment.conv  # each scheme has its own default
+    return parameterization.make_scheme(experiment.scheme, conv=conv, **options)
 
 
 def build_model(
@@ -221,15 +222,18 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(experiment.seed)
         model = models.build(experiment.model, classes=classes, shape=shape)
+        onto, train = experiment.onto, references.split(experiment.train) if experiment.train else []
+        if experiment.fold_every is not None and onto is None:
+            onto, train = "frozen", train or ["*"]
         if scheme is not None:
             parameterization.factorize(
                 model,
                 scheme,
                 build_rule(experiment, model, scheme),
                 init=experiment.init,
-                onto=experiment.onto,  # type: ignore[arg-type]
+                onto=onto,  # type: ignore[arg-type]
                 alpha=experiment.adapter_alpha,
-                train=references.split(experiment.train) if experiment.train else (),
+                train=train,
             )
     return model
 

@@ -97,6 +97,7 @@ LATER: dict[str, Any] = {
     "privacy": None,
     "delta": None,
     "privacy_seed": None,
+    "fold_every": None,
 }
 
 
@@ -104,11 +105,11 @@ LATER: dict[str, Any] = {
 class Experiment:
     dataset: str = "digits"
     model: str = "cnn"
-    scheme: str = "fedpara"  # original, lowrank, fedpara, pfedpara
+    scheme: str = "fedpara"  # original, lowrank, fedpara, pfedpara, kronecker, lowrank-aad, kronecker-aad
     gamma: float | None = None  # 0.1 if rank and ratio are not given either
     gammas: str | None = None  # a gamma per client, such as "0.1, 0.3, 0.5": client i has number i mod 3
     rank: int | None = None
-    ratio: float | None = None  # lowrank only
+    ratio: float | None = None  # lowrank, kronecker, lowrank-aad, kronecker-aad
     nonlinearity: str | None = None  # tanh
     conv: str = "tensor"  # or reshape
     init: str | None = None  # fan_out, calibrated, he, he:1.4; the default depends on the scheme
@@ -168,6 +169,9 @@ class Experiment:
     target: float | None = None  # stop at this accuracy
     patience: int | None = None  # stop after this many evaluations without a better score
     rotate: bool = False  # train and send one factor of every weight per round, in turn
+    fold_every: int | None = (
+        None  # rounds after which adapters add their change to their base and start again
+    )
     privacy: str | None = None  # user(noise=1.1, clip=0.5) hides clients, example(noise=1, clip=1) examples
     epsilon: float | None = None  # the privacy budget: stop before a round that would exceed it
     delta: float | None = None  # of every epsilon; N^-1.1 for N clients

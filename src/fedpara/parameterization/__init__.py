@@ -8,12 +8,15 @@ from fedpara.parameterization.convert import (
     factorize,
     fit_errors,
     forms,
+    inits,
     is_adapter,
     load,
     merge,
     private,
     refuse_old_norms,
 )
+from fedpara.parameterization.fedmud.aware import AwareKronecker, AwareLowRank
+from fedpara.parameterization.fedmud.kronecker import Kronecker
 from fedpara.parameterization.fit import fit
 from fedpara.parameterization.initialise import calibrated, fan_out, he
 from fedpara.parameterization.jacobian import corrected_grad
@@ -31,9 +34,12 @@ from fedpara.parameterization.selection import Choice, plan
 
 __all__ = [
     "SCHEMES",
+    "AwareKronecker",
+    "AwareLowRank",
     "Choice",
     "FedPara",
     "Form",
+    "Kronecker",
     "LowRank",
     "PFedPara",
     "Scheme",
@@ -49,6 +55,7 @@ __all__ = [
     "fit_errors",
     "forms",
     "he",
+    "inits",
     "is_adapter",
     "load",
     "make_scheme",

@@ -18,6 +18,9 @@ from fedpara.errors import SchemeError
 from fedpara.parameterization.schemes import Scheme, write
 from fedpara.parameterization.selection import Where, everything
 
+REST = "*"
+"""In `train`: every parameter that gets no adapter trains as it did."""
+
 
 def rule(model: nn.Module, scheme: Scheme, where: Where | None, train: str | Sequence[str]) -> Where:
     """`where` without the parameters that `train` names.
@@ -25,8 +28,9 @@ def rule(model: nn.Module, scheme: Scheme, where: Where | None, train: str | Seq
     The default leaves out embeddings, because every client would compose the whole table in every step, and
     weights that are too small for the rank.
     """
-    _refuse_unknown(model, train)
-    taken = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if _named(name, train)}
+    named = [name for name in _each(train) if name != REST]
+    _refuse_unknown(model, named)
+    taken = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if _named(name, named)}
     if where is None:
         tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
         taken |= {id(p) for module in tables for p in module.parameters(recurse=False)}
@@ -43,7 +47,8 @@ def rule(model: nn.Module, scheme: Scheme, where: Where | None, train: str | Seq
 
 def freeze(model: nn.Module, train: str | Sequence[str], factors: Iterable[nn.Parameter]) -> None:
     """Let only the factors train, and the parameters that `train` names."""
-    model.requires_grad_(False)
+    if REST not in _each(train):
+        model.requires_grad_(False)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if _named(name, train):
             parameter.requires_grad_(True)

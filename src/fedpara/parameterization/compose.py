@@ -35,6 +35,18 @@ def matrix(x: Tensor, y: Tensor) -> Tensor:
     return x @ y.mT
 
 
+def truncated(w: Tensor, r: int) -> list[Tensor]:
+    """The X and Y of rank r with X Y^T nearest to the matrix w: its truncated SVD, padded with zeros."""
+    u, s, vh = torch.linalg.svd(w, full_matrices=False)
+    root = s[:r].sqrt()
+    return [wide(u[:, :r] * root, r), wide(vh[:r].mT * root, r)]
+
+
+def wide(x: Tensor, r: int) -> Tensor:
+    """x with zero columns up to r."""
+    return pad(x, (0, r - x.shape[1])).contiguous()
+
+
 def kernels(parts: Sequence[Sequence[Tensor]], channels_last: bool = False) -> list[Tensor]:
     """W[o, i, k...] = sum_ab X[o, a] T[a, b, k...] Y[i, b] for each (X, Y, T), all of the same shapes.
 

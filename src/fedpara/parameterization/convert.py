@@ -86,8 +86,8 @@ def factorize(
     `onto="frozen"` makes adapters: every chosen weight becomes W0 + scale * compose(factors), where W0 is the
     current weight and never trains. The change is exactly 0 at the start. `scale` is `alpha` / rank of the weight, and
     1 without `alpha`; LowRank is LoRA's form. All other parameters are frozen, except in the modules and parameters
-    that `train` names, such as "classifier" or "bias". Without `where`, embeddings and weights too small for the rank
-    get no adapter.
+    that `train` names, such as "classifier" or "bias"; "*" names all that get no adapter. Without `where`, embeddings
+    and weights too small for the rank get no adapter.
 
     If this raises, the model is unchanged.
     """
@@ -126,6 +126,11 @@ def factorize(
     attach(model)
     if onto is not None:
         adapters.freeze(model, train, [f for owner, name, _ in done for f in _originals(owner, name)])
+    for owner, name, _ in done:
+        form = _chain(owner, name)[0].form
+        for factor, tensor in zip(form.factors, _originals(owner, name), strict=True):
+            if factor in form.scheme.fixed:
+                tensor.requires_grad_(False)
     return model
 
 
@@ -171,6 +176,11 @@ def load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def forms(model: nn.Module) -> dict[str, Form]:
     """The form of every factorized weight by name. A weight with two names in the state dict appears under both."""
     return {weight: factors.bound for weight, factors in _weights(model)}
+
+
+def inits(model: nn.Module) -> dict[str, str | None]:
+    """The name of the initialiser of every factorized weight; None for the scheme's default."""
+    return {weight: factors.init for weight, factors in _weights(model)}
 
 
 def is_adapter(module: nn.Module) -> bool:

@@ -26,15 +26,13 @@ def read_form(
     rank: int,
     shape: list[int],
     nonlinearity: str | None,
-    conv: str,
+    conv: str | None = None,
     adapter_scale: float | None = None,
     **options: Any,
 ) -> Form:
     """The described form. Any exception means that the description is damaged."""
-    if nonlinearity is not None:
-        options["nonlinearity"] = nonlinearity
+    given = {"nonlinearity": nonlinearity, "conv": conv}
+    options |= {name: value for name, value in given.items() if value is not None}
     # index() raises on anything but integers.
-    form = write(
-        SCHEMES[scheme](rank=rank, **options | {"conv": conv}), tuple(map(index, shape)), index(rank)
-    )
+    form = write(SCHEMES[scheme](rank=rank, **options), tuple(map(index, shape)), index(rank))
     return replace(form, scale=None if adapter_scale is None else float(adapter_scale))

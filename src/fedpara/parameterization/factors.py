@@ -14,21 +14,31 @@ from fedpara.parameterization.naming import BASE
 from fedpara.parameterization.schemes import Form
 from fedpara.parameterization.selection import Choice
 
+CUSTOM = "custom"
+"""`Factors.init` if a function of the user drew the factors."""
+
 
 class Factors(nn.Module):
     """The parametrization of one weight: `forward` composes it from its factors.
 
-    An adapter's W0 is the buffer `base`, so that `requires_grad_` on a module cannot make it train.
+    An adapter's W0 is the buffer `base`, so that `requires_grad_` on a module cannot make it train. `init` names its
+    initialiser.
     """
 
     base: Tensor | None
 
     def __init__(
-        self, form: Form, start: Sequence[Tensor], error: float | None = None, base: Tensor | None = None
+        self,
+        form: Form,
+        start: Sequence[Tensor],
+        error: float | None = None,
+        base: Tensor | None = None,
+        init: str | None = None,
     ) -> None:
         super().__init__()
         self.form = form
         self.error = error
+        self.init = init
         self.register_buffer(BASE, base)
         self._start: list[Tensor] | None = list(start)
         self._composed: list[Tensor] | None = None
@@ -98,11 +108,13 @@ def prepare(
     factors = [factor.detach().to(weight, copy=True) for factor in factors]
     if not onto_frozen:
         return Factors(form, factors)
-    factors[list(form.factors).index(zero := initialise.zero_factor(form))].zero_()
+    factors = initialise.unchanged(form, factors)
     if torch.count_nonzero(form.compose(factors)):
+        zero = " and ".join(initialise.zero_factors(form))
         raise SchemeError(
             f"{choice.name}: {form.scheme} does not compose to 0 where {zero} is 0, so an adapter would change the "
             "model at the start: use FedPara, PFedPara or LowRank."
         )
     scale = 1.0 if alpha is None else alpha / form.rank
-    return Factors(replace(form, scale=scale), factors, base=weight.detach())
+    named = init if init is None or isinstance(init, str) else CUSTOM
+    return Factors(replace(form, scale=scale), factors, base=weight.detach(), init=named)

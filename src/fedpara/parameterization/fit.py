@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedpara.errors import SchemeError
+from fedpara.parameterization.compose import wide
 from fedpara.parameterization.schemes import SCHEMES, Form
 
 STEPS = 300
@@ -86,17 +87,11 @@ def _truncate(form: Form, w: Tensor) -> list[Tensor]:
         x = _basis(w.flatten(1), r)
         y = _basis(w.transpose(0, 1).flatten(1), r)
         return [x, y, torch.einsum("oa,ib,oi...->ab...", x, y, w)]
-    u, s, vh = torch.linalg.svd(w.flatten(1), full_matrices=False)
-    root = s[:r].sqrt()
-    return [_padded(u[:, :r] * root, r), _padded(vh[:r].mT * root, r)]
+    return form.scheme.nearest(w, r)
 
 
 def _basis(unfolding: Tensor, r: int) -> Tensor:
-    return _padded(torch.linalg.svd(unfolding, full_matrices=False)[0][:, :r], r)
-
-
-def _padded(x: Tensor, r: int) -> Tensor:
-    return torch.nn.functional.pad(x, (0, r - x.shape[1])).contiguous()
+    return wide(torch.linalg.svd(unfolding, full_matrices=False)[0][:, :r], r)
 
 
 def _constant(form: Form, like: Tensor, value: float) -> list[Tensor]:

@@ -67,25 +67,42 @@ def adapter(form: Form, generator: Generator | None = None) -> list[Tensor]:
     """LoRA's start in the last shared inner weight, and rms 1 in the others, so that W = 0.
 
     X = 0, Y ~ U(-1/sqrt(n), 1/sqrt(n)) and, for a kernel, T ~ N(0, 1/(k r)). For LowRank this is LoRA's B = 0 and
-    A. The others only scale the gradient of X, so FedPara's first step changes W about as much as LoRA's.
+    A. The others only scale the gradient of X, so FedPara's first step changes W about as much as LoRA's. Where X is
+    fixed and Y trains, Y = 0 and X ~ U(-1/sqrt(m), 1/sqrt(m)).
     """
-    factors = [_normal(shape, generator) for shape in form.factors.values()]
+    factors = dict(
+        zip(form.factors, (_normal(shape, generator) for shape in form.factors.values()), strict=True)
+    )
     each = len(factors) // len(form.scheme.suffixes)
-    zero = each * form.scheme.suffixes.index(zero_factor(form)[1:])
-    for i, w in enumerate(form.inner(factors)):
+    names = list(factors)
+    for i, w in enumerate(form.inner(list(factors.values()))):
         share = _rms(w) ** (-1 / each)
-        factors[i * each : (i + 1) * each] = [share * f for f in factors[i * each : (i + 1) * each]]
-    x, y, *core = list(form.factors.values())[zero : zero + each]
-    factors[zero] = torch.zeros(x)
-    factors[zero + 1] = (2 * _uniform(y, generator) - 1) / sqrt(y[0])
-    for shape in core:
-        factors[zero + 2] = _normal(shape, generator) / sqrt(prod(shape[1:]))
-    return factors
+        factors |= {name: share * factors[name] for name in names[i * each : (i + 1) * each]}
+    for zero in zero_factors(form):
+        other, core = ("y" if zero[0] == "x" else "x") + zero[1:], f"t{zero[1:]}"
+        y = form.factors[other]
+        factors[zero] = torch.zeros(form.factors[zero])
+        factors[other] = (2 * _uniform(y, generator) - 1) / sqrt(form.scheme.reach(y))
+        if core in factors:
+            shape = form.factors[core]
+            factors[core] = _normal(shape, generator) / sqrt(prod(shape[1:]))
+    return list(factors.values())
 
 
-def zero_factor(form: Form) -> str:
-    """The factor of an adapter that starts at 0: X of the last shared inner weight (x, x2; x1 for pFedPara)."""
-    return f"x{[s for s in form.scheme.suffixes if s not in form.scheme.private][-1]}"
+def zero_factors(form: Form) -> tuple[str, ...]:
+    """The factors of an adapter that start at 0: X of the last shared inner weight (x, x2; x1 for pFedPara).
+
+    Where some factors are fixed, all others.
+    """
+    if form.scheme.fixed:
+        return tuple(name for name in form.factors if name not in form.scheme.fixed)
+    return (f"x{[s for s in form.scheme.suffixes if s not in form.scheme.private][-1]}",)
+
+
+def unchanged(form: Form, factors: Sequence[Tensor]) -> list[Tensor]:
+    """The factors with those of `zero_factors` set to 0: an adapter that does not change its weight."""
+    zero = zero_factors(form)
+    return [torch.zeros_like(f) if name in zero else f for name, f in zip(form.factors, factors, strict=True)]
 
 
 def _drawn(form: Form, generator: Generator | None, fan: Callable[[Sequence[int]], int]) -> list[Tensor]:

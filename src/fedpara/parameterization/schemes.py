@@ -65,6 +65,10 @@ class Scheme(ABC):
     """Suffixes of the private inner weights. Their scale is fixed; the shared ones carry the scale of W."""
     kernel_init: ClassVar[str] = "calibrated"
     """The default initialiser of kernels (Prop. 3). Matrices start with "calibrated"."""
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Names of factors that never train and never travel: both ends draw them from the same seed."""
+    nested: ClassVar[bool] = True
+    """Whether the first columns of the factors are the factors of a weight of lower rank."""
 
     @property
     def nonlinearity(self) -> Nonlinearity | None:
@@ -78,6 +82,11 @@ class Scheme(ABC):
     def degree(self) -> int:
         """W grows by c^degree when every shared inner weight grows by c."""
         return len(self.suffixes) - len(self.private)
+
+    @property
+    def halves(self) -> int:
+        """The number of inner weights whose parameters count."""
+        return len(self.suffixes)
 
     def __post_init__(self) -> None:
         options = {option.name: getattr(self, option.name) for option in fields(self)}
@@ -95,7 +104,7 @@ class Scheme(ABC):
         """The rank R of the factors of an m x n matrix, or of an m x n x k kernel."""
         if self.rank is None:
             return self.chosen_rank(m, n, k)
-        limit = ranks.largest(m, n, k, m * n * (k or 1), halves=len(self.suffixes))
+        limit = ranks.largest(m, n, k, m * n * (k or 1), halves=self.halves)
         if self.rank > limit:
             sides = f"{m} x {n}" + (f" x {k}" if k else "")
             raise SchemeError(
@@ -108,6 +117,24 @@ class Scheme(ABC):
         """The rank if no `rank` was given."""
         assert self.gamma is not None
         return ranks.rank_for_gamma(m, n, k, self.gamma)
+
+    def shapes(self, shape: tuple[int, ...], r: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the factors of one inner weight, by the first letters of their names."""
+        if len(shape) > 2 and self.conv == "tensor":
+            return {"x": (shape[0], r), "y": (shape[1], r), "t": (r, r, *shape[2:])}
+        return {"x": (shape[0], r), "y": (prod(shape[1:]), r)}
+
+    def product(self, x: Tensor, y: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """An inner weight from two factors."""
+        return compose.matrix(x, y).reshape(shape)
+
+    def nearest(self, w: Tensor, r: int) -> list[Tensor]:
+        """The two factors whose product is nearest to w: the truncated SVD, padded with zeros."""
+        return compose.truncated(w.flatten(1), r)
+
+    def reach(self, y: tuple[int, ...]) -> int:
+        """How many entries of the factor of shape `y` one entry of the other factor is multiplied with."""
+        return y[0]
 
     @abstractmethod
     def rank_bound(self, r: int) -> int:
@@ -170,7 +197,8 @@ class Form:
 
     @property
     def parameters(self) -> int:
-        return sum(prod(shape) for shape in self.factors.values())
+        """Of the factors that train."""
+        return sum(prod(shape) for name, shape in self.factors.items() if name not in self.scheme.fixed)
 
     @property
     def dense_parameters(self) -> int:
@@ -192,7 +220,7 @@ class Form:
         parts = [factors[i : i + each] for i in range(0, len(factors), each)]
         if self.is_kernel:
             return compose.kernels(parts, self.channels_last)
-        return [compose.matrix(x, y).reshape(self.shape) for x, y in parts]
+        return [self.scheme.product(x, y, self.shape) for x, y in parts]
 
     def compose(self, factors: Sequence[Tensor]) -> Tensor:
         """The weight; the change scale * join(W1, ...) for an adapter without its base."""
@@ -227,11 +255,8 @@ def write(scheme: Scheme, shape: Sequence[int], rank: int | None = None) -> Form
     kernel = len(shape) > 2 and scheme.conv == "tensor"
     m, n, k = (shape[0], shape[1], prod(shape[2:])) if kernel else (shape[0], prod(shape[1:]), None)
     r = index(scheme.rank_of(m, n, k) if rank is None else rank)
-    factors: dict[str, tuple[int, ...]] = {}
-    for suffix in scheme.suffixes:
-        factors |= {f"x{suffix}": (m, r), f"y{suffix}": (n, r)}
-        if kernel:
-            factors[f"t{suffix}"] = (r, r, *shape[2:])
+    inner = scheme.shapes(shape, r).items()
+    factors = {f"{letter}{suffix}": sides for suffix in scheme.suffixes for letter, sides in inner}
     return Form(scheme, shape, r, factors)
 
 
@@ -249,7 +274,7 @@ class LowRank(Scheme):
 
     name = "lowrank"
     title = "low-rank"
-    suffixes = ("",)
+    suffixes: ClassVar[tuple[str, ...]] = ("",)
 
     def chosen_rank(self, m: int, n: int, k: int | None) -> int:
         if self.ratio is not None:

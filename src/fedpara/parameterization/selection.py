@@ -102,7 +102,7 @@ def _choose(
 
 def _too_thin(form: Form) -> bool:
     """Where r_max < r_min, gamma chooses a rank between them, which is too low for a product of full rank."""
-    if form.scheme.gamma is None or len(form.scheme.suffixes) < 2:
+    if form.scheme.gamma is None or form.scheme.halves < 2:
         return False
     m, n = form.shape[0], form.shape[1] if form.is_kernel else prod(form.shape[1:])
     return form.scheme.rank_bound(form.rank) < min(m, n)

@@ -115,7 +115,7 @@ class Batched:
         return "; ".join([f"{self.lanes} lanes on {where}", *padding, *self.notes])
 
     def train(self, round: int, clients: Sequence[int], message: Message, personal: bool) -> Iterable[Reply]:
-        model, down = self.session.read_down(message, round)
+        model, down = self._read(message, round)
         for one_pass in self._passes:
             if one_pass.lane_state is not None and not self.data.pooled:
                 one_pass.lane_state.release(self.data.train)
@@ -132,6 +132,11 @@ class Batched:
                 yield next(made)
             else:
                 yield Reply(client, reason="it holds no examples")
+
+    def _read(self, message: Message, round: int) -> tuple[State, Variables]:
+        """(the model with all that a composed weight reads, the algorithm's variables)"""
+        model, down = self.session.read_down(message, round)
+        return {**self.session.program.start(self.session.beside), **model}, down
 
     def _replies(
         self,
@@ -161,7 +166,8 @@ class Batched:
             )
             before = self._scores(some, mine) if personal else []
             ended = [[next(one) for _ in some] for one in trained]
-            after = self._scores(some, [one.state for one in ended[-1]]) if personal else []
+            beside = {name: model[name] for name in self.session.beside}
+            after = self._scores(some, [{**beside, **one.state} for one in ended[-1]]) if personal else []
             for position, client in enumerate(some):
                 states = [one.pop(0) for one in ended]  # frees each state as its reply is made
                 where = device_of([states[0].parameters])
@@ -186,7 +192,7 @@ class Batched:
         return self.scorer.evaluate(state, self.test_set) if self.test_set is not None else None
 
     def score_clients(self, round: int, clients: Sequence[int], message: Message) -> Iterator[Reply]:
-        model, _ = self.session.read_down(message, round)
+        model, _ = self._read(message, round)
         for start in range(0, len(clients), self.lanes):
             some = clients[start : start + self.lanes]
             memories = self.memory.get_all(some) if self.session.stateful else [None] * len(some)

@@ -18,7 +18,7 @@ from fedpara.trees import Tree, leaves, map_tree
 
 @dataclass
 class LaneState:
-    """`own` and `slots` are stacked like the parameters; all lanes share `x`, `down` and the examples."""
+    """`own` and `slots` are stacked like the parameters; all lanes share `x`, `down`, `beside` and the examples."""
 
     parameters: State
     slots: Slots  # the optimizer's
@@ -26,6 +26,7 @@ class LaneState:
     own: Variables
     x: State
     down: Variables
+    beside: State  # what composed weights read beside the parameters (`Session.beside`)
     plan: Tensor  # int64 [lane, step, batch]
     sizes: Tensor  # int64 [lane, step]: examples in that step's batch, 0 once the lane is done
     seeds: Tensor  # int64 [lane, step]
@@ -48,7 +49,7 @@ class LaneState:
         given = iter(tensors)
         return LaneState(**_each(lambda _: next(given), vars(self)))
 
-    def fill(self, plan: RoundPlan, x: State, down: Variables) -> None:
+    def fill(self, plan: RoundPlan, x: State, down: Variables, beside: State) -> None:
         """Copies in a round's plan, and the tensors that all its clients receive."""
         steps, width = plan.steps, plan.width
         self.plan[:, :steps, :width].copy_(torch.from_numpy(plan.index))
@@ -60,6 +61,8 @@ class LaneState:
             self.crops[:, :steps, :, :width].copy_(torch.from_numpy(plan.crops))
         for name, tensor in x.items():
             self.x[name].copy_(tensor)
+        for name, tensor in beside.items():
+            self.beside[name].copy_(tensor)
         for variable, state in down.items():
             for name, tensor in state.items():
                 self.down[variable][name].copy_(tensor)
@@ -148,6 +151,7 @@ def allocate_lanes(
         own={variable: room(state) for variable, state in own.items() if not variable.startswith(SLOT)},
         x={name: whole[name].clone() for name in program.shared},
         down={v: {n: t.to(device, copy=True) for n, t in s.items()} for v, s in down.items()},
+        beside={name: whole[name].clone() for name in session.beside},
         plan=torch.zeros(shape, dtype=torch.int64, device=device),
         sizes=torch.zeros(shape[:2], dtype=torch.int64, device=device),
         seeds=torch.zeros(shape[:2], dtype=torch.int64, device=device),

@@ -62,7 +62,8 @@ class LanePass:
                 examples.allocate(),
             )
         x = {name: start[name] for name in self.session.program.shared}
-        lane_state.fill(plan, x, move_variables(down, device))
+        beside = {name: start[name] for name in self.session.beside}
+        lane_state.fill(plan, x, move_variables(down, device), beside)
         examples.put_into(lane_state)
         return lane_state
 

@@ -28,8 +28,8 @@ from fedpara.tasks import Loss
 from fedpara.tasks.losses import mean_loss
 from fedpara.trees import Tree, arguments, leaves, map_tree, take
 
-# All arguments of a step are stacked except x and down.
-LANES_OF_A_STEP = (0, 0, 0, 0, 0, 0, 0, 0, 0, None, None)
+# All arguments of a step are stacked except x, down and beside.
+LANES_OF_A_STEP = (0, 0, 0, 0, 0, 0, 0, 0, 0, None, None, None)
 Step = Callable[..., tuple[State, Slots, State, Tensor]]
 
 
@@ -67,12 +67,12 @@ def one_step(
             return mean_loss(each), fresh
         return mean_loss(each, torch.arange(width, device=size.device) < size), fresh
 
-    def composed(parameters: State, *rest: object) -> tuple[Tensor, State]:
+    def composed(parameters: State, beside: State, *rest: object) -> tuple[Tensor, State]:
         with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
-            weights = compose_state(parameters, forms)
+            weights = compose_state({**parameters, **beside}, forms)
         return loss(weights, *rest)  # type: ignore[arg-type]
 
-    def gradient(parameters: State, lr: Tensor, *rest: object) -> tuple[State, Tensor, State]:
+    def gradient(parameters: State, beside: State, lr: Tensor, *rest: object) -> tuple[State, Tensor, State]:
         if local.jacobian:
             g, value = corrected_grad(
                 lambda weights: loss(weights, *rest)[0],  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def one_step(
                 norm=local.jacobian_norm,
             )
             return g, value, {}
-        g, (value, fresh) = grad_and_value(composed, has_aux=True)(parameters, *rest)
+        g, (value, fresh) = grad_and_value(composed, has_aux=True)(parameters, beside, *rest)
         return g, value, fresh
 
     def step(
@@ -98,8 +98,9 @@ def one_step(
         lr: Tensor,
         x: State,
         down: Variables,
+        beside: State,
     ) -> tuple[State, Slots, State, Tensor]:
-        g, value, fresh = gradient(parameters, lr, buffers, inputs, targets, size, seed)
+        g, value, fresh = gradient(parameters, beside, lr, buffers, inputs, targets, size, seed)
         if local.clip is not None:
             g = clip_by_norm(g, local.clip)
         y = {name: parameters[name] for name in shared}
@@ -148,6 +149,7 @@ def make_tick(step: Step) -> Callable[[LaneState], None]:
             lr,
             lanes.x,
             lanes.down,
+            lanes.beside,
         )
         for old, new in ((lanes.parameters, parameters), (lanes.slots, slots), (lanes.buffers, buffers)):
             map_tree(lambda fresh, kept: kept.copy_(fresh), new, {name: old[name] for name in new})

@@ -94,7 +94,7 @@ def _step(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         stepped, _, buffers, _ = vmap(step, in_dims=LANES_OF_A_STEP, randomness="different")(
-            *lanes, own, *given, x, down
+            *lanes, own, *given, x, down, program.start(session.beside)
         )
     return {**stepped, **buffers}
 

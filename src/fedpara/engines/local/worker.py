@@ -73,6 +73,7 @@ class Worker:
         named = named_tensors(self.model)
         self.parameters = {name: named[name] for name in program.parameters}
         self.buffers = {name: named[name] for name in program.buffers}
+        self.frozen = {name: named[name] for name in program.frozen}
         self.slots = BufferSlots(self.model)
         self.dropouts = list(seeded_dropouts(self.model).values())
         self._plain: nn.Module | None = None
@@ -165,7 +166,10 @@ class Worker:
     def _load(self, state: Mapping[str, Tensor]) -> None:
         self.slots.restore()
         with torch.no_grad():
-            tensors, state = self.parameters | self.buffers, move(state, self.device)
+            moved = {
+                name: tensor for name, tensor in self.frozen.items() if name in state
+            }  # the base, if it moves
+            tensors, state = self.parameters | self.buffers | moved, move(state, self.device)
             torch._foreach_copy_(list(tensors.values()), [state[name] for name in tensors])
 
     def _copied(self, state: State) -> State:

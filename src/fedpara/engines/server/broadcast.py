@@ -5,6 +5,7 @@ import torch
 from fedpara.engines.differences import Differences, Known
 from fedpara.engines.progress import Progress
 from fedpara.engines.rng import torch_rng
+from fedpara.engines.server.folds import onto_base
 from fedpara.engines.server.guard import without_standing
 from fedpara.engines.session import Session
 from fedpara.errors import RunError, UpdateRejected
@@ -15,7 +16,8 @@ from fedpara.wire import Message, guard, make_message, pack
 def broadcast(session: Session, progress: Progress, round: int) -> tuple[Message, State]:
     """(the message, the model as the clients will read it: a lossy link changes it)"""
     model = {**progress.x, **progress.buffers}
-    state = pack({"": model, **session.algorithm.broadcast(without_standing(progress.server))})
+    sent = {name: tensor for name, tensor in model.items() if name not in session.left_out(round)}
+    state = pack({"": sent, **session.algorithm.broadcast(without_standing(progress.server))})
     guard(state, session.program.private)
     downlink = session.link.downlink
     generator = torch_rng(session.seed, "link-down", round) if downlink.draws else None
@@ -27,6 +29,7 @@ def broadcast(session: Session, progress: Progress, round: int) -> tuple[Message
             message: Message = _differences(session, state, known, round, generator)
         else:
             message = make_message(state, session.header(round), session.link.down, generator, session.exact)
+            message = onto_base(session, progress, message, round)
         exact = downlink.text == "float32"
         return message, model if exact else session.read_down(message, round)[0]
     except UpdateRejected as error:

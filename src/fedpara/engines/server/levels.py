@@ -132,8 +132,10 @@ def _problems(session: Session, settings: Settings, personal: bool, largest: flo
     for weight, form in found.items():
         if form.scheme.gamma not in (None, largest):
             yield f"{weight} has gamma {form.scheme.gamma}: factorize the model with the largest, {largest}."
-        if form.scale is not None or program.half_frozen:
+        if form.scale is not None or program.half_frozen or program.fixed:
             yield f"{weight} is an adapter or has frozen factors: factorize the whole weight."
+        if not form.scheme.nested:
+            yield f"{weight} is written by {form.scheme.name}, whose factors are not nested: use fedpara or lowrank."
     if program.private:
         yield "parts of this model are private: use fedpara or lowrank, and share all."
     if over := covered(program.model):

@@ -19,6 +19,7 @@ from fedpara.engines.progress import Progress, Round, Schedule
 from fedpara.engines.server.broadcast import broadcast
 from fedpara.engines.server.collect import Collected, collect
 from fedpara.engines.server.engine import Engine
+from fedpara.engines.server.folds import begun, folds_after
 from fedpara.engines.server.levels import in_groups
 from fedpara.engines.server.private import budget_notes, spent_after
 from fedpara.engines.server.scores import evaluated, with_everyone
@@ -64,7 +65,7 @@ def run_rounds(
 
 
 def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool, progress: Progress) -> Round:
-    t = progress.round + 1
+    t, progress = progress.round + 1, begun(session, progress)
     cohorts = schedule.cohorts(session.cohort_seed)
     chosen = cohorts.draw(t)
     lost = [client for client in chosen if cohorts.loses(t, client)]
@@ -102,6 +103,7 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
             bytes_down=progress.bytes_down + down,
             clock=devices.clock(progress.clock, collected.seconds, bool(lost)) if devices else None,
             known=known_after(message, [reply.client for reply in collected.replies]) if message else None,
+            folds=folds_after(progress, [reply.client for reply in collected.replies]),
         ),
         tuple(chosen),
         sum(reply.loss for reply in collected.replies) / len(collected.replies)

@@ -9,6 +9,7 @@ from fedpara.engines.progress import Everyone, Round, Schedule
 from fedpara.engines.rng import final_sample
 from fedpara.engines.server.broadcast import broadcast
 from fedpara.engines.server.engine import Engine
+from fedpara.engines.server.folds import begun
 from fedpara.engines.session import Session
 
 MAX_SCORED = 1000
@@ -30,7 +31,7 @@ def evaluated(
         worst, deviation = fairness_of([v[primary] for v in after], schedule.higher_is_better)
         result = replace(result, worst_tenth=worst, spread=deviation)
     if not session.program.private:
-        score = engine.evaluate({**result.progress.x, **result.progress.buffers})
+        score = engine.evaluate(result.progress.model)
         if score is not None:
             probed = schedule.guard.probe(result.progress) if schedule.guard is not None else {}
             result = replace(result, scores={**score.values, **probed})
@@ -41,7 +42,7 @@ def with_everyone(session: Session, engine: Engine, schedule: Schedule, result: 
     """The result with the score of all clients, after the last aggregation."""
     n = schedule.clients
     chosen = list(range(n)) if n <= MAX_SCORED else final_sample(session.seed, n, MAX_SCORED)
-    message, _ = broadcast(session, result.progress, result.number + 1)
+    message, _ = broadcast(session, begun(session, result.progress), result.number + 1)
     replies = list(engine.score_clients(result.number + 1, chosen, message))
     scored = {
         reply.client: reply.before.values[schedule.primary]

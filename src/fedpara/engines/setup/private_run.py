@@ -14,6 +14,7 @@ from fedpara.engines.program import Program
 from fedpara.engines.secure.checks import distributed_noise_problems, telling_cohorts
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
+from fedpara.engines.setup.folding import make_folding
 from fedpara.engines.setup.rotation import make_rotation
 from fedpara.errors import ConfigError, in_a_line
 from fedpara.privacy import Example, Privacy, Spending, User
@@ -33,6 +34,7 @@ def open_session(
     privacy: Privacy | None = None,
     privacy_seed: int | None = None,
     rotate: bool = False,
+    fold_every: int | None = None,
 ) -> Session:
     """The session that the server and its clients agree on."""
     rotation = make_rotation(program, algorithm) if rotate else None
@@ -40,7 +42,8 @@ def open_session(
         algorithm = rotation.of(algorithm)
     if privacy is not None and privacy.adaptive:
         algorithm = _sending_the_bound(algorithm, privacy.bound)
-    return Session(program, algorithm, link, seed, privacy, rotation, privacy_seed)
+    folding = make_folding(program, algorithm, link, fold_every, seed)
+    return Session(program, algorithm, link, seed, privacy, rotation, privacy_seed, folding)
 
 
 def _sending_the_bound(algorithm: Algorithm, first: float) -> Algorithm:

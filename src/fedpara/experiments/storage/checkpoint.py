@@ -3,6 +3,7 @@
     x/NAME  buffers/NAME  server/VARIABLE/NAME  the model and the server's variables
     known/NAME  known.sizes  known.last  known.messages
                                                 on a downlink that sends differences: what the clients know
+    base/NAME  folds.sizes  folds.last          in a run that folds: the base, and what each client has of it
     clients                                     (client, round) of each client memory
     digests                                     the SHA-256 of each memory file, in the same order
 
@@ -12,6 +13,7 @@ and the SHA-256 of the lines of metrics.jsonl up to the round. Checkpoints of ea
 
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import torch
 
 from fedpara.engines.differences import Known
 from fedpara.engines.progress import Progress
+from fedpara.engines.setup.folding import Folds
 from fedpara.errors import RunError
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.storage.summary import read_config
@@ -32,6 +35,7 @@ NEXT = ".checkpoint.part.safetensors"
 """The next checkpoint while it is written. `sweep` removes a leftover one."""
 CLIENTS, DIGESTS = "clients", "digests"
 SIZES, LAST, MESSAGES = "known.sizes", "known.last", "known.messages"
+FOLD_SIZES, FOLD_LAST = "folds.sizes", "folds.last"
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +56,7 @@ class Checkpoint:
     @property
     def state(self) -> State:
         """The model's shared state."""
-        return {**self.progress.x, **self.progress.buffers}
+        return self.progress.model
 
     def refuse_other(self, path: Path, experiment: Experiment) -> None:
         """RunError if another experiment wrote this checkpoint."""
@@ -142,6 +146,10 @@ def _flatten(progress: Progress) -> tuple[State, dict[str, str]]:
         state |= {f"server/{variable}/{name}": tensor for name, tensor in tensors.items()}
     if progress.known is not None:
         state |= _flatten_known(progress.known)
+    if progress.folds is not None:
+        state |= {f"base/{name}": tensor for name, tensor in progress.folds.state.items()}
+        state[FOLD_SIZES] = torch.tensor(progress.folds.sizes, dtype=torch.int64)
+        state[FOLD_LAST] = _pairs(progress.folds.last)
     numbers: dict[str, float] = {
         "round": progress.round,
         "bytes_up": progress.bytes_up,
@@ -168,11 +176,20 @@ def _unflatten(state: State, metadata: dict[str, str]) -> Progress:
         numbers["bytes_down"],
         float(metadata["clock"]) if "clock" in metadata else None,
         _unflatten_known(under("known/"), state) if SIZES in state else None,
+        _folds(under("base/"), state) if FOLD_SIZES in state else None,
     )
 
 
+def _folds(base: State, all_: State) -> Folds:
+    return Folds(base, tuple(all_[FOLD_SIZES].tolist()), dict(all_[FOLD_LAST].tolist()))
+
+
+def _pairs(of: Mapping[int, int]) -> torch.Tensor:
+    return torch.tensor(sorted(of.items()), dtype=torch.int64).reshape(-1, 2)
+
+
 def _flatten_known(known: Known) -> State:
-    last = torch.tensor(sorted(known.last.items()), dtype=torch.int64).reshape(-1, 2)
+    last = _pairs(known.last)
     messages = torch.frombuffer(bytearray(b"".join(known.messages)), dtype=torch.uint8)
     state = {f"known/{name}": tensor for name, tensor in known.state.items()}
     return {**state, SIZES: torch.tensor(known.sizes), LAST: last, MESSAGES: messages}
