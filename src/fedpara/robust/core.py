@@ -39,7 +39,7 @@ class Defence:
     combine: Callable[[Tensor], Tensor] | None = None
     """[n, ...] -> [...]"""
     remember: Callable[[Geometry], Tensor] | None = None
-    """geometry -> each client's standing after this round [n, columns], which the next `Geometry.past` holds; 0 at first"""
+    """geometry -> standings after this round [n, columns]. The next `Geometry.past` holds them; 0 at first"""
     columns: int = 1
     """numbers of a standing"""
     needs: Callable[[int], int] = _any

@@ -77,7 +77,7 @@ def flame() -> Defence:
 
 
 def auto(power: float = 2.0, excess: float = 0.5, clip: float = 1.0) -> Defence:
-    """The default: drops clients whose updates are too long or point elsewhere over several rounds, and clips the others.
+    """The default: drops clients whose updates are too long or point elsewhere over their rounds, and clips the rest.
 
     It remembers two numbers per client. On Flower, a node's key should therefore be bound to its clients.
     """

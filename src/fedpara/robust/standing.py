@@ -2,17 +2,17 @@
 
     m_i          the median cosine of u_i with the other updates
     s_i          log(||u_i|| / median ||u||) + power log((1 - m_i) / median(1 - m))
-    direction_i  0.9 direction_i + m_i + sigma,  or + (-1) if u_i is a copy
+    direction_i  0.9 direction_i + m_i + sigma,  or 0.9 direction_i - 1 if u_i is a copy
     length_i     0.9 length_i + s_i - excess
 
-A client is trusted while direction >= 0 and length <= excess / 2. Medians are those of the clients that were trusted before
-the round; sigma is the spread of their m. If their median m is negative, it is subtracted from every m. A copy is an update
-whose nearest neighbour is closer than a tenth of the median distance between nearest neighbours. The result is the mean of
-the trusted updates, clipped to the median norm of the round.
+A client is trusted while direction >= 0 and length <= excess / 2. Medians are those of the clients that were trusted
+before the round; sigma is the spread of their m. If their median m is negative, it is subtracted from every m. A copy
+is an update whose nearest neighbour is closer than a tenth of the median distance between nearest neighbours. The
+result is the mean of the trusted updates, clipped to the median norm of the round.
 
-One round is weak evidence: an honest client with rare data also points elsewhere in some rounds, and late in training honest
-updates hardly agree. Over several rounds, flipped updates have negative cosines on average. Backdoors and wrong labels are
-long, because the model unlearns them again and again. A standing separates what a single round does not.
+One round is weak evidence: an honest client with rare data also points elsewhere in some rounds, and late in training
+honest updates hardly agree. Over several rounds, flipped updates have negative cosines on average. Backdoors and wrong
+labels are long, because the other clients unlearn them. A standing separates what a single round does not.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ NORMAL = 1.4826
 
 @dataclass(frozen=True)
 class Standing:
-    """The rule with its constants: `power` and `excess` of the formulas, the norm bound as a multiple `clip` of the median."""
+    """The rule with `power` and `excess` of the formulas. Updates are clipped to `clip` times the median norm."""
 
     power: float
     excess: float

@@ -1,7 +1,7 @@
 """The study of attacks and defences: `fedpara reproduce robustness`.
 
-Every run is one line of a JSON Lines file. The same call skips the runs that a folder's files hold. Defences are compared by
-validation data on some seeds, and the table scores the test set on others.
+Every run is one line of a JSON Lines file. The same call skips the runs that a folder's files hold. Forms of `auto` are
+compared by validation data on some seeds, and the table scores the test set on others.
 """
 
 import json
@@ -181,7 +181,7 @@ def study(
     data_dir: str | PathLike[str] | None = None,
     on_outcome: Callable[[Outcome], object] | None = None,
 ) -> list[Outcome]:
-    """All outcomes: those that the files of `folder` hold and the missing ones, which are run. All first seeds come first.
+    """All outcomes: those in the files of `folder`, and the missing ones, which are run. All first seeds come first.
 
     New outcomes are added to outcomes.jsonl, validation.jsonl or, with a `part`, to a file of that part: processes with
     different parts can share a folder.
