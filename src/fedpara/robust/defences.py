@@ -76,14 +76,14 @@ def flame() -> Defence:
     return Defence("flame", weigh=clustering.flame, needs=_three)
 
 
-def auto(power: float = 2.0, excess: float = 0.5, clip: float = 1.0) -> Defence:
-    """The default: drops clients whose updates are too long or point elsewhere over their rounds, and clips the rest.
+def auto(excess: float = 0.6, room: float = 1.0) -> Defence:
+    """The default: drops updates that are too long or point elsewhere, now or over their client's rounds.
 
     It remembers two numbers per client. On Flower, a node's key should therefore be bound to its clients.
     """
-    check(NOT_NEGATIVE, power=power)
-    check(POSITIVE, excess=excess, clip=clip)
-    rule = standing.Standing(power, excess, clip)
+    check(POSITIVE, excess=excess)
+    check(NOT_NEGATIVE, room=room)
+    rule = standing.Standing(excess, room)
     return Defence("auto", weigh=rule.weigh, remember=rule.after, columns=standing.COLUMNS, needs=_three)
 
 

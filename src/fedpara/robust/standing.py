@@ -1,18 +1,20 @@
-"""auto: drops clients by their standing, which sums what their updates looked like over their rounds.
+"""auto: drops clients by their update in this round, and by their standing: what their updates looked like so far.
 
     m_i          the median cosine of u_i with the other updates
-    s_i          log(||u_i|| / median ||u||) + power log((1 - m_i) / median(1 - m))
+    s_i          log(||u_i|| / median ||u||) + 4 log((1 - m_i) / median(1 - m))
+    a            median(m) / (1/4), between 0 and 1: how far the updates agree
     direction_i  0.9 direction_i + m_i + sigma,  or 0.9 direction_i - 1 if u_i is a copy
     length_i     0.9 length_i + s_i - excess
 
-A client is trusted while direction >= 0 and length <= excess / 2. Medians are those of the clients that were trusted
-before the round; sigma is the spread of their m. If their median m is negative, it is subtracted from every m. A copy
-is an update whose nearest neighbour is closer than a tenth of the median distance between nearest neighbours. The
-result is the mean of the trusted updates, clipped to the median norm of the round.
+An update counts if s_i <= room (1 - a), direction_i >= 0 and length_i <= excess / 2. The result is the mean of these
+updates, clipped to the median norm of the round. Medians are those of the clients whose standing was good before the
+round; sigma is the spread of their m. If their median m is negative, it is subtracted from every m. A copy is an update
+whose nearest neighbour is closer than a tenth of the median distance between nearest neighbours.
 
-One round is weak evidence: an honest client with rare data also points elsewhere in some rounds, and late in training
-honest updates hardly agree. Over several rounds, flipped updates have negative cosines on average. Backdoors and wrong
-labels are long, because the other clients unlearn them. A standing separates what a single round does not.
+Early in training honest updates agree (a = 1). Then only the half with the smaller s counts: a backdoor that the model
+has learned once no longer shows in any update. Later honest updates hardly agree, and one round says little: an honest
+client with rare data is long and points elsewhere in some rounds. Flipped updates have negative cosines over many
+rounds. Backdoors and wrong labels, which the model did not learn, stay long.
 """
 
 from dataclasses import dataclass
@@ -25,46 +27,52 @@ from fedpara.robust.weighing import clip_factors, only
 
 COLUMNS = 2
 """A standing is (direction, length)."""
+POWER = 4
+AGREEMENT = 0.25
 DECAY = 0.9
 COPY = 0.1
 MOST = 3.0
 """The most that one round adds to the length."""
 FEWEST = 3
-"""Trusted clients that are needed for medians. With fewer, the medians are those of everyone."""
+"""Clients of good standing that are needed for medians. With fewer, the medians are those of everyone."""
 NORMAL = 1.4826
 """The standard deviation of a normal distribution over its median absolute deviation."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """The rule with `power` and `excess` of the formulas. Updates are clipped to `clip` times the median norm."""
+    """The rule with `excess` and `room` of the formulas."""
 
-    power: float
     excess: float
-    clip: float
+    room: float
 
     def weigh(self, g: Geometry) -> Tensor:
-        """The weighted mean of the trusted updates, clipped."""
-        kept = self._trusted(self.after(g))
+        """The weighted mean of the updates that count, clipped."""
+        after, s, a = self._judge(g)
+        kept = self._good(after) & (s <= self.room * (1 - a))
         if not kept.any():  # nobody to prefer: only the norms are bounded
             kept = torch.ones_like(kept)
-        bound = float(median(g.norms)) * self.clip
-        return only(g, kept.nonzero().flatten()) * clip_factors(g.norms, bound)
+        return only(g, kept.nonzero().flatten()) * clip_factors(g.norms, None)
 
     def after(self, g: Geometry) -> Tensor:
         """The clients' standings after this round."""
+        return self._judge(g)[0]
+
+    def _judge(self, g: Geometry) -> tuple[Tensor, Tensor, float]:
+        """(the standings after this round, s, a)"""
         past = torch.zeros(len(g), COLUMNS, dtype=torch.float64) if g.past is None else g.past
-        known = self._trusted(past)
+        known = self._good(past)
         if known.sum() < FEWEST:
             known = torch.ones_like(known)
         m = g.cosines.fill_diagonal_(torch.nan)[:, known].nanmedian(1).values.nan_to_num(0)
         middle = median(m[known])
         sigma = NORMAL * median((m[known] - middle).abs())
         direction = (m - middle.clamp(max=0) + sigma).masked_fill(_copies(g), -1)
-        s = _log_ratio(g.norms, known) + self.power * _log_ratio(1 - m, known)
-        return DECAY * past + torch.stack([direction, (s - self.excess).clamp(-MOST, MOST)], 1)
+        s = _log_ratio(g.norms, known) + POWER * _log_ratio(1 - m, known)
+        after = DECAY * past + torch.stack([direction, (s - self.excess).clamp(-MOST, MOST)], 1)
+        return after, s, float((middle / AGREEMENT).clamp(0, 1))
 
-    def _trusted(self, standing: Tensor) -> Tensor:
+    def _good(self, standing: Tensor) -> Tensor:
         return (standing[:, 0] >= 0) & (standing[:, 1] <= self.excess / 2)
 
 

@@ -34,11 +34,8 @@ DEFENCES = (
     *("none", "auto", "multi-krum", "rfa", "median", "trimmed-mean"),
     *("norm-clip", "flame", "fltrust", "centred-clip"),
 )
-TRIALS = (
-    *("auto", "auto(power=0)", "auto(power=4, excess=0.7)"),
-    *("auto(excess=0.35)", "auto(excess=0.7)", "auto(clip=1.5)"),
-)
-"""The forms of `auto` that were compared by validation."""
+TRIALS = ("auto", "auto(room=0.5)", "auto(room=2)", "auto(excess=0.4)", "auto(excess=0.8)")
+"""The forms of `auto` that validation compares."""
 SCALES = {
     "digits": Experiment(
         model="mlp",
