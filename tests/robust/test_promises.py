@@ -26,15 +26,23 @@ def result(name, u, own=None, **options):
 
 @st.composite
 def rounds(draw, most):
-    """(honest updates, hostile ones): n of 7 to 12, at most floor(`most` n) and fewer than half of them hostile."""
+    """(honest updates, hostile ones): n of 7 to 12, at most floor(`most` n) and fewer than half of them hostile.
+
+    Hostile updates are random of any length, all the same, against the honest mean, or just outside the honest spread.
+    """
     n = draw(st.integers(7, 12))
     f = draw(st.integers(0, min(int(most * n), (n - 1) // 2)))
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
     honest = generator.normal(size=(n - f, D)) + generator.normal(size=D)
     size = draw(st.sampled_from([1e-3, 1.0, 10.0, 1e6]))
-    same = draw(st.booleans())
-    hostile = generator.normal(size=(1 if same else f, D)) * size
-    return honest, np.broadcast_to(hostile, (f, D)) if same else hostile
+    centre, apart = honest.mean(0), honest.std(0)
+    hostile = {
+        "random": generator.normal(size=(f, D)) * size,
+        "same": np.tile(generator.normal(size=D) * size, (f, 1)),
+        "against": np.tile(-size * centre, (f, 1)),
+        "outside": np.tile(centre - 1.5 * apart, (f, 1)),
+    }
+    return honest, hostile[draw(st.sampled_from(sorted(hostile)))]
 
 
 def diameter(u):
@@ -99,12 +107,84 @@ def test_centred_clipping_stays_within_the_honest_scale(case):
 
 
 @settings(max_examples=60, deadline=None)
-@given(rounds(most=0.5))
-def test_fltrust_moves_no_farther_than_the_server_itself(case):
+@given(rounds(most=0.5), st.booleans())
+def test_fltrust_moves_no_farther_than_the_server_itself(case, alone):
+    """For any number of hostile clients: here also for nobody else."""
     honest, hostile = case
     own = honest.mean(0)
-    moved = result("fltrust", np.concatenate([honest, hostile]), own=own)
-    assert np.linalg.norm(moved) <= np.linalg.norm(own) * (1 + 1e-9)
+    u = hostile if alone and len(hostile) else np.concatenate([honest, hostile])
+    assert np.linalg.norm(result("fltrust", u, own=own)) <= np.linalg.norm(own) * (1 + 1e-9)
+
+
+def longest(u):
+    return np.linalg.norm(u, axis=1).max()
+
+
+PROMISES = {
+    "median": (0.5, {}, diameter, np.sqrt(D)),
+    "trimmed-mean": (0.3, {}, diameter, np.sqrt(D)),
+    "krum": (0.2, {"share": 0.2}, diameter, 6.0),
+    "multi-krum": (0.2, {"share": 0.2}, diameter, 6.0),
+    "rfa": (0.4, {"steps": 1000}, diameter, 7.0),
+    "centred-clip": (0.3, {}, longest, 5.0),
+    "norm-clip": (0.5, {}, longest, 2.0),
+    "flame": (0.5, {}, longest, 2.0),
+    "auto": (0.5, {}, longest, 2.0),
+    "fltrust": (0.5, {}, longest, 2.0),
+}
+"""Defence: (hostile share it withstands, options, unit of the honest updates, how many units it may move)."""
+
+
+def test_every_defence_has_a_promise():
+    assert {*PROMISES, "mean"} == {*DEFENCES}
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_hostile_updates_within_the_promise_move_the_result_by_the_honest_spread(name):
+    most, options, unit, times = PROMISES[name]
+
+    @settings(max_examples=40, deadline=None)
+    @given(rounds(most))
+    def holds(case):
+        honest, hostile = case
+        own = honest.mean(0) if name == "fltrust" else None
+        without = result(name, honest, own, **options)
+        moved = result(name, np.concatenate([honest, hostile]), own, **options)
+        assert np.linalg.norm(moved - without) <= times * unit(honest) * (1 + 1e-6)
+
+    holds()
+
+
+@pytest.mark.parametrize(
+    ("name", "hostile"),
+    [("mean", 1), ("median", 6), ("trimmed-mean", 4), ("rfa", 6), ("krum", 6), ("multi-krum", 6)],
+)
+def test_one_more_than_promised_breaks_it(name, hostile):
+    """The bounds above are not loose: with 11 clients, these many hostile ones take the result anywhere."""
+    u = np.random.default_rng(0).normal(size=(11, D))
+    u[:hostile] = 1e6
+    assert np.linalg.norm(result(name, u)) > 1e4
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32))
+def test_auto_learns_who_is_hostile(seed):
+    """Updates that share a tenth of their square: a round says little, and after ten rounds nobody is mistaken."""
+    generator = np.random.default_rng(seed)
+    defence, past = DEFENCES["auto"](), None
+    x = {"w": torch.zeros(200, dtype=torch.float64)}
+    for _ in range(10):
+        u = generator.normal(size=(10, 200)) + generator.normal(size=200) / 3
+        u[:2] *= -1
+        updates = [Update({"w": torch.from_numpy(row)}, {}, 1) for row in u]
+        mean, _, past = robust_mean(defence, Blocks(), x, updates, [{}] * 10, ALIKE, past=past)
+    kept = clipped(u)[2:].mean(0)
+    assert np.linalg.norm(mean.y["w"].numpy() - kept) <= 1e-9
+
+
+def clipped(u):
+    lengths = np.linalg.norm(u, axis=1, keepdims=True)
+    return u * np.minimum(1, np.median(lengths) / lengths)
 
 
 FORMS = {

@@ -13,7 +13,7 @@ from fedpara import algorithms, attacks, data, robust
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import Experiment, resume, run
 from fedpara.experiments.storage.checkpoint import final_checkpoint
-from fedpara.experiments.studies.robustness import markdown, study
+from fedpara.experiments.studies.robustness import markdown, study, without
 from fedpara.models import mlp
 
 SMALL = Experiment(
@@ -148,25 +148,46 @@ def test_poison_reaches_hostile_clients_only():
     assert torch.equal(loaded.client(5).targets, changed.client(5).targets)
 
 
-def test_the_study_skips_what_its_file_holds(tmp_path):
-    file, seen = tmp_path / "outcomes.jsonl", []
-    asked = {"rounds": 1, "seeds": 1, "attacks": ("none", "backdoor"), "defences": ("none", "median")}
-    first = study(file, **asked, on_outcome=seen.append)
+def test_the_study_skips_what_its_folder_holds(tmp_path):
+    seen = []
+    asked = {"rounds": 1, "seeds": [20], "attacks": ("none", "backdoor"), "defences": ("none", "median")}
+    first = study(tmp_path, **asked, on_outcome=seen.append)
     assert len(seen) == 4
-    assert study(file, **asked, on_outcome=seen.append) == first
+    assert study(tmp_path, **asked, part="b", on_outcome=seen.append) == first
     assert len(seen) == 4
     assert markdown(first).splitlines()[0] == "| attack | none | median |"
+    assert [file.name for file in tmp_path.iterdir()] == ["outcomes.jsonl"]
+
+
+def test_a_part_of_the_study_has_its_own_file(tmp_path):
+    asked = {"rounds": 1, "attacks": ["absent"], "defences": ["none"]}
+    (test,) = study(tmp_path, seeds=[20], part="a", **asked)
+    (held_out,) = study(tmp_path, seeds=[20], part="a", validation=True, **asked)
+    assert {file.name for file in tmp_path.iterdir()} == {"outcomes-a.jsonl", "validation-a.jsonl"}
+    assert (test.validation, held_out.validation) == (False, True)
+    assert test.accuracy != held_out.accuracy
+    assert held_out.backdoor is not None
+    with pytest.raises(ConfigError, match="unknown attack"):
+        study(tmp_path, attacks=["nonsense"])
+
+
+def test_absent_clients_take_part_in_no_round():
+    hostile, generator = frozenset({1, 3}), np.random.default_rng(0)
+    for round in range(1, 6):
+        drawn = list(without(hostile)(round, 6, 4, generator))
+        assert drawn
+        assert not hostile & set(drawn)
 
 
 def test_a_study_that_was_killed_while_writing_a_line_runs_that_cell_again(tmp_path):
     file, seen = tmp_path / "outcomes.jsonl", []
-    asked = {"rounds": 1, "seeds": 1, "attacks": ("none", "backdoor"), "defences": ("none",)}
-    first = study(file, **asked)
+    asked = {"rounds": 1, "seeds": [20], "attacks": ("none", "backdoor"), "defences": ("none",)}
+    first = study(tmp_path, **asked)
     file.write_bytes(file.read_bytes()[:-9])
-    again = study(file, **asked, on_outcome=seen.append)
+    again = study(tmp_path, **asked, on_outcome=seen.append)
     assert [made.attack for made in seen] == ["backdoor"]
     assert [made.accuracy for made in again] == [made.accuracy for made in first]
-    assert study(file, **asked) == again
+    assert study(tmp_path, **asked) == again
     file.write_text(file.read_text().replace("accuracy", "score", 1))
     with pytest.raises(RunError, match="is damaged in line 1"):
-        study(file, **asked)
+        study(tmp_path, **asked)

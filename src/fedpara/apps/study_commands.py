@@ -8,6 +8,7 @@ import typer
 from fedpara.apps.commands import DataDir, Device, Json, Track
 from fedpara.apps.terminal.interrupt import starting
 from fedpara.choices import ENGINES, PAPER_RESULTS, PAPER_RUNS, ROBUSTNESS
+from fedpara.errors import ConfigError
 
 
 def sweep(
@@ -142,6 +143,22 @@ def reproduce(
         Path | None,
         typer.Option(help="Copy every finished run here, without checkpoints and client memories."),
     ] = None,
+    attack: Annotated[
+        list[str] | None, typer.Option(help="robustness: run only this attack; may be repeated.")
+    ] = None,
+    defence: Annotated[
+        list[str] | None,
+        typer.Option(help="robustness: run only this defence, none or auto; may be repeated."),
+    ] = None,
+    first_seed: Annotated[int | None, typer.Option(min=0, help="robustness: the first seed.")] = None,
+    validation: Annotated[
+        bool,
+        typer.Option("--validation", help="robustness: score held-out training examples, with other seeds."),
+    ] = False,
+    part: Annotated[
+        str,
+        typer.Option(help="robustness: write to a file of this part; other processes may use the folder."),
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Run what a table or figure of the paper needs, print paper | ours, and draw the figure.
@@ -155,8 +172,25 @@ def reproduce(
     if names == ["robustness"]:
         with starting():
             from fedpara.apps.studies.robustness import robustness
-        robustness(scale, seeds, rounds, device, ROBUSTNESS if out == PAPER_RUNS else out, as_json)
+        robustness(
+            scale,
+            seeds,
+            first_seed,
+            rounds,
+            attack or [],
+            defence or [],
+            validation,
+            part,
+            device,
+            ROBUSTNESS if out == PAPER_RUNS else out,
+            data_dir,
+            as_json,
+        )
         return
+    if attack or defence or part or validation or first_seed is not None:
+        raise ConfigError(
+            "--attack, --defence, --first-seed, --validation and --part are for `fedpara reproduce robustness` only."
+        )
     with starting():
         from fedpara.apps.studies.reproduce import reproduce as work
     given = {"engine": engine, "precision": precision, "device": device}

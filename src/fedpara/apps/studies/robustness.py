@@ -7,22 +7,51 @@ from pathlib import Path
 import typer
 
 from fedpara.apps.terminal.table import empty_table, print_table
-from fedpara.experiments.studies.robustness import SEEDS, Outcome, rows, study
-
-RESULTS = "outcomes.jsonl"
+from fedpara.experiments.studies.robustness import (
+    FIRST_SEED,
+    FIRST_VALIDATION_SEED,
+    SEEDS,
+    Outcome,
+    rows,
+    study,
+)
 
 
 def robustness(
-    scale: str, seeds: int | None, rounds: int | None, device: str | None, out: Path, as_json: bool
+    scale: str,
+    seeds: int | None,
+    first_seed: int | None,
+    rounds: int | None,
+    attacks: list[str],
+    defences: list[str],
+    validation: bool,
+    part: str,
+    device: str | None,
+    out: Path,
+    data_dir: Path | None,
+    as_json: bool,
 ) -> None:
-    """Runs what is missing in `out`/outcomes.jsonl and prints the table."""
+    """Runs what the files of `out` do not hold and prints the table."""
 
     def show(made: Outcome) -> None:
         score = made.ended or f"accuracy {made.accuracy:.2%}"
-        typer.echo(f"{made.attack} | {made.defence} | seed {made.seed}: {score}", err=True)
+        door = "" if made.backdoor is None else f", backdoor {made.backdoor:.1%}"
+        typer.echo(f"{made.attack} | {made.defence} | seed {made.seed}: {score}{door}", err=True)
 
-    scale = "digits" if scale == "paper" else scale
-    found = study(out / RESULTS, scale, seeds=seeds or SEEDS, rounds=rounds, device=device, on_outcome=show)
+    first = (FIRST_VALIDATION_SEED if validation else FIRST_SEED) if first_seed is None else first_seed
+    found = study(
+        out,
+        "digits" if scale == "paper" else scale,
+        seeds=range(first, first + (seeds or SEEDS)),
+        rounds=rounds,
+        attacks=attacks,
+        defences=defences,
+        validation=validation,
+        part=part,
+        device=device,
+        data_dir=data_dir,
+        on_outcome=show,
+    )
     if as_json:
         typer.echo(json.dumps([asdict(made) for made in found]))
         return
