@@ -7,7 +7,8 @@ import typer
 
 from fedpara.apps.commands import DataDir, Json, Track
 from fedpara.apps.terminal.interrupt import starting
-from fedpara.choices import ENGINES, PAPER_RESULTS, PAPER_RUNS, ROBUSTNESS
+from fedpara.choices import ENGINES, FRONTIER_RUNS, PAPER_RESULTS, PAPER_RUNS, RESULTS, ROBUSTNESS
+from fedpara.errors import UsageError
 
 
 def sweep(
@@ -141,11 +142,19 @@ def reproduce(
         Path | None,
         typer.Option(help="Copy every finished run here, without checkpoints and client memories."),
     ] = None,
+    validation: Annotated[
+        bool, typer.Option("--validation", help="frontier: the trials, which choose by held-out examples.")
+    ] = False,
+    configs: Annotated[
+        Path | None,
+        typer.Option(help="frontier: write the config of every missing run here and print its command."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run what a table or figure of the paper needs, print paper | ours, and draw the figure.
 
-    The name robustness stands for the table of attacks and defences; its scales are digits and cifar10.
+    The name robustness stands for the table of attacks and defences, and frontier for accuracy against bytes. Their
+    scales are digits and cifar10.
 
     Finished runs are skipped; interrupted runs are resumed.
 
@@ -156,6 +165,28 @@ def reproduce(
             from fedpara.apps.studies.robustness import robustness
         robustness(scale, seeds, rounds, ROBUSTNESS if out == PAPER_RUNS else out, as_json)
         return
+    if names == ["frontier"]:
+        with starting():
+            from fedpara.apps.studies.frontier import frontier
+        frontier(
+            "digits" if scale == "paper" else scale,
+            "validation" if validation else "test",
+            list_,
+            seeds,
+            rounds,
+            only,
+            FRONTIER_RUNS if out == PAPER_RUNS else out,
+            RESULTS if results == PAPER_RESULTS else results,
+            data_dir,
+            engine,
+            precision,
+            keep,
+            configs,
+            as_json,
+        )
+        return
+    if validation or configs:
+        raise UsageError("--validation and --configs belong to `fedpara reproduce frontier`.")
     with starting():
         from fedpara.apps.studies.reproduce import reproduce as work
     work(names, list_, seeds, rounds, only, scale, out, results, data_dir, engine, precision, keep, as_json)

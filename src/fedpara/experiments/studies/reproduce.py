@@ -79,12 +79,29 @@ def carry_out(
     RunError at the end names it.
     """
     library = Library.of(out, *finished_in)
-    summaries: list[Summary] = []
-    failed: dict[str, FedParaError] = {}
     listed = jobs(names, library, seeds=seeds, rounds=rounds, only=only, scale=scale)
     if only is not None and not listed:
         every = [job.name for job in jobs(names, library, seeds=seeds, rounds=rounds, scale=scale)]
         raise ConfigError(_no_match(only, names, every))
+    return run_jobs(listed, library, out, data_dir=data_dir, engine=engine, precision=precision, begin=begin)
+
+
+def run_jobs(
+    listed: Sequence[Job],
+    library: Library,
+    out: Path,
+    *,
+    data_dir: Path | None = None,
+    engine: str | None = None,
+    precision: str | None = None,
+    begin: Begin | None = None,
+) -> list[Summary]:
+    """The finished runs of the jobs: those of the library, and the missing ones, which get folders in `out`.
+
+    If a run fails, or its folder cannot be read, the others still run; RunError at the end names it.
+    """
+    summaries: list[Summary] = []
+    failed: dict[str, FedParaError] = {}
     damaged = {path.name: error for path, error in library.damaged.items()}
     for name in damaged.keys() - {job.name for job in listed}:
         logger.info("left out: %s", damaged[name])
