@@ -252,6 +252,12 @@ def run(
     rotate: Annotated[
         bool | None, typer.Option(help="Train and send one factor of every weight per round, in turn.")
     ] = None,
+    recycle: Annotated[
+        int | None,
+        typer.Option(
+            help="Layers per round that clients do not send; the server repeats its last update of them."
+        ),
+    ] = None,
     privacy: Annotated[
         str | None,
         typer.Option(

@@ -23,6 +23,7 @@ Purpose = Literal[
     "devices",
     "send",
     "secure",
+    "recycle",
 ]
 _PURPOSES: tuple[Purpose, ...] = get_args(
     Purpose

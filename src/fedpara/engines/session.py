@@ -10,6 +10,7 @@ from fedpara.algorithms.optimizers import Slots, build_optimizer
 from fedpara.engines.differences import Differences
 from fedpara.engines.distributed.process_group import join
 from fedpara.engines.program import Program
+from fedpara.engines.setup.recycling import Recycling
 from fedpara.engines.setup.rotation import Rotation
 from fedpara.errors import WireError
 from fedpara.privacy import Privacy, User
@@ -42,6 +43,7 @@ class Session:
     privacy: Privacy | None = None
     rotation: Rotation | None = None
     privacy_seed: int | None = None  # of the noise; None takes it from the operating system
+    recycling: Recycling | None = None
 
     def __repr__(self) -> str:
         link = f"{self.link.down} down, {self.link.up} up"
@@ -72,10 +74,18 @@ class Session:
         """The names that may arrive changed."""
         return [name for name, kind in spec.items() if name not in self.exact and encoding.loses(*kind)]
 
-    def up_in(self, round: int) -> Spec:
-        """The same for one round: factors that rest are not sent."""
-        resting = self.resting(round)
-        return {name: one for name, one in self.up.items() if name not in resting}
+    def up_in(self, round: int, variables: Variables) -> Spec:
+        """The same for one round."""
+        unsent = self.unsent(round, variables)
+        return {name: one for name, one in self.up.items() if name not in unsent}
+
+    def unsent(self, round: int, variables: Variables) -> frozenset[str]:
+        """The tensors of the model that do not travel up in this round: those that rest, and recycled layers.
+
+        `variables` are the server's, or those of its message.
+        """
+        recycled = frozenset() if self.recycling is None else self.recycling.skipped(variables)
+        return self.resting(round) | recycled
 
     def resting(self, round: int) -> frozenset[str]:
         """The tensors of the model that neither train nor travel up in this round."""

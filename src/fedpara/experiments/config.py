@@ -94,6 +94,7 @@ LATER: dict[str, Any] = {
     "secure": None,
     "objects": None,
     "rotate": False,
+    "recycle": 0,
     "privacy": None,
     "delta": None,
     "privacy_seed": None,
@@ -168,6 +169,7 @@ class Experiment:
     target: float | None = None  # stop at this accuracy
     patience: int | None = None  # stop after this many evaluations without a better score
     rotate: bool = False  # train and send one factor of every weight per round, in turn
+    recycle: int = 0  # layers per round that are not sent; the server repeats its last update of them
     privacy: str | None = None  # user(noise=1.1, clip=0.5) hides clients, example(noise=1, clip=1) examples
     epsilon: float | None = None  # the privacy budget: stop before a round that would exceed it
     delta: float | None = None  # of every epsilon; N^-1.1 for N clients

@@ -81,9 +81,9 @@ def _show(section: Section, out: Path, as_json: bool) -> None:
     figure = draw(section, out / f"{section.name}.svg")
     headings, body = rows(section)
     if as_json:
-        table = [dict(zip(headings, row, strict=True)) for row in body]
+        listed = [dict(zip(headings, row, strict=True)) for row in body]
         runs = {one.combination: [str(run.path) for run in one.runs] for one in section.points}
-        typer.echo(json.dumps({"title": section.title, "figure": str(figure), "rows": table, "runs": runs}))
+        typer.echo(json.dumps({"title": section.title, "figure": str(figure), "rows": listed, "runs": runs}))
         return
     table = empty_table(headings[:1], headings[1:], section.title)
     for row in body:

@@ -62,10 +62,12 @@ def collect(
         if reply.message is None:
             return None
         device = device_of([reply.message.tensors]) if isinstance(reply.message, Message) else HOST
-        if (schedule.max_norm is not None or session.rotation) and device.type not in known:
+        if (
+            schedule.max_norm is not None or session.rotation or session.recycling
+        ) and device.type not in known:
             known[device.type] = move(sent, device)
         try:
-            return _admit(session, schedule, reply, known.get(device.type, sent), round)
+            return _admit(session, schedule, reply, known.get(device.type, sent), progress)
         except WireError as error:
             return error
 
@@ -124,13 +126,15 @@ def is_large(reply: Reply) -> bool:
 
 
 def _admit(
-    session: Session, schedule: Schedule, reply: Reply, sent: State, round: int
+    session: Session, schedule: Schedule, reply: Reply, sent: State, progress: Progress
 ) -> tuple[Update, State]:
     assert reply.message is not None
+    round = progress.round + 1
+    unsent = session.unsent(round, progress.server)
     changes = sends_changes(session.link)
     header, state = admit(
         reply.message,
-        spec=session.up_in(round),
+        spec=session.up_in(round, progress.server),
         round=round,
         method=session.algorithm.name,
         scheme=session.program.scheme,
@@ -148,7 +152,7 @@ def _admit(
     model = variables.pop("")
     if changes:
         model = from_change(model, sent, session.exact)
-    program, model = session.program, {**{name: sent[name] for name in session.resting(round)}, **model}
+    program, model = session.program, {**{name: sent[name] for name in unsent}, **model}
     y = {name: model[name] for name in program.shared}
     averaged = {name: model[name] for name in program.shared_buffers}
     return Update(y, variables, header.examples), averaged

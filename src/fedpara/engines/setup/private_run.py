@@ -13,6 +13,7 @@ from fedpara.engines.participation.cohorts import Cohorts, find_sampler
 from fedpara.engines.program import Program
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
+from fedpara.engines.setup.recycling import make_recycling
 from fedpara.engines.setup.rotation import make_rotation
 from fedpara.errors import ConfigError, in_a_line
 from fedpara.privacy import Example, Privacy, Spending, User
@@ -32,14 +33,18 @@ def open_session(
     privacy: Privacy | None = None,
     privacy_seed: int | None = None,
     rotate: bool = False,
+    recycle: int = 0,
 ) -> Session:
     """The session that the server and its clients agree on."""
     rotation = make_rotation(program, algorithm) if rotate else None
     if rotation is not None:
         algorithm = rotation.of(algorithm)
+    recycling = make_recycling(program, algorithm, recycle, seed) if recycle else None
+    if recycling is not None:
+        algorithm = recycling.of(algorithm)
     if privacy is not None and privacy.adaptive:
         algorithm = _sending_the_bound(algorithm, privacy.bound)
-    return Session(program, algorithm, link, seed, privacy, rotation, privacy_seed)
+    return Session(program, algorithm, link, seed, privacy, rotation, privacy_seed, recycling)
 
 
 def _sending_the_bound(algorithm: Algorithm, first: float) -> Algorithm:

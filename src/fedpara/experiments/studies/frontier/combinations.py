@@ -31,7 +31,10 @@ LINKS = {
 }
 """Links by their words in a combination; topk5 sends the largest 5%."""
 
-OPTIONS: dict[str, Values] = {"rotate": {"rotate": True, "weight_decay": 0.0}}
+OPTIONS: dict[str, Values] = {
+    "rotate": {"rotate": True, "weight_decay": 0.0},
+    **{f"recycle{layers}": {"recycle": layers} for layers in (1, 8)},
+}
 """Rotation needs a weight decay of 0: a factor that rests must not move."""
 
 
@@ -115,6 +118,7 @@ _DIGITS = Scale(
         *("fedpara0 sign+/int8", "fedpara0 eden/int8", "fedpara0 eden+/int8", "fedpara0 topk5+/int8"),
         *("fedpara0 eden/sign", "fedpara0 eden/topk5", "fedpara0 topk5+/topk5", "fedpara0 topk2+/topk2"),
         *("fedpara0 eden/int8 rotate", "fedpara0.1 f32/f32", "fedpara0.1 eden/topk5", "fedpara0.3 f32/f32"),
+        *("original f32/f32 recycle1", "fedpara0 eden/int8 recycle1"),
     ),
     target=0.93,
     validation=0.2,
@@ -172,10 +176,16 @@ _CIFAR10 = Scale(
             "fedpara0.1 eden+/int8",
         ),
         *("fedpara0.1 topk1+/int8", "fedpara0.1 eden/eden+", "fedpara0.1 int8/int8 rotate"),
-        *("fedpara0.1 eden/int8 rotate", "fedpara0 f32/f32", "fedpara0 int8/int8", "fedpara0.2 int8/int8"),
+        *(
+            "fedpara0.1 eden/int8 rotate",
+            "fedpara0.1 int8/int8 recycle8",
+            "fedpara0 f32/f32",
+            "fedpara0 int8/int8",
+            "fedpara0.2 int8/int8",
+        ),
         # baselines at equal bytes
         *("original int8/int8", "original int4+/int8", "original sign+/int8", "original topk1+/int8"),
-        *("original eden/topk1", "original topk1+/topk1"),
+        *("original eden/topk1", "original topk1+/topk1", "original f32/f32 recycle8"),
         *(
             "dense32 f32/f32",
             "dense32 eden/int8",

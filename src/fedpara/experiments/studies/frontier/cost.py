@@ -1,6 +1,7 @@
 """What a combination sends, without training: the lengths of encoded messages and the cohorts of seed 1.
 
-The numbers of the messages are random, because only the shapes decide their lengths.
+The numbers of the messages are random, because only the shapes decide their lengths. The layers that recycling leaves
+out depend on the training; here all are equally likely.
 """
 
 from collections.abc import Mapping
@@ -11,11 +12,13 @@ from typing import Any
 import torch
 
 from fedpara import models
+from fedpara.algorithms import Variables
 from fedpara.engines.differences import Differences, Known
 from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.program import make_program
 from fedpara.engines.session import Session
 from fedpara.engines.setup.private_run import open_session
+from fedpara.engines.setup.recycling import DRAWN, RECYCLING
 from fedpara.experiments.build import build_algorithm, build_model, build_scheme
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.studies.frontier.combinations import Scale
@@ -42,15 +45,23 @@ def _sent(e: Experiment, shape: tuple[int, ...], rounds: int) -> tuple[float, fl
         make_program(build_model(e, CLASSES, shape, build_scheme(e))),
         Link(e.link_up, e.link_down),
     )
-    session = open_session(program, build_algorithm(e), link, seed=1, rotate=e.rotate)
+    session = open_session(program, build_algorithm(e), link, seed=1, rotate=e.rotate, recycle=e.recycle)
 
     @cache
     def up(sent: frozenset[str]) -> int:
         return len(_message(session, {name: session.up[name] for name in sent}, session.link.up))
 
-    ups = [up(frozenset(session.up_in(t))) for t in range(1, rounds + 1)]
+    ups = [up(frozenset(session.up_in(t, _left_out(session, t)))) for t in range(1, rounds + 1)]
     parameters = sum(program.initial[name].numel() for name in program.shared)
     return mean(ups), _down(session, e, rounds), parameters
+
+
+def _left_out(session: Session, round: int) -> Variables:
+    """The variables of a server that leaves out random layers from the second round on."""
+    if session.recycling is None or round == 1:
+        return {}
+    layers = torch.randperm(len(session.recycling.layers), generator=torch.Generator().manual_seed(round))
+    return {RECYCLING: {DRAWN: (layers < session.recycling.count).to(torch.uint8)}}
 
 
 def _down(session: Session, e: Experiment, rounds: int) -> float:
