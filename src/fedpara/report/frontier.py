@@ -159,8 +159,8 @@ def _about(section: Section) -> str:
         f"one trial with the rate {rates}" if len(scale.rates) == 1 else f"a trial with each rate of {rates}"
     )
     return (
-        f"{setting} Each had {tried}, and its best one is shown. The scores are on the "
-        f"{scale.validation:.3g} of every client's training data that the trial held out."
+        f"{setting} Each had {tried}, and its best one is shown. The scores are on\nthe {scale.validation:.1%} of "
+        "every client's training data that the trials held out."
     )
 
 

@@ -52,7 +52,7 @@ def frontier_figure(points: Sequence[Point], path: Path, title: str, unit: Unit,
     axes.set_xlabel(f"sent both ways by all clients [{unit.name}]")
     axes.set_ylabel("accuracy [%]")
     axes.set_title(title, fontsize=10)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="lower right", framealpha=1, edgecolor="none")
     axes.margins(x=0.12, y=0.08)
     styled(axes)
     figure.canvas.draw()
@@ -82,6 +82,7 @@ def _name(
     for point in sorted(points, key=lambda one: one not in best):
         x, y = at[point.combination]
         text = axes.text(0, 0, point.combination, fontsize=7, weight="bold" if point in best else "normal")
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.4})
         text.set_url(_link(point, path))
         size = text.get_window_extent(renderer)
         width, height = size.width, size.height

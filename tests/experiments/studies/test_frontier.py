@@ -111,6 +111,12 @@ def test_the_first_rate_of_all_combinations_comes_first(tmp_path):
     assert [job.experiment.lr for job in listed] == [0.05] * 4 + [0.1] * 4
 
 
+@pytest.mark.parametrize(("only", "count"), [("fedpara0", 3), ("fedpara0 f32/f32", 1), ("*rotate", 1)])
+def test_only_takes_a_whole_name_or_a_part(tmp_path, only, count):
+    listed = frontier_jobs(TINY, "validation", Library.of(tmp_path), only=[only])
+    assert len(listed) == count * len(TINY.rates)
+
+
 def made_point(tmp_path, name, accuracies, each):
     experiment = replace(TINY.experiment("original f32/f32"), rounds=len(accuracies[0]))
     for seed, scores in enumerate(accuracies, 1):

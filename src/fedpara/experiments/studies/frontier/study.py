@@ -109,7 +109,9 @@ def frontier_jobs(
 
     ConfigError if `only` matches no combination, or if a final run waits for its trials.
     """
-    names = [name for name in scale.combinations if not only or any(matches(one, name) for one in only)]
+    names = [
+        name for name in scale.combinations if not only or any(_chooses(one, name, scale) for one in only)
+    ]
     if not names:
         raise ConfigError(
             f"--only {', '.join(only)!r}: no combination has this in its name. The first are "
@@ -132,6 +134,11 @@ def frontier_jobs(
         for same in zip(*wanted.values(), strict=True)
         for name, e in zip(names, same, strict=True)
     ]
+
+
+def _chooses(given: str, name: str, scale: Scale) -> bool:
+    """Whether the text is this combination or, if it is none, a part or a pattern of this one."""
+    return given == name if given in scale.combinations else matches(given, name)
 
 
 def folder_name(combination: str, experiment: Experiment) -> str:
