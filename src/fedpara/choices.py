@@ -39,6 +39,8 @@ CLASSES = 10
 PAPER_RUNS = Path("runs/paper")
 PAPER_RESULTS = Path("results/paper")
 ROBUSTNESS = Path("results/robustness")
+FRONTIER_RUNS = Path("runs/frontier")
+RESULTS = Path("results")
 
 DEADLINE = 3600.0
 """Seconds that a Flower server waits for a round."""

@@ -20,7 +20,7 @@ def test_golden_identities_survive_new_fields():
         *("sampler", "lost", "bandwidth", "speed", "device_deadline"),
         *("loss", "metrics", "optimizer", "schedule", "keep_optimizer", "onto", "adapter_alpha", "train"),
         *("secure", "objects", "rotate", "privacy", "delta", "privacy_seed", "robust", "attack", "hostile"),
-        *("products", "gammas", "fold_every"),
+        *("products", "gammas", "fold_every", "recycle"),
     }
     assert Experiment().identity == "d9146da9ccc93a55"
     before = Experiment(split="owner", dataset="femnist", model="mlp", test_owners="all")

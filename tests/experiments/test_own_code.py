@@ -14,6 +14,7 @@ from fedpara.experiments.build import build
 from fedpara.experiments.config_file import read_toml, to_toml
 from fedpara.experiments.storage.catalog import Library, archive_run
 from fedpara.experiments.storage.checkpoint import final_checkpoint
+from fedpara.experiments.storage.sources import describe_sources
 from fedpara.parameterization import forms
 
 NAME = "mine"
@@ -144,3 +145,8 @@ def test_parentheses_call_a_rule_and_local_is_passed_on(own):
     )
     assert list(forms(parts.task.model)) == ["1.weight"]
     assert parts.algorithm.local.batch_size == 16
+
+
+def test_a_reference_to_this_package_has_no_digests():
+    """The version in environment.json tells its code."""
+    assert describe_sources(Experiment(model="fedpara.models:mlp(inputs=64)")) == {}

@@ -260,6 +260,12 @@ def run(
         int | None,
         typer.Option(help="Rounds after which adapters add their change to their base and start again."),
     ] = None,
+    recycle: Annotated[
+        int | None,
+        typer.Option(
+            help="Layers per round that clients do not send; the server repeats its last update of them."
+        ),
+    ] = None,
     privacy: Annotated[
         str | None,
         typer.Option(

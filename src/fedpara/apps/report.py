@@ -10,10 +10,12 @@ from fedpara.choices import FORMATS
 from fedpara.errors import UsageError
 from fedpara.experiments.paper import STUDIES
 from fedpara.experiments.storage.catalog import Library, is_run
+from fedpara.experiments.studies.frontier.study import belongs
 from fedpara.files import make_folder, write_bytes
 from fedpara.report.document import document
 from fedpara.report.figures import section_figure, study_figure
 from fedpara.report.formats import csv_text, latex
+from fedpara.report.frontier import draw, frontier_document, frontier_sections
 from fedpara.report.others import other_runs
 from fedpara.report.own import Unit, sections
 from fedpara.report.own import tables as own_tables
@@ -56,6 +58,10 @@ def report(runs: list[Path], out: Path | None, format_: str | None, scale: str) 
         raise UsageError(f"no run in {', '.join(map(str, runs))}: expected folders that `fedpara run` made.")
     _check_out(out, kind)
     make_folder(out if kind in FIGURES else out.parent)
+    if kind in (*FIGURES, "markdown") and all(belongs(run.path) for run in library):
+        _of_frontier(library, out, kind, runs)
+        library.refuse_damaged("reported")
+        return
     tuned = tuned_studies(library)
     chosen = replacements(tuned) if scale == "paper" else {}
     tables = [
@@ -86,6 +92,16 @@ def _of_paper(
         "latex": lambda: _all_latex(tables),
     }[kind]()
     _write(library, text, out)
+
+
+def _of_frontier(library: Library, out: Path, kind: str, runs: list[Path]) -> None:
+    """The page or the figures of `fedpara reproduce frontier`."""
+    found = frontier_sections(library)
+    if kind == "markdown":
+        _write(library, frontier_document(found, shlex.join(map(str, runs)), shlex.quote(str(out))), out)
+        return
+    for section in found:
+        typer.echo(str(draw(section, out / f"{section.name}.{kind}")))
 
 
 def _of_own_runs(library: Library, tuned: list[TunedStudy], out: Path, kind: str, of: str, to: str) -> None:

@@ -7,7 +7,7 @@ import typer
 
 from fedpara.apps.commands import DataDir, Device, Json, Track
 from fedpara.apps.terminal.interrupt import starting
-from fedpara.choices import ENGINES, PAPER_RESULTS, PAPER_RUNS, ROBUSTNESS
+from fedpara.choices import ENGINES, FRONTIER_RUNS, PAPER_RESULTS, PAPER_RUNS, RESULTS, ROBUSTNESS
 from fedpara.errors import ConfigError
 
 
@@ -153,17 +153,24 @@ def reproduce(
     first_seed: Annotated[int | None, typer.Option(min=0, help="robustness: the first seed.")] = None,
     validation: Annotated[
         bool,
-        typer.Option("--validation", help="robustness: score held-out training examples, with other seeds."),
+        typer.Option(
+            "--validation", help="robustness, frontier: the trials, scored on held-out training examples."
+        ),
     ] = False,
     part: Annotated[
         str,
         typer.Option(help="robustness: write to a file of this part; other processes may use the folder."),
     ] = "",
+    configs: Annotated[
+        Path | None,
+        typer.Option(help="frontier: write the config of every missing run here and print its command."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run what a table or figure of the paper needs, print paper | ours, and draw the figure.
 
-    The name robustness stands for the table of attacks and defences; its scales are digits and cifar10.
+    The name robustness stands for the table of attacks and defences, and frontier for accuracy against bytes. Their
+    scales are digits and cifar10.
 
     Finished runs are skipped; interrupted runs are resumed.
 
@@ -187,9 +194,29 @@ def reproduce(
             as_json,
         )
         return
-    if attack or defence or part or validation or first_seed is not None:
+    if names == ["frontier"]:
+        with starting():
+            from fedpara.apps.studies.frontier import frontier
+        frontier(
+            "digits" if scale == "paper" else scale,
+            "validation" if validation else "test",
+            list_,
+            seeds,
+            rounds,
+            only,
+            FRONTIER_RUNS if out == PAPER_RUNS else out,
+            RESULTS if results == PAPER_RESULTS else results,
+            data_dir,
+            {"engine": engine, "precision": precision, "device": device},
+            keep,
+            configs,
+            as_json,
+        )
+        return
+    if attack or defence or part or validation or configs or first_seed is not None:
         raise ConfigError(
-            "--attack, --defence, --first-seed, --validation and --part are for `fedpara reproduce robustness` only."
+            "--attack, --defence, --first-seed, --part, --validation and --configs are for `fedpara reproduce "
+            "robustness` or `frontier` only."
         )
     with starting():
         from fedpara.apps.studies.reproduce import reproduce as work

@@ -142,13 +142,13 @@ def reply_of(
     if isinstance(session.privacy, User):
         y = session.privacy.bounded(x, y, down)
     sent = {**y, **{name: trained.buffers[name] for name in program.shared_buffers}}
-    for name in session.resting(round):
+    for name in session.unsent(round, down):
         del sent[name]
     private = {name: trained.state[name] for name in program.retained}
     try:
         header = session.header(round, f"client:{client}", examples)
         generator = generator or uplink_rng(session.seed, round, client)
-        message, left = _encode_update(session, sent, model, extra, memory, header, generator)
+        message, left = _encode_update(session, sent, model, down, extra, memory, header, generator)
     except UpdateRejected as error:  # a value too large for a lossy uplink
         return Reply(client, reason=str(error)), {PRIVATE: private, **own}
     return Reply(client, message, "", trained.loss), {PRIVATE: private, **own, **left}
@@ -193,6 +193,7 @@ def _encode_update(
     session: Session,
     sent: State,
     model: State,
+    down: Variables,
     extra: Variables,
     memory: Variables,
     header: Header,
@@ -212,6 +213,6 @@ def _encode_update(
     message = make_message(state, header, session.link.up, generator, session.exact)
     if not uplink.feedback:
         return message, {}
-    _, read = decode(message, session.exact, session.link.up, session.up_in(header.round))
+    _, read = decode(message, session.exact, session.link.up, session.up_in(header.round, down))
     left = together(lambda _, a, sent: (a - sent).float(), kept, state, read)
-    return message, {RESIDUE: {**residue, **left}}  # factors that rest in this round keep theirs
+    return message, {RESIDUE: {**residue, **left}}  # what is not sent in this round keeps its residue

@@ -27,6 +27,7 @@ Purpose = Literal[
     "secure",
     "restart",
     "fold",
+    "recycle",
 ]
 _PURPOSES: tuple[Purpose, ...] = get_args(
     Purpose

@@ -11,6 +11,7 @@ from fedpara.engines.differences import Differences
 from fedpara.engines.distributed.process_group import join
 from fedpara.engines.program import Program
 from fedpara.engines.setup.folding import Folding, OntoBase
+from fedpara.engines.setup.recycling import Recycling
 from fedpara.engines.setup.rotation import Rotation
 from fedpara.errors import WireError
 from fedpara.privacy import Privacy, User
@@ -44,6 +45,7 @@ class Session:
     rotation: Rotation | None = None
     privacy_seed: int | None = None  # of the noise; None takes it from the operating system
     folding: Folding | None = None
+    recycling: Recycling | None = None
 
     def __repr__(self) -> str:
         link = f"{self.link.down} down, {self.link.up} up"
@@ -90,10 +92,18 @@ class Session:
         names = self.folding.first() if self.folding is not None else self.program.fixed
         return tuple(names)
 
-    def up_in(self, round: int) -> Spec:
-        """The same for one round: factors that rest are not sent."""
-        resting = self.resting(round)
-        return {name: one for name, one in self.up.items() if name not in resting}
+    def up_in(self, round: int, variables: Variables) -> Spec:
+        """The same for one round."""
+        unsent = self.unsent(round, variables)
+        return {name: one for name, one in self.up.items() if name not in unsent}
+
+    def unsent(self, round: int, variables: Variables) -> frozenset[str]:
+        """The tensors of the model that do not travel up in this round: those that rest, and recycled layers.
+
+        `variables` are the server's, or those of its message.
+        """
+        recycled = frozenset() if self.recycling is None else self.recycling.skipped(variables)
+        return self.resting(round) | recycled
 
     def resting(self, round: int) -> frozenset[str]:
         """The tensors of the model that neither train nor travel up in this round."""

@@ -52,6 +52,7 @@ class Settings:
     attack: str | Attack | None = None
     hostile: float = 0.0
     rotate: bool = False
+    recycle: int = 0
     privacy: Privacy | None = None
     epsilon: float | None = None
     delta: float | None = None
@@ -61,7 +62,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check(COUNT, rounds=self.rounds, cohort=self.cohort, evaluate_every=self.evaluate_every)
-        check(COUNT, patience=self.patience, fold_every=self.fold_every)
+        check(COUNT, patience=self.patience, fold_every=self.fold_every, recycle=self.recycle or None)
         check(BELOW_ONE, lost=self.lost)
         check_sampler(self.sampler)
         check(POSITIVE, epsilon=self.epsilon)

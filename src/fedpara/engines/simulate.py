@@ -34,6 +34,7 @@ from fedpara.engines.session import Session
 from fedpara.engines.settings import Precision, Settings, Share
 from fedpara.engines.setup.folding import refuse_with_folding
 from fedpara.engines.setup.private_run import open_session, private_spending
+from fedpara.engines.setup.recycling import refuse_others
 from fedpara.errors import ConfigError
 from fedpara.privacy import Privacy
 from fedpara.robust import Defence
@@ -75,6 +76,7 @@ def simulate(
     attack: str | Attack | None = None,
     hostile: float = 0.0,
     rotate: bool = False,
+    recycle: int = 0,
     privacy: Privacy | None = None,
     epsilon: float | None = None,
     delta: float | None = None,
@@ -130,6 +132,8 @@ def simulate(
     hostile         the share of the clients that are hostile, such as 0.2; the seed decides which
     rotate          train and send one factor of every weight per round, in turn: averaging is then exact, and uploads
                     are two to four times smaller
+    recycle         how many layers the clients leave out of a round's updates: the server repeats its last update of
+                    them (FedLUAR)
     privacy         `privacy.User(noise=1.1, clip=0.5)`: the models hide whether any one client took part; needs
                     sampler="poisson" and weights="uniform". `privacy.Example(noise=1.0, clip=1.0)`: what a client
                     sends hides whether any one of its examples was there
@@ -170,6 +174,7 @@ def simulate(
         attack=attack,
         hostile=hostile,
         rotate=rotate,
+        recycle=recycle,
         privacy=privacy,
         epsilon=epsilon,
         delta=delta,
@@ -221,6 +226,7 @@ def prepare(
     """(session, schedule, whether clients are scored), after all checks and before anything runs."""
     if algorithm.local.schedule is not None:
         algorithm = replace(algorithm, local=replace(algorithm.local, rounds=settings.rounds))
+    refuse_others(settings)
     program = make_program(task.model, settings.share)
     session = open_session(
         program,
@@ -231,6 +237,7 @@ def prepare(
         privacy_seed=settings.privacy_seed,
         rotate=settings.rotate,
         fold_every=settings.fold_every,
+        recycle=settings.recycle,
     )
     refuse_with_folding(settings)
     personal = data.has_personal if settings.personal is None else settings.personal

@@ -94,6 +94,7 @@ LATER: dict[str, Any] = {
     "secure": None,
     "objects": None,
     "rotate": False,
+    "recycle": 0,
     "privacy": None,
     "delta": None,
     "privacy_seed": None,
@@ -172,6 +173,7 @@ class Experiment:
     fold_every: int | None = (
         None  # rounds after which adapters add their change to their base and start again
     )
+    recycle: int = 0  # layers per round that are not sent; the server repeats its last update of them
     privacy: str | None = None  # user(noise=1.1, clip=0.5) hides clients, example(noise=1, clip=1) examples
     epsilon: float | None = None  # the privacy budget: stop before a round that would exceed it
     delta: float | None = None  # of every epsilon; N^-1.1 for N clients

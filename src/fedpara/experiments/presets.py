@@ -1,10 +1,14 @@
 """Presets: named experiments. Each preset is one or more runs to compare."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fedpara.errors import ConfigError, among
 from fedpara.experiments.config import Experiment
+from fedpara.experiments.studies.frontier.combinations import SCALES
+
+LEAN = ("digits", "fedpara0 eden/sign", 0.4)
+"""The preset `lean`: a scale of the frontier, the combination that its validation chose, and the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,19 @@ def _personal_mnist() -> dict[str, Experiment]:
     }
 
 
+def _lean() -> dict[str, Experiment]:
+    """The combination with the fewest bytes that loses at most one point of validation accuracy to the original."""
+    scale, combination, rate = LEAN
+    chosen = SCALES[scale].experiment(combination)
+    return {"lean": replace(chosen, lr=rate, engine="auto", device=None)}
+
+
 PRESETS = {
     "quickstart": Preset("digits: original, low-rank, FedPara and pFedPara side by side", _quickstart()),
     "personal-mnist": Preset(
         "MNIST, ten clients of two classes: pFedPara, FedPer, FedAvg and Local", _personal_mnist()
     ),
+    "lean": Preset("few bytes: FedPara, one bit per number up, signs of differences down", _lean()),
 }
 
 

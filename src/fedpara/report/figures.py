@@ -29,7 +29,7 @@ def study_figure(table: Table, runs: Sequence[Summary], path: Path) -> Path | No
 
 def accuracy_against_bytes(runs: Mapping[str, Summary], path: Path) -> Path:
     """One curve per run: the score over megabytes sent both ways, as in Figure 3."""
-    plt = _pyplot()
+    plt = new_pyplot()
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
     for name, run in runs.items():
         found = points(run)
@@ -49,7 +49,7 @@ def section_figure(section: Section, path: Path) -> Path | None:
     found = [(one, points_) for one in section.series if (points_ := curve(one.runs))]
     if not found:
         return None
-    plt, unit = _pyplot(), section.unit
+    plt, unit = new_pyplot(), section.unit
     below = 0.22 * -(-len(found) // 2)
     figure, (rounds, sent) = plt.subplots(1, 2, figsize=(8.4, 3.8 + below), layout="constrained", sharey=True)
     for number, (one, line) in enumerate(found):
@@ -77,9 +77,9 @@ def section_figure(section: Section, path: Path) -> Path | None:
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     _limit(rounds, section, found)
     for axes in (rounds, sent):
-        _styled(axes)
+        styled(axes)
     rounds.set_ylabel(section.metric.title)
-    return _written(plt, figure, path)
+    return written(plt, figure, path)
 
 
 def _limit(axes: Any, section: Section, found: Sequence[tuple[Series, Sequence[CurvePoint]]]) -> None:
@@ -93,7 +93,7 @@ def _limit(axes: Any, section: Section, found: Sequence[tuple[Series, Sequence[C
 
 def curves(series: Sequence[Series], path: Path, caveat: str = "") -> Path:
     """One panel per data set and split: accuracy [%] over gigabytes. The original is dashed, as in Figure 3."""
-    plt = _pyplot()
+    plt = new_pyplot()
     panels = list(dict.fromkeys(one.panel for one in series))
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
@@ -120,7 +120,7 @@ def curves(series: Sequence[Series], path: Path, caveat: str = "") -> Path:
 
 def _by_parameters(series: Sequence[Series], path: Path, caveat: str) -> Path:
     """Figure 4: the last accuracy over the share of the parameters. The original is a dotted line."""
-    plt = _pyplot()
+    plt = new_pyplot()
     panels = list(dict.fromkeys(one.panel for one in series))
     figure, grid = plt.subplots(
         1, len(panels), figsize=(4.2 * len(panels) + 1, 3.6), layout="constrained", squeeze=False
@@ -148,7 +148,7 @@ def _by_parameters(series: Sequence[Series], path: Path, caveat: str) -> Path:
 
 def _bars(table: Table, path: Path) -> Path:
     """Figure 5: one group per column, one bar per row, whiskers for ±."""
-    plt = _pyplot()
+    plt = new_pyplot()
     columns = [
         c
         for c in table.study.columns
@@ -177,17 +177,17 @@ def _bars(table: Table, path: Path) -> Path:
 
 
 def _histogram(path: Path) -> Path:
-    plt = _pyplot()
+    plt = new_pyplot()
     counts = random_ranks()
     figure, axes = plt.subplots(figsize=(4.4, 3.2), layout="constrained")
     axes.bar(list(counts), list(counts.values()), width=0.8, color=BLUE)
     axes.set_xlim(90, 101)
     axes.set_xlabel("rank of W")
     axes.set_ylabel("count (1,000 random products)")
-    return _written(plt, figure, path)
+    return written(plt, figure, path)
 
 
-def _pyplot() -> Any:
+def new_pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -209,18 +209,18 @@ def _saved(
         figure.suptitle(caveat.replace(": ", ":\n"), fontsize=8, color=AMBER)
     for one in axes:
         one.set_ylabel(score)
-        _styled(one)
+        styled(one)
         if one.get_legend_handles_labels()[0]:
             one.legend(frameon=False, fontsize=8)
-    return _written(plt, figure, path)
+    return written(plt, figure, path)
 
 
-def _styled(axes: Any) -> None:
+def styled(axes: Any) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _written(plt: Any, figure: Any, path: Path) -> Path:
+def written(plt: Any, figure: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without the time of writing, equal figures give equal files.
     dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}

@@ -8,6 +8,7 @@ from fedpara.experiments import Summary
 from fedpara.experiments.paper import Cell, Study
 from fedpara.experiments.paper.measures import GIGABYTE
 from fedpara.experiments.storage.catalog import Library
+from fedpara.experiments.studies.frontier.study import belongs
 from fedpara.report.series import Series, all_series, final_accuracy
 from fedpara.report.tables import Entry, Sample, Table, spread_of
 
@@ -24,12 +25,12 @@ COLUMNS: dict[str, tuple[Callable[[Summary], float | None], str]] = {
 
 
 def other_runs(library: Library, tables: Sequence[Table]) -> Table | None:
-    """The table, or None if the given tables use every started run."""
+    """The table, or None if the given tables use every started run. The frontier has a page of its own."""
     reported = {name for table in tables for entry in table.entries for name in entry.runs}
     # From all runs, so that the labels also differ from those of the tables' runs.
     series = [
         replace(one, runs=left)
-        for one in all_series(library)
+        for one in all_series(run for run in library if not belongs(run.path))
         if (left := tuple(run for run in one.runs if library.name_of(run) not in reported))
     ]
     if not series:

@@ -241,6 +241,7 @@ def _site(experiment_toml: str, node_config: tuple[tuple[str, Any], ...]) -> Sit
         privacy=build_privacy(experiment),
         privacy_seed=experiment.privacy_seed,
         rotate=experiment.rotate,
+        recycle=experiment.recycle,
     )
     return Site(session, Worker(program, parts.task, node_device(config, experiment.device)), parts, own)
 

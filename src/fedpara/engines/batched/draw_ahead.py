@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from fedpara.algorithms import Variables
 from fedpara.engines.memory import MAX_READ_AHEAD
 from fedpara.engines.rng import uplink_rng
 from fedpara.engines.session import Session
@@ -9,12 +10,14 @@ from fedpara.engines.threads import map_in_threads
 from fedpara.wire.encoders.draws import DrawnAhead
 
 
-def draw_ahead(session: Session, round: int, clients: Sequence[int]) -> dict[int, DrawnAhead]:
+def draw_ahead(
+    session: Session, round: int, clients: Sequence[int], down: Variables
+) -> dict[int, DrawnAhead]:
     """The generators of these clients' messages, with their numbers drawn into pinned memory, in threads.
 
     None if the uplink draws no uniform numbers, or if they take too much memory: then each message draws its own.
     """
-    spec = session.up_in(round)
+    spec = session.up_in(round, down)
     count = session.link.uplink.uniforms(kind for name, kind in spec.items() if name not in session.exact)
     if not 0 < 4 * count * len(clients) <= MAX_READ_AHEAD:
         return {}

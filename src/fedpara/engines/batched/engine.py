@@ -22,7 +22,7 @@ from fedpara.engines.batched.kernels.install import install_kernels
 from fedpara.engines.batched.lane_state import LaneState
 from fedpara.engines.batched.passes import LanePass
 from fedpara.engines.batched.round_plan import LaneShape, RoundPlan, typical_shape
-from fedpara.engines.batched.scoring import scores
+from fedpara.engines.batched.scoring import scores_in_lanes
 from fedpara.engines.batched.step import make_tick, one_step
 from fedpara.engines.client import Reply, own_model, reply_of
 from fedpara.engines.device import find_device, precision_on
@@ -32,8 +32,8 @@ from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.rng import LayerRng
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Precision
-from fedpara.engines.transfer import HOST, move, move_variables, stack_on
-from fedpara.errors import RunError, in_a_line
+from fedpara.engines.transfer import HOST, move, move_variables
+from fedpara.errors import RunError
 from fedpara.state import State, device_of
 from fedpara.tasks import Score, Task
 from fedpara.wire import Message
@@ -203,24 +203,9 @@ class Batched:
     def _scores(self, clients: Sequence[int], states: list[State]) -> list[Score]:
         """Scores each client's own model on its own test data, one per lane at a time."""
         tests = [self.data.client_test(client) for client in clients]
-        found = [Score(0)] * len(clients)
-        able = [position for position, test in enumerate(tests) if len(test)]
-        for start in range(0, len(able), self.lanes):
-            chosen = able[start : start + self.lanes]
-            stacked = stack_on([states[position] for position in chosen], self.device)
-            there = [tests[position].on(self.device) for position in chosen]
-            try:
-                scored = scores(self.plain, self.forms, stacked, there, self.task)
-            except RuntimeError as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
-                self.plain.train()
-                scored = [self.scorer.evaluate(states[p], t) for p, t in zip(chosen, there, strict=True)]
-                note = f"clients' own models are scored one after another: {in_a_line(error)}"
-                self.notes += [note] if note not in self.notes else []
-            for position, score in zip(chosen, scored, strict=True):
-                found[position] = score
-        return found
+        return scores_in_lanes(
+            self.plain, self.forms, self.scorer, states, tests, self.device, self.lanes, self.notes
+        )
 
     def _train(
         self,
@@ -285,7 +270,7 @@ class Batched:
             with layers:
                 ended = list(events)
             if self.stays and self.on_gpu and not of.training:
-                self._draws |= draw_ahead(self.session, round, clients)
+                self._draws |= draw_ahead(self.session, round, clients, down)
             self.examples.plan_ahead(round, clients, self.lanes)
             trained = self._trained(joined(ended))
             yield from (trained[position] for position in range(len(clients)))

@@ -8,13 +8,48 @@ from torch.func import functional_call, vmap
 
 from fedpara.data import Examples, normalise
 from fedpara.engines.device import widened
-from fedpara.engines.local.worker import EVALUATION_BATCH
-from fedpara.engines.transfer import HOST
+from fedpara.engines.local.worker import EVALUATION_BATCH, Worker
+from fedpara.engines.transfer import HOST, stack_on
+from fedpara.errors import in_a_line
 from fedpara.parameterization import Form, compose_state
 from fedpara.state import State
 from fedpara.tasks import Score, Task
 from fedpara.tasks.metrics import Totals, summed
 from fedpara.trees import Tree, arguments, stack, to_device
+
+
+def scores_in_lanes(
+    plain: nn.Module,
+    forms: Mapping[str, Form],
+    scorer: Worker,
+    states: Sequence[State],
+    tests: Sequence[Examples],
+    device: torch.device,
+    lanes: int,
+    notes: list[str],
+) -> list[Score]:
+    """One score per state on its own test examples, `lanes` at a time.
+
+    A model that cannot be scored in lanes is scored by `scorer`; `notes` then gets the reason.
+    """
+    found = [Score(0)] * len(states)
+    able = [position for position, test in enumerate(tests) if len(test)]
+    for start in range(0, len(able), lanes):
+        chosen = able[start : start + lanes]
+        stacked = stack_on([states[position] for position in chosen], device)
+        there = [tests[position].on(device) for position in chosen]
+        try:
+            scored = scores(plain, forms, stacked, there, scorer.task)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            plain.train()
+            scored = [scorer.evaluate(states[p], test) for p, test in zip(chosen, there, strict=True)]
+            note = f"clients' own models are scored one after another: {in_a_line(error)}"
+            notes += [note] if note not in notes else []
+        for position, score in zip(chosen, scored, strict=True):
+            found[position] = score
+    return found
 
 
 @torch.no_grad()

@@ -63,7 +63,8 @@ def collect(
         HOST.type: (progress.x, sent)
     }  # the server's model, and as it was sent, by the devices of updates
     exact = session.link.downlink.text == "float32"
-    reads = schedule.max_norm is not None or session.rotation or sends_changes(session.link) or not exact
+    unsent = session.rotation or session.recycling
+    reads = schedule.max_norm is not None or unsent or sends_changes(session.link) or not exact
 
     def verdict_on(reply: Reply) -> tuple[Update, State] | WireError | None:
         if reply.message is None:
@@ -74,7 +75,7 @@ def collect(
             known[device.type] = (there if exact else move(progress.x, device)), there
         x, there = known.get(device.type, known[HOST.type])
         try:
-            return _admit(session, schedule, reply, x, there, round)
+            return _admit(session, schedule, reply, x, there, progress)
         except WireError as error:
             return error
 
@@ -131,13 +132,15 @@ def is_large(reply: Reply) -> bool:
 
 
 def _admit(
-    session: Session, schedule: Schedule, reply: Reply, x: State, sent: State, round: int
+    session: Session, schedule: Schedule, reply: Reply, x: State, sent: State, progress: Progress
 ) -> tuple[Update, State]:
     assert reply.message is not None
+    round = progress.round + 1
+    unsent = session.unsent(round, progress.server)
     changes = sends_changes(session.link)
     header, state = admit(
         reply.message,
-        spec=session.up_in(round),
+        spec=session.up_in(round, progress.server),
         round=round,
         method=session.algorithm.name,
         scheme=session.program.scheme,
@@ -155,7 +158,7 @@ def _admit(
     model = variables.pop("")
     program, rounded = session.program, session.link.downlink.text != "float32"
 
-    def progress(part: Tensor, x: Tensor, sent: Tensor) -> Tensor:
+    def moved(part: Tensor, x: Tensor, sent: Tensor) -> Tensor:
         """y, or x + (y - x^) in its place: downlink rounding is not mistaken for client progress."""
         if not rounded:
             return sent + part
@@ -164,8 +167,8 @@ def _admit(
 
     y = {name: model[name] for name in program.shared if name in model}
     if changes or rounded:
-        y = together(progress, y, x, sent)
-    resting = {name: sent[name] for name in session.resting(round)}
+        y = together(moved, y, x, sent)
+    resting = {name: sent[name] for name in unsent}
     if resting and rounded:
         resting = together(lambda sent, x: x + (sent - sent), resting, x)
     y = {name: y[name] if name in y else resting[name] for name in program.shared}

@@ -1,1 +1,1 @@
-"""What is fixed before the first round: the session, and what privacy and rotation add to it."""
+"""What is fixed before the first round: the session, and what privacy, rotation and recycling add to it."""

@@ -15,6 +15,7 @@ from fedpara.engines.secure.checks import distributed_noise_problems, telling_co
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
 from fedpara.engines.setup.folding import make_folding
+from fedpara.engines.setup.recycling import make_recycling
 from fedpara.engines.setup.rotation import make_rotation
 from fedpara.errors import ConfigError, in_a_line
 from fedpara.privacy import Example, Privacy, Spending, User
@@ -35,15 +36,19 @@ def open_session(
     privacy_seed: int | None = None,
     rotate: bool = False,
     fold_every: int | None = None,
+    recycle: int = 0,
 ) -> Session:
     """The session that the server and its clients agree on."""
     rotation = make_rotation(program, algorithm) if rotate else None
     if rotation is not None:
         algorithm = rotation.of(algorithm)
+    recycling = make_recycling(program, algorithm, recycle, seed) if recycle else None
+    if recycling is not None:
+        algorithm = recycling.of(algorithm)
     if privacy is not None and privacy.adaptive:
         algorithm = _sending_the_bound(algorithm, privacy.bound)
     folding = make_folding(program, algorithm, link, fold_every, seed)
-    return Session(program, algorithm, link, seed, privacy, rotation, privacy_seed, folding)
+    return Session(program, algorithm, link, seed, privacy, rotation, privacy_seed, folding, recycling)
 
 
 def _sending_the_bound(algorithm: Algorithm, first: float) -> Algorithm:

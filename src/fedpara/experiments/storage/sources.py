@@ -4,15 +4,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fedpara import references
 from fedpara.experiments.config import Experiment
-from fedpara.source_files import source_digests
+from fedpara.source_files import OURS, source_digests
 
 SOURCES = "sources.json"
 
 
 def describe_sources(experiment: Experiment) -> dict[str, Any]:
-    """{"references": {field: reference}, "sha256": {file: digest}}; empty without references."""
-    found = experiment.references
+    """{"references": {field: reference}, "sha256": {file: digest}}; empty without references to code of the user.
+
+    environment.json has the version of this package.
+    """
+    own = {
+        field: references.parse(text).module.partition(".")[0]
+        for field, text in experiment.references.items()
+    }
+    found = {field: text for field, text in experiment.references.items() if own[field] != OURS}
     return {"references": found, "sha256": source_digests(found.values())} if found else {}
 
 

@@ -2,7 +2,7 @@
 
 import fnmatch
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,21 +80,38 @@ def carry_out(
     RunError at the end names it.
     """
     library = Library.of(out, *finished_in)
-    summaries: list[Summary] = []
-    failed: dict[str, FedParaError] = {}
     listed = jobs(names, library, seeds=seeds, rounds=rounds, only=only, scale=scale)
     if only is not None and not listed:
         every = [job.name for job in jobs(names, library, seeds=seeds, rounds=rounds, scale=scale)]
         raise ConfigError(_no_match(only, names, every))
+    given = {"engine": engine, "precision": precision, "device": device}
+    return run_jobs(listed, library, out, data_dir=data_dir, given=given, begin=begin)
+
+
+def run_jobs(
+    listed: Sequence[Job],
+    library: Library,
+    out: Path,
+    *,
+    data_dir: Path | None = None,
+    given: Mapping[str, str | None],
+    begin: Begin | None = None,
+) -> list[Summary]:
+    """The finished runs of the jobs: those of the library, and the missing ones, which get folders in `out`.
+
+    `given` are the engine, precision and device, where the caller chose one. If a run fails, or its folder cannot be
+    read, the others still run; RunError at the end names it.
+    """
+    summaries: list[Summary] = []
+    failed: dict[str, FedParaError] = {}
     damaged = {path.name: error for path, error in library.damaged.items()}
     for name in damaged.keys() - {job.name for job in listed}:
         logger.info("left out: %s", damaged[name])
     # All ranks list the runs before rank 0 makes a folder, which another rank would take for an interrupted run.
     join().gather("the list of runs")
-    given = {"engine": engine, "precision": precision, "device": device}
     for job in listed:
         if job.found is not None:
-            if engine or precision or device:
+            if any(given.values()):
                 found = job.found
                 logger.info("%s is in %s and not run again; it ran %s", job.name, found.path, found.engine)
             summaries.append(job.found)
@@ -129,7 +146,7 @@ def _run_job(
     job: Job,
     out: Path,
     data_dir: Path | None,
-    given: dict[str, str | None],
+    given: Mapping[str, str | None],
     on_round: OnRound | None,
 ) -> Summary:
     """Run or resume the job with the given engine, precision and device."""

@@ -1,0 +1,238 @@
+"""Combinations of a network, an uplink, a downlink and options, as text:
+
+    fedpara0.1 eden/int8            FedPara with gamma 0.1; eden up, int8 down
+    original topk1+/topk1 rotate    + is error feedback; options follow
+
+Every word is a named value of this file. A scale holds its networks and its list of combinations.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fedpara.errors import ConfigError, among
+from fedpara.experiments.config import Experiment
+
+Values = Mapping[str, Any]
+
+LINKS = {
+    "f32": "float32",
+    "int8": "int8",
+    "int4": "int4",
+    "int4+": "int4(feedback=True)",
+    "ternary": "ternary",
+    "ternary+": "ternary(feedback=True)",
+    "sign": "sign",
+    "sign+": "sign(feedback=True)",
+    "eden": "eden",
+    "eden+": "eden(unbiased=False, feedback=True)",
+    **{f"topk{percent}": f"topk({percent / 100})" for percent in (1, 2, 3, 5)},
+    **{f"topk{percent}+": f"topk({percent / 100}, feedback=True)" for percent in (1, 2, 3, 5)},
+}
+"""Links by their words in a combination; topk5 sends the largest 5%."""
+
+OPTIONS: dict[str, Values] = {
+    "rotate": {"rotate": True, "weight_decay": 0.0},
+    **{f"recycle{layers}": {"recycle": layers} for layers in (1, 8)},
+}
+"""Rotation needs a weight decay of 0: a factor that rests must not move."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A setting, its networks, and the combinations to run. The first one is what the others are compared with."""
+
+    base: Experiment
+    networks: Mapping[str, Values]
+    combinations: tuple[str, ...]
+    target: float  # of "bytes to the target"
+    validation: float  # the held-out fraction of the trials
+    trial_rounds: int
+    trial_target: float
+    rates: tuple[float, ...]  # the learning rates to try for every combination
+
+    def experiment(self, combination: str) -> Experiment:
+        """ConfigError if the combination has an unknown word."""
+        network, _, rest = combination.partition(" ")
+        links, *options = rest.split()
+        up, _, down = links.partition("/")
+        values = {
+            **_value(network, self.networks, "network"),
+            "link_up": _value(up, LINKS, "link"),
+            "link_down": _value(down, LINKS, "link"),
+        }
+        for option in options:
+            values |= _value(option, OPTIONS, "option")
+        return replace(self.base, **values)
+
+
+def _value(word: str, values: Mapping[str, Any], what: str) -> Any:
+    if word not in values:
+        raise ConfigError(f"unknown {what} {word!r} in a combination: {among(word, values)}")
+    return values[word]
+
+
+def _dense(width: int) -> Values:
+    """A VGG16 of original weights whose first stage has this width, with the decay chosen for vgg16-narrow."""
+    model = f"fedpara.models:vgg16(width={width}, groups={width // 2}, bias=False)"
+    return {"scheme": "original", "model": "vgg16-narrow" if width == 20 else model, "weight_decay": 5e-4}
+
+
+def _fedpara(gamma: float, **more: Any) -> Values:
+    return {"scheme": "fedpara", "gamma": gamma, **more}
+
+
+_DIGITS = Scale(
+    base=Experiment(
+        dataset="digits",
+        model="deep-mlp",
+        clients=20,
+        cohort=5,
+        rounds=30,
+        epochs=2,
+        batch_size=32,
+        lr_decay=0.98,
+        momentum=0.9,
+        clip=2.0,
+        engine="sequential",
+        device="cpu",
+    ),
+    networks={
+        "original": {"scheme": "original"},
+        **{
+            f"dense{width}": {
+                "scheme": "original",
+                "model": f"fedpara.models:mlp(inputs=64, hidden={width}, layers=2)",
+            }
+            for width in (128, 64, 32)
+        },
+        "lowrank": {"scheme": "lowrank", "gamma": 0.0},
+        **{f"fedpara{gamma:g}": _fedpara(gamma) for gamma in (0.0, 0.1, 0.3)},
+    },
+    combinations=(
+        *("original f32/f32", "original int8/int8", "original int4+/int8", "original sign+/int8"),
+        *("original eden/int8", "original topk1+/int8", "original topk1+/topk1"),
+        *("dense128 f32/f32", "dense64 f32/f32", "dense64 eden/int8", "dense32 f32/f32", "dense32 int8/int8"),
+        *("lowrank f32/f32", "lowrank int4+/int8", "lowrank eden/int8", "lowrank eden/topk5"),
+        *("fedpara0 f32/f32", "fedpara0 int8/int8", "fedpara0 int4+/int8", "fedpara0 ternary+/int8"),
+        *("fedpara0 sign+/int8", "fedpara0 eden/int8", "fedpara0 eden+/int8", "fedpara0 topk5+/int8"),
+        *("fedpara0 eden/sign", "fedpara0 eden/topk5", "fedpara0 topk5+/topk5", "fedpara0 topk2+/topk2"),
+        *("fedpara0 eden/int8 rotate", "fedpara0.1 f32/f32", "fedpara0.1 eden/topk5", "fedpara0.3 f32/f32"),
+        *("original f32/f32 recycle1", "fedpara0 eden/int8 recycle1"),
+    ),
+    target=0.93,
+    validation=0.2,
+    trial_rounds=20,
+    trial_target=0.93,
+    rates=(0.1, 0.2, 0.4),
+)
+
+_CIFAR10 = Scale(
+    base=Experiment(
+        dataset="cifar10",
+        model="vgg16-nobias",
+        split="iid",
+        clients=100,
+        cohort=16,
+        rounds=200,
+        epochs=10,
+        batch_size=64,
+        lr_decay=0.992,
+        weight_decay=1e-3,
+        augment="crop-flip",
+        evaluate_every=5,
+    ),
+    networks={
+        "original": {"scheme": "original", "clip": 10.0},
+        **{f"dense{width}": _dense(width) for width in (32, 20, 12)},
+        "lowrank": {"scheme": "lowrank", "gamma": 0.1},
+        **{f"fedpara{gamma:g}": _fedpara(gamma, init="he:1.4") for gamma in (0.0, 0.1, 0.2)},
+        # "all": the three linear layers are factorized as well. Dense, they are a third of FedPara's bytes.
+        **{f"fedpara{g:g}all": _fedpara(g, init="he:1.4", where="every") for g in (0.0, 0.05, 0.1)},
+    },
+    combinations=(
+        "original f32/f32",
+        # By promise: the bytes of 105 rounds are within 1.64 GB and those of 200 within 3.3 GB (`--list`).
+        *("fedpara0.1 eden/topk3", "fedpara0.05all eden/int8", "fedpara0 eden/int8", "fedpara0 eden/topk5"),
+        *(
+            "fedpara0.1 eden/topk2",
+            "fedpara0.1 ternary/topk2",
+            "fedpara0.1all eden/topk3",
+            "fedpara0.05all eden/topk5",
+        ),
+        *("fedpara0 topk5+/int8", "fedpara0 eden/sign", "fedpara0.05all eden/sign", "fedpara0.2 eden/topk1"),
+        *(
+            "fedpara0.1 eden/topk1",
+            "fedpara0.1 topk5+/topk2",
+            "fedpara0all int8/int8",
+            "fedpara0.1all eden/int8",
+        ),
+        # FedPara with each link
+        *("fedpara0.1 f32/f32", "fedpara0.1 int8/int8", "fedpara0.1 int4+/int8", "fedpara0.1 ternary/int8"),
+        *(
+            "fedpara0.1 ternary+/int8",
+            "fedpara0.1 sign+/int8",
+            "fedpara0.1 eden/int8",
+            "fedpara0.1 eden+/int8",
+        ),
+        *("fedpara0.1 topk1+/int8", "fedpara0.1 eden/eden+", "fedpara0.1 int8/int8 rotate"),
+        *(
+            "fedpara0.1 eden/int8 rotate",
+            "fedpara0.1 int8/int8 recycle8",
+            "fedpara0 f32/f32",
+            "fedpara0 int8/int8",
+            "fedpara0.2 int8/int8",
+        ),
+        # baselines at equal bytes
+        *("original int8/int8", "original int4+/int8", "original sign+/int8", "original topk1+/int8"),
+        *("original eden/topk1", "original topk1+/topk1", "original f32/f32 recycle8"),
+        *(
+            "dense32 f32/f32",
+            "dense32 eden/int8",
+            "dense20 f32/f32",
+            "dense20 int8/int8",
+            "dense20 eden/int8",
+        ),
+        *("dense12 f32/f32", "dense12 int8/int8"),
+        *(
+            "lowrank f32/f32",
+            "lowrank int8/int8",
+            "lowrank int4+/int8",
+            "lowrank eden/int8",
+            "lowrank eden/topk2",
+        ),
+    ),
+    target=0.80,
+    validation=0.104,
+    trial_rounds=60,
+    trial_target=0.65,
+    rates=(0.1,),  # chosen per network: results/tuning/cifar10-iid
+)
+
+_TINY = Scale(
+    base=Experiment(
+        dataset="generated:mnist",
+        model="mlp",
+        clients=6,
+        cohort=2,
+        rounds=3,
+        steps=2,
+        engine="sequential",
+        device="cpu",
+    ),
+    networks={"original": {"scheme": "original"}, "fedpara0": _fedpara(0.0)},
+    combinations=(
+        "original f32/f32",
+        "fedpara0 f32/f32",
+        "fedpara0 eden/int8",
+        "fedpara0 topk5+/topk5 rotate",
+    ),
+    target=0.05,
+    validation=0.2,
+    trial_rounds=2,
+    trial_target=0.05,
+    rates=(0.05, 0.1),
+)
+
+SCALES = {"digits": _DIGITS, "cifar10": _CIFAR10, "tiny": _TINY}
+"""digits takes seconds per run on a CPU; cifar10 needs a GPU; tiny is a miniature on generated data."""

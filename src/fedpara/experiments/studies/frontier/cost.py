@@ -1,0 +1,86 @@
+"""What a combination sends, without training: the lengths of encoded messages and the cohorts of seed 1.
+
+The numbers of the messages are random, because only the shapes decide their lengths. The layers that recycling leaves
+out depend on the training; here all are equally likely.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from statistics import mean
+from typing import Any
+
+import torch
+
+from fedpara import models
+from fedpara.algorithms import Variables
+from fedpara.engines.differences import Differences, Known
+from fedpara.engines.participation.cohorts import Cohorts
+from fedpara.engines.program import make_program
+from fedpara.engines.session import Session
+from fedpara.engines.setup.private_run import open_session
+from fedpara.engines.setup.recycling import DRAWN, RECYCLING
+from fedpara.experiments.build import build_algorithm, build_model, build_scheme
+from fedpara.experiments.config import Experiment
+from fedpara.experiments.studies.frontier.combinations import Scale
+from fedpara.wire import Link, Message, Spec, make_message
+
+CLASSES = 10
+
+
+def costs(scale: Scale, rounds: int | None = None) -> dict[str, dict[str, float]]:
+    """By combination: parameters, mean bytes up and down per client and round, and bytes of all rounds."""
+    shape = models.usual_shape(scale.base.model)
+    found = {}
+    for name in scale.combinations:
+        experiment = scale.experiment(name)
+        up, down, parameters = _sent(experiment, shape, rounds or experiment.rounds)
+        total = (up + down) * experiment.cohort * (rounds or experiment.rounds)
+        found[name] = {"parameters": parameters, "up": up, "down": down, "bytes": total}
+    return found
+
+
+def _sent(e: Experiment, shape: tuple[int, ...], rounds: int) -> tuple[float, float, int]:
+    """(mean bytes up per client and round, the same down, shared parameters)"""
+    program, link = (
+        make_program(build_model(e, CLASSES, shape, build_scheme(e))),
+        Link(e.link_up, e.link_down),
+    )
+    session = open_session(program, build_algorithm(e), link, seed=1, rotate=e.rotate, recycle=e.recycle)
+
+    @cache
+    def up(sent: frozenset[str]) -> int:
+        return len(_message(session, {name: session.up[name] for name in sent}, session.link.up))
+
+    ups = [up(frozenset(session.up_in(t, _left_out(session, t)))) for t in range(1, rounds + 1)]
+    parameters = sum(program.initial[name].numel() for name in program.shared)
+    return mean(ups), _down(session, e, rounds), parameters
+
+
+def _left_out(session: Session, round: int) -> Variables:
+    """The variables of a server that leaves out random layers from the second round on."""
+    if session.recycling is None or round == 1:
+        return {}
+    layers = torch.randperm(len(session.recycling.layers), generator=torch.Generator().manual_seed(round))
+    return {RECYCLING: {DRAWN: (layers < session.recycling.count).to(torch.uint8)}}
+
+
+def _down(session: Session, e: Experiment, rounds: int) -> float:
+    message = _message(session, session.down, session.link.down)
+    if not session.differences:
+        return len(message)
+    copy, cohorts = _message(session, session.down, "float32"), Cohorts(1, e.clients, e.cohort)
+    last: dict[int, int] = {}
+    sent = []
+    for t in range(1, rounds + 1):
+        known = Known({}, (len(message),) * (t - 1), last)
+        sending = Differences(message.head, message.tensors, {}, known, copy)
+        cohort = cohorts.draw(t)
+        sent += [sending.bytes_to(client) for client in cohort]
+        last = {**last, **dict.fromkeys(cohort, t)}
+    return mean(sent)
+
+
+def _message(session: Session, spec: Spec | Mapping[str, Any], link: str) -> Message:
+    generator = torch.Generator().manual_seed(0)
+    state = {name: torch.randn(shape, generator=generator).to(dtype) for name, (dtype, shape) in spec.items()}
+    return make_message(state, session.header(1), link, generator, session.exact)

@@ -1,0 +1,184 @@
+"""`fedpara reproduce frontier`: which runs a scale needs, the choice by validation, and the points of the figure.
+
+    SCALE/validation/NAME-lrR-seed100    one run per combination and learning rate, scored on held-out examples
+    SCALE/test/NAME-lrR-seedS            the rate that was best on them, scored on the test set; seeds 1 to 3
+
+A run is found by its experiment, so any process may carry it out with `fedpara run --config`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Literal
+
+from fedpara.errors import ConfigError, among
+from fedpara.experiments.config import Experiment
+from fedpara.experiments.storage.catalog import Library
+from fedpara.experiments.storage.summary import Summary
+from fedpara.experiments.studies.frontier.combinations import SCALES, Scale
+from fedpara.experiments.studies.reproduce import Job, matches
+
+FOLDER = "frontier"
+TRIAL_SEED = 100
+SEEDS = 3
+"""Final runs have the seeds 1 to SEEDS."""
+Stage = Literal["validation", "test"]
+STAGES: tuple[Stage, ...] = ("validation", "test")
+LOSS = 0.01
+"""How much validation accuracy the leanest combination may lose against the first one."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A combination and its finished runs, one per seed."""
+
+    combination: str
+    runs: tuple[Summary, ...]
+
+    @property
+    def accuracies(self) -> list[float]:
+        """At the last round, per seed."""
+        return [run.accuracy or 0.0 for run in self.runs]
+
+    @property
+    def accuracy(self) -> float:
+        return mean(self.accuracies)
+
+    @property
+    def sent(self) -> float:
+        """Bytes of all messages, both ways; the mean over the seeds."""
+        return mean(run.bytes_up + run.bytes_down for run in self.runs)
+
+    def sent_to(self, target: float) -> list[int] | None:
+        """Bytes until the target is first reached, per seed. None if a seed does not reach it."""
+        lines = [run.reached(target) for run in self.runs]
+        return None if None in lines else [line["total_up"] + line["total_down"] for line in lines if line]
+
+
+def scale_of(name: str) -> Scale:
+    if name not in SCALES:
+        raise ConfigError(f"unknown scale {name!r}: {among(name, SCALES)}")
+    return SCALES[name]
+
+
+def trials(scale: Scale, combination: str, rounds: int | None = None) -> list[Experiment]:
+    """One experiment per learning rate."""
+    base = replace(
+        scale.experiment(combination),
+        validation=scale.validation,
+        rounds=rounds or scale.trial_rounds,
+        seed=TRIAL_SEED,
+    )
+    return [replace(base, lr=rate) for rate in scale.rates]
+
+
+def best_trial(scale: Scale, combination: str, library: Library, rounds: int | None = None) -> Summary | None:
+    """The finished trial with the best validation accuracy; of equal ones, the first."""
+    found = [run for one in trials(scale, combination, rounds) if (run := library.find(one)) is not None]
+    return max(found, key=lambda run: run.accuracy or 0.0, default=None)
+
+
+def chosen_rate(scale: Scale, combination: str, library: Library) -> float | None:
+    """The learning rate of the final runs. None if there is a choice and no trial has finished."""
+    if len(scale.rates) == 1:
+        return scale.rates[0]
+    best = best_trial(scale, combination, library)
+    return None if best is None else best.experiment.lr
+
+
+def finals(
+    scale: Scale, combination: str, library: Library, seeds: int = SEEDS, rounds: int | None = None
+) -> list[Experiment]:
+    """The chosen setting on the test set, one experiment per seed; empty before the choice."""
+    rate = chosen_rate(scale, combination, library)
+    base = replace(scale.experiment(combination), rounds=rounds or scale.base.rounds)
+    return [replace(base, lr=rate, seed=seed) for seed in range(1, seeds + 1)] if rate is not None else []
+
+
+def frontier_jobs(
+    scale: Scale,
+    stage: Stage,
+    library: Library,
+    *,
+    seeds: int = SEEDS,
+    rounds: int | None = None,
+    only: Sequence[str] = (),
+) -> list[Job]:
+    """Every run of the stage: the first seed or rate of all combinations comes before the second of any.
+
+    ConfigError if `only` matches no combination, or if a final run waits for its trials.
+    """
+    names = [
+        name for name in scale.combinations if not only or any(_chooses(one, name, scale) for one in only)
+    ]
+    if not names:
+        raise ConfigError(
+            f"--only {', '.join(only)!r}: no combination has this in its name. The first are "
+            f"{', '.join(scale.combinations[:3])}."
+        )
+    wanted = {
+        name: trials(scale, name, rounds)
+        if stage == "validation"
+        else finals(scale, name, library, seeds, rounds)
+        for name in names
+    }
+    waiting = [name for name, experiments in wanted.items() if not experiments]
+    if waiting:
+        raise ConfigError(
+            f"{len(waiting)} of {len(names)} combinations have no finished trial, such as {waiting[0]!r}: the learning "
+            "rates are chosen by validation. Run `fedpara reproduce frontier --validation` first."
+        )
+    return [
+        Job(folder_name(name, e), e, library.find(e), library.resumable(e))
+        for same in zip(*wanted.values(), strict=True)
+        for name, e in zip(names, same, strict=True)
+    ]
+
+
+def _chooses(given: str, name: str, scale: Scale) -> bool:
+    """Whether the text is this combination or, if it is none, a part or a pattern of this one."""
+    return given == name if given in scale.combinations else matches(given, name)
+
+
+def folder_name(combination: str, experiment: Experiment) -> str:
+    words = combination.replace(" ", "_").replace("/", "_")
+    return f"{words}-lr{experiment.lr:g}-seed{experiment.seed}"
+
+
+def points(
+    scale: Scale, stage: Stage, library: Library, seeds: int = SEEDS, rounds: int | None = None
+) -> list[Point]:
+    """The combinations that have finished runs, in the order of the scale."""
+    found = []
+    for name in scale.combinations:
+        if stage == "validation":
+            best = best_trial(scale, name, library, rounds)
+            runs: tuple[Summary, ...] = () if best is None else (best,)
+        else:
+            wanted = finals(scale, name, library, seeds, rounds)
+            runs = tuple(run for e in wanted if (run := library.find(e)) is not None)
+        if runs:
+            found.append(Point(name, runs))
+    return found
+
+
+def front(points: Iterable[Point]) -> list[Point]:
+    """The Pareto front, by bytes: no other point has at most as many bytes and a higher accuracy."""
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda one: (one.sent, -one.accuracy)):
+        if not kept or point.accuracy > kept[-1].accuracy:
+            kept.append(point)
+    return kept
+
+
+def leanest(points: Sequence[Point]) -> Point | None:
+    """The fewest bytes among the points whose accuracy is at most LOSS below that of the first one."""
+    good = [one for one in points if one.accuracy >= points[0].accuracy - LOSS]
+    return min(good, key=lambda one: one.sent, default=None)
+
+
+def belongs(run: Path) -> bool:
+    """Whether a run folder lies in a folder of this study: frontier/SCALE/STAGE/NAME."""
+    *_, study, scale, stage, _ = ("", "", "", *run.parts)
+    return study == FOLDER and scale in SCALES and stage in STAGES

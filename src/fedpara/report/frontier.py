@@ -1,0 +1,190 @@
+"""docs/frontier.md: accuracy against metered bytes, one section per scale and stage of `fedpara reproduce frontier`.
+
+fedpara report results/frontier --out docs/frontier.md
+fedpara report results/frontier --format svg --out docs/assets
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from fedpara.experiments.paper.measures import GIGABYTE
+from fedpara.experiments.storage.catalog import Library
+from fedpara.experiments.studies.frontier.combinations import SCALES, Scale
+from fedpara.experiments.studies.frontier.study import LOSS, Point, Stage, front, leanest, points
+from fedpara.report.frontier_figure import frontier_figure
+from fedpara.report.own import Unit
+from fedpara.report.series import data_of
+from fedpara.report.tables import NOT_REACHED, ratio, spread_of
+
+UNITS = (Unit("GB", GIGABYTE), Unit("MB", 2**20), Unit("kB", 2**10))
+"""Binary ones, as in Figure 3 of the paper."""
+HEADINGS = ("combination", "accuracy [%]", "seeds", "rate", "up", "down", "to the target", "times fewer")
+
+ABOUT = """\
+A combination is a network, the link up / the link down, and options. `fedpara0.1 eden/int8` is FedPara with γ 0.1, EDEN
+with one bit up and int8 down. `topk5` sends the largest 5%, and `+` is error feedback.
+[Send fewer bytes](guides/compression.md) describes the links. The learning rate of every combination is chosen by
+validation. `fedpara reproduce frontier` runs all of this.
+
+Bytes are those of all encoded messages, both ways, with what clients receive that missed rounds. A GB is 2^30 bytes, as
+in Figure 3 of the paper. ± is the standard deviation over the seeds. Bold combinations are on the Pareto front of bytes
+and accuracy after the last round. "Times fewer" compares the bytes until the target is first reached with those of
+`original f32/f32`: it is the ratio of the means."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """The points of one scale and stage."""
+
+    scale_name: str
+    stage: Stage
+    points: Sequence[Point]
+
+    @property
+    def scale(self) -> Scale:
+        return SCALES[self.scale_name]
+
+    @property
+    def name(self) -> str:
+        return f"frontier-{self.scale_name}-{self.stage}"
+
+    @property
+    def target(self) -> float:
+        return self.scale.trial_target if self.stage == "validation" else self.scale.target
+
+    @property
+    def rounds(self) -> int:
+        return max(run.rounds for point in self.points for run in point.runs)
+
+    @property
+    def title(self) -> str:
+        what = f"{data_of(self.scale.base)}, {self.scale.base.model}"
+        return f"{what}, {self.stage}, {self.rounds} rounds"
+
+    @property
+    def unit(self) -> Unit:
+        return unit_of(max(point.sent for point in self.points))
+
+
+def unit_of(most: float) -> Unit:
+    """The largest unit in which the largest number is at least 1."""
+    return next((unit for unit in UNITS if most >= unit.bytes), UNITS[-1])
+
+
+def frontier_sections(library: Library, seeds: int | None = None) -> list[Section]:
+    """Final runs come before the trials that chose their rates."""
+    stages: tuple[Stage, ...] = ("test", "validation")
+    found = (
+        Section(name, stage, points(scale, stage, library, seeds or max(library.seeds, default=0)))
+        for name, scale in SCALES.items()
+        for stage in stages
+    )
+    return [section for section in found if section.points]
+
+
+def rows(section: Section) -> tuple[list[str], list[list[str]]]:
+    """(headings, rows): the fewest bytes to the target come first. ± is the standard deviation over the seeds."""
+    unit, target = section.unit, section.target
+    named = {
+        "up": f"up [{unit.name}]",
+        "down": f"down [{unit.name}]",
+        "to the target": f"to {target:.0%} [{unit.name}]",
+    }
+    first = section.points[0].sent_to(target)
+    return [named.get(one, one) for one in HEADINGS], [
+        _row(point, section, first) for point in sorted(section.points, key=lambda one: _key(one, target))
+    ]
+
+
+def _key(point: Point, target: float) -> tuple[bool, float]:
+    sent = point.sent_to(target)
+    return sent is None, point.sent if sent is None else mean(sent)
+
+
+def _row(point: Point, section: Section, first: Sequence[float] | None) -> list[str]:
+    unit, runs = section.unit, point.runs
+    sent = point.sent_to(section.target)
+    reached = sum(run.reached(section.target) is not None for run in runs)
+    some = NOT_REACHED if not reached else f"{reached} of {len(runs)} seeds"
+    times, spread = ratio(first, sent) if first and sent else (None, None)
+    return [
+        point.combination,
+        _number(100 * point.accuracy, _spread([100 * a for a in point.accuracies]), 2),
+        str(len(runs)),
+        ", ".join(dict.fromkeys(f"{run.experiment.lr:g}" for run in runs)),
+        f"{mean(run.bytes_up for run in runs) / unit.bytes:.3g}",
+        f"{mean(run.bytes_down for run in runs) / unit.bytes:.3g}",
+        some if sent is None else f"{mean(sent) / unit.bytes:.3g}",
+        "–" if times is None else _number(times, spread, 1),
+    ]
+
+
+def _spread(values: Sequence[float]) -> float | None:
+    return spread_of(values, "std")
+
+
+def _number(value: float, spread: float | None, decimals: int) -> str:
+    return f"{value:.{decimals}f}" + ("" if spread is None else f" ± {spread:.{decimals}f}")
+
+
+def section_text(section: Section, assets: str = "assets") -> str:
+    """A section of the page: what was run, the figure and the table."""
+    headings, body = rows(section)
+    best = {point.combination for point in front(section.points)}
+    marked = [[f"**{row[0]}**" if row[0] in best else row[0], *row[1:]] for row in body]
+    lines = [headings, ["---", *("---:" for _ in headings[1:])], *marked]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    picture = f"{assets}/{section.name}.svg"
+    return "\n\n".join(
+        [
+            f"## {section.title[0].upper()}{section.title[1:]}",
+            _about(section),
+            f'<object type="image/svg+xml" data="{picture}"><img src="{picture}" alt="Accuracy against bytes: '
+            f'{section.title}"></object>',
+            table,
+            *([_leanest(section)] if section.stage == "validation" else []),
+        ]
+    )
+
+
+def _about(section: Section) -> str:
+    e, scale = section.scale.base, section.scale
+    setting = f"{len(section.points)} combinations, {e.clients} clients, {e.cohort} per round."
+    if section.stage == "test":
+        return f"{setting} The scores are on the test set."
+    rates = ", ".join(f"{rate:g}" for rate in scale.rates)
+    tried = (
+        f"one trial with the rate {rates}" if len(scale.rates) == 1 else f"a trial with each rate of {rates}"
+    )
+    return (
+        f"{setting} Each had {tried}, and its best one is shown. The scores are on\nthe {scale.validation:.1%} of "
+        "every client's training data that the trials held out."
+    )
+
+
+def _leanest(section: Section) -> str:
+    lean = leanest(section.points)
+    assert lean is not None
+    return (
+        f"`{lean.combination}` sends the fewest bytes of those that lose at most {100 * LOSS:g} point to "
+        f"`{section.points[0].combination}`."
+    )
+
+
+def frontier_document(sections: Sequence[Section], of: str, to: str) -> str:
+    """The page. `of` and `to` are the arguments of `fedpara report`, which its first lines show."""
+    parts = [
+        "# The frontier: accuracy against bytes",
+        f"Generated by `fedpara report {of} --out {to}`. Do not edit this file. The figures come from\n"
+        f"`fedpara report {of} --format svg --out {Path(to).parent / 'assets'}`. Each point and each name in them is a "
+        "link to\nits run folder.",
+        ABOUT,
+        *(section_text(section) for section in sections),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def draw(section: Section, path: Path) -> Path:
+    return frontier_figure(section.points, path, section.title, section.unit, section.target)
