@@ -55,8 +55,8 @@ def hold_out(
 
 def _counts(sizes: Rows, fraction: float) -> Rows:
     """How many examples a client with this many gives."""
-    counts = np.clip(np.rint(fraction * sizes).astype(np.int64), 1, np.maximum(sizes - 1, 1))
-    return counts * (sizes > 1)
+    counts: Rows = np.clip(np.rint(fraction * sizes).astype(np.int64), 1, np.maximum(sizes - 1, 1))
+    return np.where(sizes > 1, counts, 0)
 
 
 def _divided(examples: Examples, fraction: float, seed: tuple[int, int]) -> tuple[Rows, Rows]:

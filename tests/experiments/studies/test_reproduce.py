@@ -10,6 +10,7 @@ import pytest
 from fedpara.errors import ConfigError, RunError, UsageError
 from fedpara.experiments import Experiment, paper, read_run, resume
 from fedpara.experiments.config_file import to_toml
+from fedpara.experiments.storage import catalog
 from fedpara.experiments.storage.catalog import Library, archive_run, cut, refuse_own
 from fedpara.experiments.storage.summary import Summary
 from fedpara.experiments.studies.reproduce import archive_finished, carry_out, jobs
@@ -105,6 +106,29 @@ def test_an_archived_run_does_not_overwrite_another(whole, tmp_path):
     with pytest.raises(ConfigError, match=r"already holds a different run than"):
         archive_run(another, tmp_path / "small")
     assert (small / "metrics.jsonl").read_bytes() == before
+
+
+def test_an_archive_that_was_interrupted_is_no_run_and_continues(whole, tmp_path, monkeypatch):
+    run = next(path for path in whole[0].iterdir() if path.is_dir())
+    into, write = tmp_path / "small", catalog.write_bytes
+    for last in range(4):
+        left = [last]
+
+        def interrupted(path, content, left=left):
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            write(path, content)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(catalog, "write_bytes", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                archive_run(run, into)
+        found = Library.of(into)
+        assert (list(found), found.damaged) == ([], {})
+    small = archive_run(run, into)
+    assert read_run(small).metrics == read_run(run).metrics
+    assert (small / "config.toml").read_bytes() == (run / "config.toml").read_bytes()
 
 
 def test_an_archived_run_cannot_be_resumed(whole, tmp_path):

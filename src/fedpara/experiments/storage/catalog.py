@@ -9,7 +9,6 @@
 import fnmatch
 import json
 import os
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,8 @@ from fedpara.experiments.storage.sources import SOURCES
 from fedpara.experiments.storage.summary import Primary, Summary, read_run
 from fedpara.files import write_bytes
 
-ARCHIVED = ("config.toml", "metrics.jsonl", "timing.jsonl", SOURCES)
+ARCHIVED = ("metrics.jsonl", "timing.jsonl", SOURCES, "config.toml")
+"""In the order in which they are copied: a folder without a config is no run yet."""
 RUN_FILES = ("environment.json", "model.json", "data.json", "metrics.jsonl", CHECKPOINT, PREVIOUS)
 """A run folder has at least one of these files beside its config."""
 OWN = (*ARCHIVED, *RUN_FILES, LOCK, "log.txt", "clients", "nodes*")
@@ -136,13 +136,13 @@ def archive_run(run: Path, into: Path) -> Path:
     environment = read_environment(run)
     target.mkdir(parents=True, exist_ok=True)
     named = () if found.metric == Primary() else ("model.json",)
-    for name in (*ARCHIVED, *named):
-        if (run / name).exists():
-            shutil.copyfile(run / name, target / name)
     # Absolute paths are private to the machine.
     words = environment.get("command", [])
     environment["command"] = [Path(word).name if word.startswith("/") else word for word in words]
     write_bytes(target / "environment.json", (json.dumps(environment, indent=2) + "\n").encode())
+    for name in (*named, *ARCHIVED):
+        if (run / name).exists():
+            write_bytes(target / name, (run / name).read_bytes())
     return target
 
 
