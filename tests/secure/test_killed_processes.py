@@ -20,7 +20,7 @@ from fedpara.experiments.run import lay_out
 from fedpara.experiments.storage.checkpoint import final_checkpoint
 from fedpara.secure.settings import read_secure
 
-pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(1200)]
 
 EXPERIMENT = replace(
     BASE, cohort=5, rounds=1, weights="uniform", engine="flower", secure="secagg(clip=4.0, bits=24)"
@@ -46,7 +46,7 @@ def test_the_round_ends_with_the_sum_of_the_survivors(kills, counted, tmp_path):
     }
     lay_out(EXPERIMENT, tmp_path / "run")
     with Processes() as processes:
-        given = {"out": str(tmp_path / "run"), "deadline": 60, "wait": 120}
+        given = {"out": str(tmp_path / "run"), "deadline": 90, "wait": 120}
         federation = Federation(tmp_path / "federation", 5, processes, given, env)
         federation.start_link()
         federation.register()
