@@ -38,6 +38,7 @@ from fedpara.state import State, device_of
 from fedpara.tasks import Score, Task
 from fedpara.wire import Message
 from fedpara.wire.encoders.draws import DrawnAhead
+from fedpara.wire.tensors import side_by_side
 
 logger = logging.getLogger(__name__)
 
@@ -145,9 +146,8 @@ class Batched:
         """One reply per client, in order. Holds at most one state per lane, and those that ended out of order."""
         self._draws = {}
         there = move(model, self.device)
-        seen = {
-            HOST.type: (model, down)
-        }  # what clients received, by the device on which their replies are made
+        # What clients received, by the device on which their replies are made.
+        seen = {HOST.type: (side_by_side(model), {name: side_by_side(state) for name, state in down.items()})}
         if self.stays:
             seen[self.device.type] = there, move_variables(down, self.device)
         trained = [self._train(one, round, clients, there, down, own) for one in self._passes]
