@@ -31,13 +31,15 @@ def a_state() -> State:
 
     return {
         **{f"layer.{i}.x1": normal(16 * (i + 1), 12, scale=10.0**-i) for i in range(5)},
-        **{"bias": normal(10), "wide": normal(20, 30, dtype=np.float64), "half": normal(1000).half()},
-        **{
-            "steps": torch.arange(7),
-            "small": torch.arange(-5, 5, dtype=torch.int8),
-            "empty": torch.empty(0, 3),
-        },
-        **{"zero": torch.zeros(400), "tiny": normal(500, scale=1e-42), "turned": normal(30, 40).T},
+        "bias": normal(10),
+        "wide": normal(20, 30, dtype=np.float64),
+        "half": normal(1000).half(),
+        "steps": torch.arange(7),
+        "small": torch.arange(-5, 5, dtype=torch.int8),
+        "empty": torch.empty(0, 3),
+        "zero": torch.zeros(400),
+        "tiny": normal(500, scale=1e-42),
+        "turned": normal(30, 40).T,
         "running_var": normal(300).abs(),
     }
 
