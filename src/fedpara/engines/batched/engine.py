@@ -147,9 +147,10 @@ class Batched:
         self._draws = {}
         there = move(model, self.device)
         # What clients received, by the device on which their replies are made.
-        seen = {HOST.type: (side_by_side(model), {name: side_by_side(state) for name, state in down.items()})}
         if self.stays:
-            seen[self.device.type] = there, move_variables(down, self.device)
+            seen = {HOST.type: (model, down), self.device.type: (there, move_variables(down, self.device))}
+        else:
+            seen = {HOST.type: (side_by_side(model), {name: side_by_side(s) for name, s in down.items()})}
         trained = [self._train(one, round, clients, there, down, own) for one in self._passes]
         width = self.lanes  # fewer once the device is out of memory
         for start in range(0, len(clients), width):
