@@ -4,9 +4,10 @@
     python benchmarks/link_rounds.py --device cuda           the same on a GPU
     python benchmarks/link_rounds.py --device cuda --train   with the paper's local steps: the whole round
 
-Without training, a step adds fixed random numbers to the lanes. What is left of a round is its messages: the server's is
-encoded and read; memories are loaded; every client's update is encoded, checked, decoded and added to the mean; memories
-are kept. A link stands for both directions. Neither scores nor files are part of it.
+Without training, a step adds fixed random numbers to the lanes. What is left of a round is its messages: the server's
+is encoded and read, every client's update is encoded, checked, decoded and added to the mean, and memories are loaded
+and kept. A link stands for both directions. The rows "in files" keep memories in files, as a run folder does, the
+others in this process. Scores and checkpoints are no part of a round here.
 
 With `--train` a client takes 80 steps of 64 images (10 epochs of 500), as in the paper's run on CIFAR-10.
 The first round of a row does not count, and rows take turns in random order.
@@ -15,10 +16,12 @@ The first round of a row does not count, and rows take turns in random order.
 import argparse
 import platform
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,12 +31,13 @@ from links import LINKS, processor
 import fedpara as fp
 from fedpara import algorithms, data, models
 from fedpara.engines.batched.engine import Batched
-from fedpara.engines.memory import InMemory, PendingMemory
+from fedpara.engines.memory import ClientMemory, InMemory, PendingMemory
 from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.program import make_program
 from fedpara.engines.progress import Schedule
 from fedpara.engines.server.rounds import run_rounds
 from fedpara.engines.session import Session
+from fedpara.experiments.storage.client_files import OnDisk
 
 CLIENTS, BATCH, EPOCHS = 16, 64, 10
 FEEDBACK = ("int8(feedback=True)", "topk(0.01, feedback=True)")
@@ -73,10 +77,10 @@ def engine_of(algorithm: str, device: str, train: bool) -> Batched:
     return kind(session, task, held, InMemory(), cohorts=Cohorts(0, CLIENTS, CLIENTS), device=device)
 
 
-def seconds(engine: Batched, link: str, rounds: int) -> list[float]:
+def seconds(engine: Batched, link: str, rounds: int, memory: ClientMemory | None = None) -> list[float]:
     """Of each round but the first. The engine keeps its compiled step from link to link."""
     session = replace(engine.session, link=fp.Link(up=link, down=link))
-    engine.session, engine.memory = session, PendingMemory(InMemory())
+    engine.session, engine.memory = session, PendingMemory(memory or InMemory())
     for one_pass, training in zip(engine._passes, session.trainings, strict=True):
         one_pass.session = training
     engine.examples._session = session
@@ -108,16 +112,21 @@ def main() -> None:
     )
     print(f"CPU time; on a GPU elapsed time. Median of {given.turns} turns of {given.rounds} rounds\n")
     engines = {name: engine_of(name, given.device, given.train) for name in ALGORITHMS}
-    rows = [("fedavg", link) for link in given.links] + [(name, "float32") for name in ALGORITHMS[1:]]
-    found: dict[tuple[str, str], list[float]] = {row: [] for row in rows}
+    rows = [("fedavg", link, "") for link in given.links]
+    rows += [(name, "float32", where) for name in ALGORITHMS[1:] for where in ("", ", in files")]
+    found: dict[tuple[str, str, str], list[float]] = {row: [] for row in rows}
     for _ in range(given.turns):
         for row in random.sample(rows, len(rows)):
-            found[row] += seconds(engines[row[0]], row[1], given.rounds)
+            with tempfile.TemporaryDirectory() as folder:
+                memory = OnDisk(Path(folder)) if row[2] else None
+                found[row] += seconds(engines[row[0]], row[1], given.rounds, memory)
     print("| algorithm | link | seconds | least | of float32 FedAvg |")
     print("|---|---|---|---|---|")
     exact = median(found[rows[0]])
-    for (name, link), times in found.items():
-        print(f"| {name} | {link} | {median(times):.3f} | {min(times):.3f} | {median(times) / exact:.2f} |")
+    for (name, link, where), times in found.items():
+        print(
+            f"| {name}{where} | {link} | {median(times):.3f} | {min(times):.3f} | {median(times) / exact:.2f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A second device on a machine without a GPU: tensors that say they are on "cuda", and meet no others.
+"""A second device without a GPU: tensors that say they are on "cuda", and refuse to meet those that are not.
 
 Inside `SecondDevice()`, `.to("cuda")` gives such a tensor, every result computed from one is one, and an operation on
 tensors of both devices raises, as it would on a GPU. The numbers are computed on the CPU.

@@ -36,13 +36,13 @@ SCHEMES = {
 }
 
 
-def both(name, model, method, rounds=3, even=False, **options):
+def both(name, model, method, rounds=3, even=False, link=None, **options):
     """The last round of each: sequential on the CPU, batched on the GPU."""
     train, test = data.load(f"generated:{name}")
     split = data.iid(train.targets, 8, 0) if even else data.dirichlet(train.targets, 8, alpha=0.5, seed=0)
     federation = fp.FederatedData(train, split)
     task = fp.Task(model, test=test, augment="none" if name == "shakespeare" else "crop-flip")
-    session = Session(make_program(model), method, fp.Link(), 0)
+    session = Session(make_program(model), method, link or fp.Link(), 0)
     schedule = Schedule(rounds, 8, 4, federation.size)
     engines = (
         Sequential(session, task, federation, InMemory()),
@@ -154,6 +154,53 @@ def test_a_message_on_the_gpu_has_the_same_bytes():
     assert all(read[name].is_cuda and torch.equal(read[name].cpu(), state[name]) for name in state)
     with pytest.raises(UpdateRejected, match="NaN"):
         admit(make_message({**there, "b": there["b"] / 0 * 0}, header), **checks)
+
+
+@pytest.mark.parametrize(
+    "link", ["float16", "bfloat16", "int8", "int4", "int2", "ternary", "topk(0.05)", "sign", "eden(bits=2)"]
+)
+def test_a_lossy_message_is_the_same_on_the_gpu(link):
+    """Equal bytes where an encoder adds nothing up; otherwise the same layout, and values within rounding."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(64, 40), (300,), (7,), (33, 20), (5000,)]
+    state = {f"w{i}": torch.randn(shape, generator=generator) * 10.0**-i for i, shape in enumerate(shapes)}
+    there = {name: tensor.cuda() for name, tensor in state.items()}
+    header, spec = Header(1, "fedavg", "original", "client:3", 20), spec_of(state, link)
+    ours, theirs = (
+        make_message(one, header, link, torch.Generator().manual_seed(1)) for one in (there, state)
+    )
+    assert all(tensor.is_cuda for tensor in ours.tensors.values())
+    assert len(ours) == len(theirs) == len(bytes(ours))
+    if not link.startswith(("sign", "eden")):
+        assert bytes(ours) == bytes(theirs)
+    checks = {"spec": spec, "round": 1, "method": "fedavg", "scheme": "original", "link": link}
+    _, read = admit(ours, **checks)
+    _, expected = admit(theirs, **checks)
+    for name, tensor in read.items():
+        assert tensor.is_cuda
+        off = float((tensor.cpu() - expected[name]).norm() / state[name].norm())
+        assert off <= (0.05 if link.startswith("eden") else 1e-2), name
+    with pytest.raises(UpdateRejected, match="'w1'"):
+        make_message({**there, "w1": there["w1"] / 0 * 0}, header, link, torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("link", ["int8", "int4", "eden", "topk(0.1, feedback=True)", "int8(feedback=True)"])
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "feddyn", "fednova", "ditto"])
+def test_every_link_stays_on_the_gpu(algorithm, link):
+    """Rounding at random may fall to either side, so values are close and numbers of bytes equal."""
+    method = algorithms.build(algorithm, Local(lr=0.02, batch_size=8, steps=2))
+    model = written(lambda: models.mlp(784, 24, 10), SCHEMES["pfedpara"])
+    options = {"rounds": 2, "precision": "float32", "compile": False, "link": fp.Link(up=link, down=link)}
+    assert_near(*both("mnist", model, method, **options), 2e-2)
+
+
+def test_a_lossy_round_has_the_same_bits_twice():
+    method = algorithms.scaffold(lr=0.02, batch_size=8, steps=2)
+    model = written(lambda: models.mlp(784, 24, 10), SCHEMES["fedpara"])
+    link = fp.Link(up="int8(feedback=True)", down="int4")
+    options = {"rounds": 3, "precision": "float32", "compile": False, "link": link}
+    first, second = (both("mnist", model, method, **options)[1] for _ in range(2))
+    assert all(torch.equal(tensor, second.x[name]) for name, tensor in first.x.items())
 
 
 def test_the_same_seed_gives_the_same_bits():

@@ -73,6 +73,8 @@ def drive(
 
 def joined(events: list[Event]) -> Event:
     """Several events, joined into one."""
+    if len(events) == 1:
+        return events[0]
     segments, states, losses = zip(*events, strict=True)
     joined = {name: torch.cat([state[name] for state in states]) for name in states[0]}
     return [segment for part in segments for segment in part], joined, torch.cat(losses)

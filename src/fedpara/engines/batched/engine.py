@@ -38,6 +38,7 @@ from fedpara.state import State, device_of
 from fedpara.tasks import Score, Task
 from fedpara.wire import Message
 from fedpara.wire.encoders.draws import DrawnAhead
+from fedpara.wire.tensors import side_by_side
 
 logger = logging.getLogger(__name__)
 
@@ -150,11 +151,11 @@ class Batched:
         """One reply per client, in order. Holds at most one state per lane, and those that ended out of order."""
         self._draws = {}
         there = move(model, self.device)
-        seen = {
-            HOST.type: (model, down)
-        }  # what clients received, by the device on which their replies are made
+        # What clients received, by the device on which their replies are made.
         if self.stays:
-            seen[self.device.type] = there, move_variables(down, self.device)
+            seen = {HOST.type: (model, down), self.device.type: (there, move_variables(down, self.device))}
+        else:
+            seen = {HOST.type: (side_by_side(model), {name: side_by_side(s) for name, s in down.items()})}
         trained = [self._train(one, round, clients, there, down, own) for one in self._passes]
         width = self.lanes  # fewer once the device is out of memory
         for start in range(0, len(clients), width):

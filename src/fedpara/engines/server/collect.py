@@ -20,6 +20,7 @@ from fedpara.errors import UpdateRejected, WireError
 from fedpara.layout import together
 from fedpara.state import State, device_of
 from fedpara.wire import Message, Meter, admit, unpack
+from fedpara.wire.tensors import side_by_side
 
 LARGE_MESSAGE = 1 << 20  # bytes; threads speed up hashing and copying above this, and slow it down below
 
@@ -59,23 +60,20 @@ def collect(
     aggregator: Aggregator | PrivateSum | None = private_sum(session, schedule, progress, round)
     collected = Collected(aggregator)
     waiting, devices = dict.fromkeys(chosen), schedule.devices
-    known = {
-        HOST.type: (progress.x, sent)
-    }  # the server's model, and as it was sent, by the devices of updates
-    exact = session.link.downlink.text == "float32"
-    unsent = session.rotation or session.recycling
-    reads = schedule.max_norm is not None or unsent or sends_changes(session.link) or not exact
+    changed = sends_changes(session.link) or session.link.downlink.text != "float32"
+    reads = changed or schedule.max_norm is not None or bool(session.rotation or session.recycling)
+    known = {HOST.type: (progress.x, sent)}  # by the device of the updates
+    if changed:  # joined once: each update is added to them
+        known = {HOST.type: (side_by_side(progress.x), side_by_side(sent))}
 
     def verdict_on(reply: Reply) -> tuple[Update, State] | WireError | None:
         if reply.message is None:
             return None
         device = device_of([reply.message.tensors]) if isinstance(reply.message, Message) else HOST
         if reads and device.type not in known:
-            there = move(sent, device)
-            known[device.type] = (there if exact else move(progress.x, device)), there
-        x, there = known.get(device.type, known[HOST.type])
+            known[device.type] = move(known[HOST.type][0], device), move(known[HOST.type][1], device)
         try:
-            return _admit(session, schedule, reply, x, there, progress)
+            return _admit(session, schedule, reply, *known.get(device.type, known[HOST.type]), progress)
         except WireError as error:
             return error
 

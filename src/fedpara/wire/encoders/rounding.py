@@ -38,6 +38,8 @@ def quantize(
         return state | {name: t.float() for name, t in floats.items() if t.dtype not in kept}, {}
     if precision in _CAST:
         return state | _cast(floats, precision), {}
+    if not floats:
+        return state, {}
     if generator is None:
         raise UsageError("int8 rounds at random: pass a torch.Generator as generator=...")
     levels, scales = _round_at_random(floats, generator)
