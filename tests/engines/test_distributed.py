@@ -42,6 +42,7 @@ CASES = {
     "ditto-batched": ("original", "ditto", "batched"),
     "fedavg-cosine": ("original", "fedavg", "sequential"),
     "fedavg-private": ("original", "fedavg", "sequential"),
+    "folded": ("lowrank", "fedavg", "batched"),
 }
 FACTS = ("number", "refused", "clock", "train_loss", "bytes_up", "bytes_down", "accuracy", "loss", "before")
 OPTIONS = {
@@ -53,6 +54,7 @@ OPTIONS = {
         "privacy": fp.privacy.User(1.0, 0.3, quantile=0.5),
         "privacy_seed": 1,
     },
+    "folded": {"fold_every": 1},
 }
 
 TINY = Experiment(
@@ -78,6 +80,8 @@ def simulated(case="fedavg", poison=False, **options):
     model = models.mlp(64, hidden=16, classes=10)
     if scheme == "pfedpara":
         model = fp.factorize(model, fp.PFedPara(gamma=0.1))
+    elif scheme == "lowrank":
+        model = fp.factorize(model, fp.LowRank(rank=2), onto="frozen", train="*")
     train, test = data.load("digits")
     rows = [range(12 * k, 12 * k + 5 + k) for k in range(CLIENTS)]
     if poison:
