@@ -42,7 +42,7 @@ CASES = {
     "ditto-batched": ("original", "ditto", "batched"),
     "fedavg-cosine": ("original", "fedavg", "sequential"),
     "fedavg-private": ("original", "fedavg", "sequential"),
-    "folded": ("lowrank", "fedavg", "batched"),
+    "fedavg-folded": ("lowrank", "fedavg", "batched"),
 }
 FACTS = ("number", "refused", "clock", "train_loss", "bytes_up", "bytes_down", "accuracy", "loss", "before")
 OPTIONS = {
@@ -54,7 +54,7 @@ OPTIONS = {
         "privacy": fp.privacy.User(1.0, 0.3, quantile=0.5),
         "privacy_seed": 1,
     },
-    "folded": {"fold_every": 1},
+    "fedavg-folded": {"fold_every": 1},
 }
 
 TINY = Experiment(
