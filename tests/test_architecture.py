@@ -139,7 +139,7 @@ def test_public_names_are_sorted_and_there():
     assert set(fedpara.__all__) == {
         *("Devices", "Examples", "Experiment", "FedPara", "FedParaError", "FederatedData", "Link", "LowRank"),
         *("Metric", "PFedPara", "Task", "factorize", "lognormal", "merge", "metric", "simulate"),
-        *("constant", "cosine", "linear", "step_decay"),
+        *("constant", "cosine", "linear", "step_decay", "Kronecker", "AwareLowRank", "AwareKronecker"),
     }
 
 

@@ -33,6 +33,7 @@ PAGES = [
     "guides/robustness.md",
     "guides/privacy.md",
     "guides/run-folders.md",
+    "guides/update-form.md",
     "guides/your-code.md",
     *(f"guides/{name}.md" for name in ("adapters", "algorithms", "data", "run-folders")),
     "deployment.md",

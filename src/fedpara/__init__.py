@@ -10,19 +10,31 @@ if TYPE_CHECKING:
     from fedpara.errors import FedParaError
     from fedpara.experiments import Experiment
     from fedpara.experiments.simulate import simulate
-    from fedpara.parameterization import FedPara, LowRank, PFedPara, factorize, merge
+    from fedpara.parameterization import (
+        AwareKronecker,
+        AwareLowRank,
+        FedPara,
+        Kronecker,
+        LowRank,
+        PFedPara,
+        factorize,
+        merge,
+    )
     from fedpara.tasks import Metric, Task, metric
     from fedpara.wire import Link
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AwareKronecker",
+    "AwareLowRank",
     "Devices",
     "Examples",
     "Experiment",
     "FedPara",
     "FedParaError",
     "FederatedData",
+    "Kronecker",
     "Link",
     "LowRank",
     "Metric",
@@ -45,6 +57,8 @@ _MODULES = (
     *("parameterization", "privacy", "robust", "state", "tasks", "trees", "wire"),
 )
 _HOMES = {
+    "AwareKronecker": "parameterization",
+    "AwareLowRank": "parameterization",
     "Devices": "engines",
     "Examples": "data",
     "Metric": "tasks",
@@ -57,6 +71,7 @@ _HOMES = {
     "FedPara": "parameterization",
     "FedParaError": "errors",
     "FederatedData": "data",
+    "Kronecker": "parameterization",
     "Link": "wire",
     "LowRank": "parameterization",
     "PFedPara": "parameterization",

@@ -43,6 +43,7 @@ CASES = {
     "fedavg-cosine": ("original", "fedavg", "sequential"),
     "fedavg-private": ("original", "fedavg", "sequential"),
     "fedavg-private-secure": ("original", "fedavg", "sequential"),
+    "fedavg-folded": ("lowrank", "fedavg", "batched"),
 }
 FACTS = ("number", "refused", "clock", "train_loss", "bytes_up", "bytes_down", "accuracy", "loss", "before")
 OPTIONS = {
@@ -63,6 +64,7 @@ OPTIONS = {
         "secure": "secagg(clip=0.3)",
         "link": fp.Link(),
     },
+    "fedavg-folded": {"fold_every": 1},
 }
 
 TINY = Experiment(
@@ -88,6 +90,8 @@ def simulated(case="fedavg", poison=False, **options):
     model = models.mlp(64, hidden=16, classes=10)
     if scheme == "pfedpara":
         model = fp.factorize(model, fp.PFedPara(gamma=0.1))
+    elif scheme == "lowrank":
+        model = fp.factorize(model, fp.LowRank(rank=2), onto="frozen", train="*")
     train, test = data.load("digits")
     rows = [range(12 * k, 12 * k + 5 + k) for k in range(CLIENTS)]
     if poison:
