@@ -153,7 +153,7 @@ def judged(u, past):
     nearest = distances.min(1)
     direction = np.where(nearest < 0.1 * np.median(nearest), -1, m - min(0, np.median(m)) + sigma)
     s = np.log(lengths / np.median(lengths)) + 4 * np.log((1 - m) / np.median(1 - m))
-    return 0.9 * past + np.stack([direction, np.clip(s - 0.5, -0.25, 3)], 1), s
+    return 0.9 * past + np.stack([direction, np.clip(s - 0.4, -0.2, 3)], 1), s
 
 
 def test_auto(round_of):
@@ -163,7 +163,7 @@ def test_auto(round_of):
     u[0] *= -0.5
     u[2] = u[1] + 1e-3
     after, s = judged(u, np.zeros((9, 2)))
-    kept = (after[:, 0] >= 0) & (after[:, 1] <= 0.25) & (s <= 0)
+    kept = (after[:, 0] >= 0) & (after[:, 1] <= 0.2) & (s <= 0)
     assert kept.any()
     assert not kept[[0, 1, 2, 7, 8]].any()
     expected = WEIGHTS[kept] @ clipped(u)[kept] / WEIGHTS[kept].sum()
@@ -172,7 +172,7 @@ def test_auto(round_of):
 
 def test_auto_remembers_over_rounds():
     """Good rounds earn room for a worse one. Bad rounds count for longer than an honest one after them."""
-    rule = Standing(power=4.0, excess=0.5)
+    rule = Standing(power=4.0, excess=0.4)
     u = np.random.default_rng(0).normal(size=(7, 200)) + 0.5
     flipped = u.copy()
     flipped[2] *= -1

@@ -76,7 +76,7 @@ def flame() -> Defence:
     return Defence("flame", weigh=clustering.flame, needs=_three)
 
 
-def auto(power: float = 4.0, excess: float = 0.5) -> Defence:
+def auto(power: float = 4.0, excess: float = 0.4) -> Defence:
     """The default: drops updates that are too long or point elsewhere, now or over their client's rounds.
 
     It remembers two numbers per client. On Flower, a node's key should therefore be bound to its clients.

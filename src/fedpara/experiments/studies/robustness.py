@@ -34,7 +34,7 @@ DEFENCES = (
     *("none", "auto", "multi-krum", "rfa", "median", "trimmed-mean"),
     *("norm-clip", "flame", "fltrust", "centred-clip"),
 )
-TRIALS = ("auto", "auto(excess=0.4)", "auto(excess=0.7)", "auto(power=2)", "auto(power=6)")
+TRIALS = ("auto", "auto(excess=0.5)", "auto(excess=0.7)", "auto(power=2)", "auto(power=6)")
 """The forms of `auto` that validation compares."""
 SCALES = {
     "digits": Experiment(
