@@ -76,14 +76,14 @@ def flame() -> Defence:
     return Defence("flame", weigh=clustering.flame, needs=_three)
 
 
-def auto(excess: float = 0.6, room: float = 1.0) -> Defence:
+def auto(power: float = 4.0, excess: float = 0.4) -> Defence:
     """The default: drops updates that are too long or point elsewhere, now or over their client's rounds.
 
     It remembers two numbers per client. On Flower, a node's key should therefore be bound to its clients.
     """
+    check(NOT_NEGATIVE, power=power)
     check(POSITIVE, excess=excess)
-    check(NOT_NEGATIVE, room=room)
-    rule = standing.Standing(excess, room)
+    rule = standing.Standing(power, excess)
     return Defence("auto", weigh=rule.weigh, remember=rule.after, columns=standing.COLUMNS, needs=_three)
 
 

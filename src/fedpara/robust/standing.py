@@ -1,20 +1,21 @@
-"""auto: drops clients by their update in this round, and by their standing: what their updates looked like so far.
+"""auto: trust is earned. It drops clients by their update in this round and by what their updates looked like so far.
 
     m_i          the median cosine of u_i with the other updates
-    s_i          log(||u_i|| / median ||u||) + 4 log((1 - m_i) / median(1 - m))
-    a            median(m) / (1/4), between 0 and 1: how far the updates agree
+    s_i          log(||u_i|| / median ||u||) + power log((1 - m_i) / median(1 - m))
     direction_i  0.9 direction_i + m_i + sigma,  or 0.9 direction_i - 1 if u_i is a copy
-    length_i     0.9 length_i + s_i - excess
+    length_i     0.9 length_i + max(s_i - excess, -excess / 2)
 
-An update counts if s_i <= room (1 - a), direction_i >= 0 and length_i <= excess / 2. The result is the mean of these
-updates, clipped to the median norm of the round. Medians are those of the clients whose standing was good before the
-round; sigma is the spread of their m. If their median m is negative, it is subtracted from every m. A copy is an update
-whose nearest neighbour is closer than a tenth of the median distance between nearest neighbours.
+An update counts if s_i <= max(0, -length_i) with the length before this round, and if direction_i >= 0 and
+length_i <= excess / 2 after it. The result is the mean of these updates, clipped to the median norm of the round.
+Medians are those of the clients whose standing was good before the round; sigma is the spread of their m. If their
+median m is negative, it is subtracted from every m. A copy is an update whose nearest neighbour is closer than a tenth
+of the median distance between nearest neighbours.
 
-Early in training honest updates agree (a = 1). Then only the half with the smaller s counts: a backdoor that the model
-has learned once no longer shows in any update. Later honest updates hardly agree, and one round says little: an honest
-client with rare data is long and points elsewhere in some rounds. Flipped updates have negative cosines over many
-rounds. Backdoors and wrong labels, which the model did not learn, stay long.
+One round says little: an honest client with rare data is long and points elsewhere in some rounds. Over many rounds,
+flipped updates have negative cosines, and backdoors and wrong labels stay long as long as the model does not learn
+them. A backdoor that the model has learned no longer shows in any update. So a new client counts only if it is in the
+better half, and each good round gives it more room. A good round regains less than a bad one loses: otherwise hostile
+clients would return as soon as their attack succeeds.
 """
 
 from dataclasses import dataclass
@@ -27,8 +28,6 @@ from fedpara.robust.weighing import clip_factors, only
 
 COLUMNS = 2
 """A standing is (direction, length)."""
-POWER = 4
-AGREEMENT = 0.25
 DECAY = 0.9
 COPY = 0.1
 MOST = 3.0
@@ -41,15 +40,15 @@ NORMAL = 1.4826
 
 @dataclass(frozen=True)
 class Standing:
-    """The rule with `excess` and `room` of the formulas."""
+    """The rule with `power` and `excess` of the formulas."""
 
+    power: float
     excess: float
-    room: float
 
     def weigh(self, g: Geometry) -> Tensor:
         """The weighted mean of the updates that count, clipped."""
-        after, s, a = self._judge(g)
-        kept = self._good(after) & (s <= self.room * (1 - a))
+        after, s = self._judge(g)
+        kept = self._good(after) & (s <= (-_past(g)[:, 1]).clamp_min(0))
         if not kept.any():  # nobody to prefer: only the norms are bounded
             kept = torch.ones_like(kept)
         return only(g, kept.nonzero().flatten()) * clip_factors(g.norms, None)
@@ -58,9 +57,9 @@ class Standing:
         """The clients' standings after this round."""
         return self._judge(g)[0]
 
-    def _judge(self, g: Geometry) -> tuple[Tensor, Tensor, float]:
-        """(the standings after this round, s, a)"""
-        past = torch.zeros(len(g), COLUMNS, dtype=torch.float64) if g.past is None else g.past
+    def _judge(self, g: Geometry) -> tuple[Tensor, Tensor]:
+        """(the standings after this round, s)"""
+        past = _past(g)
         known = self._good(past)
         if known.sum() < FEWEST:
             known = torch.ones_like(known)
@@ -68,12 +67,16 @@ class Standing:
         middle = median(m[known])
         sigma = NORMAL * median((m[known] - middle).abs())
         direction = (m - middle.clamp(max=0) + sigma).masked_fill(_copies(g), -1)
-        s = _log_ratio(g.norms, known) + POWER * _log_ratio(1 - m, known)
-        after = DECAY * past + torch.stack([direction, (s - self.excess).clamp(-MOST, MOST)], 1)
-        return after, s, float((middle / AGREEMENT).clamp(0, 1))
+        s = _log_ratio(g.norms, known) + self.power * _log_ratio(1 - m, known)
+        length = (s - self.excess).clamp(-self.excess / 2, MOST)
+        return DECAY * past + torch.stack([direction, length], 1), s
 
     def _good(self, standing: Tensor) -> Tensor:
         return (standing[:, 0] >= 0) & (standing[:, 1] <= self.excess / 2)
+
+
+def _past(g: Geometry) -> Tensor:
+    return torch.zeros(len(g), COLUMNS, dtype=torch.float64) if g.past is None else g.past
 
 
 def _log_ratio(values: Tensor, known: Tensor) -> Tensor:

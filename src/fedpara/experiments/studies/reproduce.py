@@ -156,7 +156,9 @@ def _run_job(
             rounds=job.experiment.rounds,
             data_dir=data_dir,
             on_round=on_round,
-            **given,
+            engine=given["engine"],
+            precision=given["precision"],
+            device=given["device"],
         )
     experiment = with_values(job.experiment, {name: v for name, v in given.items() if v is not None})
     return run(experiment, out / job.name, data_dir=data_dir, on_round=on_round)

@@ -36,7 +36,7 @@ DEFENCES = (
     *("none", "auto", "multi-krum", "rfa", "median", "trimmed-mean"),
     *("norm-clip", "flame", "fltrust", "centred-clip"),
 )
-TRIALS = ("auto", "auto(room=0.5)", "auto(room=2)", "auto(excess=0.4)", "auto(excess=0.8)")
+TRIALS = ("auto", "auto(excess=0.5)", "auto(excess=0.7)", "auto(power=2)", "auto(power=6)")
 """The forms of `auto` that validation compares."""
 SCALES = {
     "digits": Experiment(
@@ -194,11 +194,10 @@ def study(
     chosen = [(a, d) for a in attacks or ATTACKS for d in defences or (TRIALS if validation else DEFENCES)]
     cells = [(a, d, seed) for seed in seeds for a, d in chosen]
     same = (scale, length, validation)
-    done = {
-        (o.attack, o.defence, o.seed): o for o in read(folder) if (o.scale, o.rounds, o.validation) == same
-    }
-    folder.mkdir(parents=True, exist_ok=True)
     name = "validation" if validation else "outcomes"
+    found = read(folder, name)
+    done = {(o.attack, o.defence, o.seed): o for o in found if (o.scale, o.rounds, o.validation) == same}
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / (f"{name}-{part}.jsonl" if part else f"{name}.jsonl")
     _drop_cut_line(file)
     for attack, defence, seed in cells:
@@ -224,9 +223,9 @@ def _check_names(scale: str, attacks: Sequence[str], defences: Sequence[str]) ->
         experiment_of(SCALES[scale], "none", defence, 0)
 
 
-def read(folder: Path) -> Iterator[Outcome]:
-    """The outcomes of all files of a folder, each without a last line that a kill truncated."""
-    for file in sorted(folder.glob("*.jsonl")):
+def read(folder: Path, name: str) -> Iterator[Outcome]:
+    """The outcomes of all parts in a folder, each without a last line that a kill truncated."""
+    for file in sorted(folder.glob(f"{name}*.jsonl")):
         yield from _read_file(file)
 
 
