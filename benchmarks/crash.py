@@ -8,8 +8,9 @@ compared with the uninterrupted one: the metrics, the checkpoint, and every clie
 
 On Flower, the server and its nodes are one process here, so all of them die at once; `chaos.py` kills real SuperNodes,
 ServerApps and SuperLinks one at a time. Under torchrun, one of two ranks is killed, or both at once; a rank that is
-left ends by itself, or is stopped as torchrun does. Ranks are forked with torchrun's environment, which saves their imports. A sweep or a tuning is
-a command: half of the time `fedpara resume FOLDER` continues its runs first, and then the same command again.
+left ends by itself, or is stopped as torchrun does. Ranks are forked with torchrun's environment, which saves their
+imports. A sweep or a tuning is a command: half of the time `fedpara resume FOLDER` continues its runs first, and then
+the same command again.
 """
 
 import argparse
@@ -196,7 +197,7 @@ PRELOADED = ("torch._dynamo", "dp_accounting", "fedpara.secure.client", "fedpara
 WRITES = ("open", "os.rename", "os.remove", "os.mkdir", "os.chmod")
 OPERATIONS = 120
 LEFT_ALONE = 30.0
-"""Seconds until a rank that is left is stopped, as torchrun does: one that waits for the others to join does not end."""
+"""Seconds until a rank that is left is stopped, as torchrun does: one that waits for the others does not end."""
 
 
 @dataclass
