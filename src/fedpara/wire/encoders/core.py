@@ -25,6 +25,8 @@ LARGEST = 3.38e38
 
 
 class Encoder(Protocol):
+    def __hash__(self) -> int: ...
+
     @property
     def text(self) -> str:
         """The encoder with all its options, such as int4(block=128): both ends compare it."""
