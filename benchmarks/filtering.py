@@ -1,11 +1,11 @@
-"""Whom each form of `auto` would drop, on scikit-learn's digits: the choice of the form needs no test data.
+"""Whom each defence would drop, on scikit-learn's digits: the comparison needs no test data.
 
     python benchmarks/filtering.py        results/robustness/filtering.jsonl
 
 The runs hold out a fifth of every client's examples, as `fedpara reproduce robustness --validation` does, with its
-seeds, attacks and 20 rounds. The server knows the hostile clients and leaves them out, so every form judges the same
-updates. Each line of the file is a form, an attack and a seed: who was dropped in each round. Lines that the file holds
-are not repeated.
+seeds, attacks and 20 rounds. The server knows the hostile clients and leaves them out, so every defence judges the
+same updates. Each line of the file is a defence (`form`), an attack and a seed: who was dropped in each round. Lines
+that the file holds are not repeated.
 """
 
 import json
@@ -30,7 +30,6 @@ from fedpara.experiments.studies.robustness import (
     HOSTILE,
     SCALES,
     SEEDS,
-    TRIALS,
     experiment_of,
 )
 from fedpara.references import library_call
@@ -38,7 +37,7 @@ from fedpara.robust import DEFENCES, Defence
 from fedpara.robust.geometry import Geometry, among
 
 RESULTS = Path(__file__).parents[1] / "results" / "robustness" / "filtering.jsonl"
-FORMS = (*TRIALS, "multi-krum", "flame")
+FORMS = ("auto", "multi-krum", "flame")
 PHASES = {"1-2": (0, 2), "3-4": (2, 4), "5-6": (4, 6), "7-11": (6, 11), "12-20": (11, 20)}
 
 
@@ -91,7 +90,7 @@ def filtered(form: str, recorder: Recorder) -> list[list[int]]:
     """Of each round: [honest updates, how many of them were dropped, hostile ones, how many of them were kept]."""
     name, arguments = library_call(form, DEFENCES, "robust")
     defence = DEFENCES[name](**arguments)
-    standing = torch.zeros(SCALES["digits"].clients, defence.columns, dtype=torch.float64)
+    standing = torch.zeros(SCALES["digits"].clients, dtype=torch.float64)
     counts = []
     for round, g in enumerate(recorder.rounds, 1):
         ids = recorder.cohorts[round]
@@ -110,12 +109,12 @@ def filtered(form: str, recorder: Recorder) -> list[list[int]]:
 
 
 def show(lines: Sequence[dict[str, Any]]) -> None:
-    print(f"{'form':20} {'honest updates dropped in rounds':36} hostile updates kept, backdoor")
-    print(f"{'':20} {'  '.join(PHASES):36} {'  '.join(PHASES)}")
-    for form in FORMS:
+    print(f"{'defence':32} {'honest updates dropped in rounds':36} hostile updates kept, backdoor")
+    print(f"{'':32} {'  '.join(PHASES):36} {'  '.join(PHASES)}")
+    for form in dict.fromkeys(line["form"] for line in lines):
         of = [line for line in lines if line["form"] == form]
         doors = [line for line in of if line["attack"] == "backdoor"]
-        print(f"{form:20} {_shares(of, 0):36} {_shares(doors, 2)}")
+        print(f"{form:32} {_shares(of, 0):36} {_shares(doors, 2)}")
 
 
 def _shares(lines: Sequence[dict[str, Any]], column: int) -> str:
@@ -129,13 +128,13 @@ def _shares(lines: Sequence[dict[str, Any]], column: int) -> str:
 def main() -> None:
     torch.set_num_threads(1)
     there = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-    done = {(line["attack"], line["seed"]) for line in there}
+    done = {(line["form"], line["attack"], line["seed"]) for line in there}
     attacks = [attack for attack in ATTACKS if attack != "absent"]
     for seed, attack in product(range(FIRST_VALIDATION_SEED, FIRST_VALIDATION_SEED + SEEDS), attacks):
-        if (attack, seed) not in done:
+        if missing := [form for form in FORMS if (form, attack, seed) not in done]:
             recorder = recorded(attack, seed)
             made = [
-                {"form": f, "attack": attack, "seed": seed, "rounds": filtered(f, recorder)} for f in FORMS
+                {"form": f, "attack": attack, "seed": seed, "rounds": filtered(f, recorder)} for f in missing
             ]
             there += made
             with RESULTS.open("a") as file:

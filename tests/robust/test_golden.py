@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from fedpara.algorithms import FromMean, Update
-from fedpara.robust import DEFENCES, Blocks, robust_mean
+from fedpara.robust import DEFENCES, Blocks, clustering, robust_mean
 from fedpara.robust.geometry import Geometry
-from fedpara.robust.standing import Standing
 
 SHAPES = {"a": (3, 4), "b": (5,)}
 WEIGHTS = np.array([4.0, 1.0, 2.0, 3.0, 2.0, 5.0, 1.0, 2.0, 3.0])
@@ -143,49 +142,36 @@ def clipped(u):
     return u * np.minimum(1, np.median(d) / d)[:, None]
 
 
-def judged(u, past):
-    """(standings after the round, s) of auto by whole vectors; everyone has a good standing before."""
-    c, lengths = cosines(u), np.linalg.norm(u, axis=1)
-    m = np.array([np.sort(np.delete(row, i))[(len(u) - 2) // 2] for i, row in enumerate(c)])
-    sigma = 1.4826 * np.median(abs(m - np.median(m)))
-    distances = np.linalg.norm(u[:, None] - u[None], axis=-1)
-    np.fill_diagonal(distances, np.inf)
-    nearest = distances.min(1)
-    direction = np.where(nearest < 0.1 * np.median(nearest), -1, m - min(0, np.median(m)) + sigma)
-    s = np.log(lengths / np.median(lengths)) + 4 * np.log((1 - m) / np.median(1 - m))
-    return 0.9 * past + np.stack([direction, np.clip(s - 0.4, -0.2, 3)], 1), s
+def lower_median(values):
+    return np.sort(values)[(len(values) - 1) // 2]
+
+
+def aside_and_agreement(u):
+    """((1 - m)^4, a)"""
+    c, n = cosines(u), len(u)
+    m = np.array([lower_median(np.delete(row, i)) for i, row in enumerate(c)])
+    return (1 - m) ** 4, np.clip(lower_median(c[~np.eye(n, dtype=bool)]) / 0.25, 0, 1)
 
 
 def test_auto(round_of):
-    """A flipped update, two that are 20 times too long and two copies are dropped; the others are clipped."""
     x, u = round_of
     u = u.copy()
-    u[0] *= -0.5
-    u[2] = u[1] + 1e-3
-    after, s = judged(u, np.zeros((9, 2)))
-    kept = (after[:, 0] >= 0) & (after[:, 1] <= 0.2) & (s <= 0)
-    assert kept.any()
-    assert not kept[[0, 1, 2, 7, 8]].any()
-    expected = WEIGHTS[kept] @ clipped(u)[kept] / WEIGHTS[kept].sum()
+    u[0] *= -0.3  # short, and against the others
+    v = WEIGHTS @ clipped(u)
+    for _ in range(500):
+        beta = WEIGHTS / np.linalg.norm(clipped(u) - v, axis=1)
+        v = beta @ clipped(u) / beta.sum()
+    aside, a = aside_and_agreement(u)
+    standing = a * np.maximum(0, np.log(aside / np.median(aside)) - 1)
+    first = (clipped(u) @ v >= 0) & (standing <= 0.3)
+    assert not first[0]
+    rest, w = u[first], WEIGHTS[first]
+    aside, a = aside_and_agreement(rest)
+    s = np.linalg.norm(rest, axis=1) * aside
+    kept = s <= (1.3 - 0.15 * a) * np.median(s)
+    assert 3 < kept.sum() < len(rest)
+    expected = w[kept] @ clipped(u)[first][kept] / w[kept].sum()
     np.testing.assert_allclose(made("auto", x, u), expected, atol=1e-9)
-
-
-def test_auto_remembers_over_rounds():
-    """Good rounds earn room for a worse one. Bad rounds count for longer than an honest one after them."""
-    rule = Standing(power=4.0, excess=0.4)
-    u = np.random.default_rng(0).normal(size=(7, 200)) + 0.5
-    flipped = u.copy()
-    flipped[2] *= -1
-    w = torch.full((7,), 1 / 7, dtype=torch.float64)
-    good, bad = (Geometry(torch.from_numpy(some @ some.T), w) for some in (u, flipped))
-    new, s = rule.weigh(good) > 0, judged(u, np.zeros((7, 2)))[1]
-    assert new.tolist() == (s <= 0).tolist()
-    earned = lost = torch.zeros(7, 2, dtype=torch.float64)
-    for _ in range(3):
-        np.testing.assert_allclose(rule.after(replace(good, past=earned)), judged(u, earned.numpy())[0])
-        earned, lost = rule.after(replace(good, past=earned)), rule.after(replace(bad, past=lost))
-    assert (rule.weigh(replace(good, past=earned)) > 0).all()
-    assert (rule.weigh(replace(good, past=lost)) > 0).tolist() == [i != 2 for i in range(7)]
 
 
 def test_flame_keeps_the_majority_of_directions():
@@ -196,3 +182,24 @@ def test_flame_keeps_the_majority_of_directions():
     )
     expected = WEIGHTS[:6] @ clipped(u)[:6] / WEIGHTS[:6].sum()
     np.testing.assert_allclose(made("flame", np.zeros(17), u), expected, atol=1e-10)
+
+
+def test_auto_remembers_an_outlier():
+    """standing = 0.9 standing + a max(0, 4 log((1 - m) / median(1 - m)) - 1): an outlier stays out for a while."""
+    u = np.random.default_rng(0).normal(size=(7, 17)) + 1
+    u /= np.linalg.norm(u, axis=1, keepdims=True)
+    honest = Geometry(torch.from_numpy(u @ u.T), torch.full((7,), 1 / 7, dtype=torch.float64))
+    one = int(clustering.suspicion(honest).argmin())
+    assert clustering.auto(honest)[one] > 0
+    by = np.ones(7)
+    by[one] = -1
+    past = clustering.standing(honest.scaled(torch.from_numpy(by)))
+    c = cosines(u * by[:, None])
+    aside = 1 - np.array([np.sort(np.delete(row, i))[2] for i, row in enumerate(c)])  # the lower median of 6
+    a = np.clip(np.sort(c[~np.eye(7, dtype=bool)])[20] / 0.25, 0, 1)
+    expected = a * np.maximum(0, 4 * np.log(aside / np.median(aside)) - 1)
+    np.testing.assert_allclose(past, expected)
+    assert past[one] > 0.3
+    again = replace(honest, past=past)
+    assert clustering.auto(again)[one] == 0
+    np.testing.assert_allclose(clustering.standing(again)[one], 0.9 * expected[one])

@@ -166,27 +166,6 @@ def test_one_more_than_promised_breaks_it(name, hostile):
     assert np.linalg.norm(result(name, u)) > 1e4
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**32))
-def test_auto_learns_who_is_hostile(seed):
-    """Updates that share a tenth of their square: a round says little, and after ten rounds nobody is mistaken."""
-    generator = np.random.default_rng(seed)
-    defence, past = DEFENCES["auto"](), None
-    x = {"w": torch.zeros(200, dtype=torch.float64)}
-    for _ in range(10):
-        u = generator.normal(size=(10, 200)) + generator.normal(size=200) / 3
-        u[:2] *= -1
-        updates = [Update({"w": torch.from_numpy(row)}, {}, 1) for row in u]
-        mean, _, past = robust_mean(defence, Blocks(), x, updates, [{}] * 10, ALIKE, past=past)
-    kept = clipped(u)[2:].mean(0)
-    assert np.linalg.norm(mean.y["w"].numpy() - kept) <= 1e-9
-
-
-def clipped(u):
-    lengths = np.linalg.norm(u, axis=1, keepdims=True)
-    return u * np.minimum(1, np.median(lengths) / lengths)
-
-
 FORMS = {
     "matrix": write(FedPara(rank=2), (12, 14)),
     "kernel": write(FedPara(rank=2), (8, 7, 3, 3)),

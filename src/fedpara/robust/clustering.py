@@ -1,6 +1,18 @@
-"""flame: the largest group of similar directions, by single linkage of cosine distances, clipped to the median norm.
+"""Defences that look at directions: a backdoor or wrong labels show in the direction of an update.
 
-A backdoor or wrong labels show in the direction of an update.
+    flame   the largest group of similar directions, by single linkage of cosine distances, clipped to the median norm
+    auto    s_i = ||u_i|| (1 - m_i)^4,   m_i = the median cosine of u_i with the other updates
+            drops updates with a negative product with the geometric median, then s_i > t median(s); clips the rest
+
+Early in training honest updates agree, and hostile ones have smaller cosines. Later honest updates are short, and
+hostile ones, which still have something to teach, are long. s sees both. t is 1.15 while honest updates agree (a median
+cosine of 1/4 or more: a = 1) and 1.3 when they no longer do (a = 0).
+
+Some attacks have no length of their own and show only while honest updates agree. So `auto` remembers, for each client,
+
+    standing_i = 0.9 standing_i + a max(0, 4 log((1 - m_i) / median(1 - m)) - 1)
+
+and drops clients with a standing above 0.3 before it takes medians.
 """
 
 from itertools import pairwise
@@ -8,8 +20,57 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fedpara.robust.geometry import Geometry
-from fedpara.robust.weighing import clip_factors, only
+from fedpara.robust.geometry import Geometry, among, median
+from fedpara.robust.weighing import clip_factors, only, rfa
+
+POWER = 4
+TIGHT, LOOSE = 1.15, 1.3
+AGREEMENT = 0.25
+DECAY, USUAL, TOLERATED = 0.9, 1.0, 0.3
+
+
+def auto(g: Geometry) -> Tensor:
+    """The weighted mean of the updates that are no outliers, clipped to the median norm."""
+    clipped = g.scaled(clip_factors(g.norms, None))
+    first = (standing(g) <= TOLERATED) & (clipped.gram @ rfa(clipped) >= 0)
+    if 2 * first.sum() < len(g):  # the tests disagree with the majority: judge by this round alone
+        first = torch.ones_like(first)
+    c = torch.zeros_like(g.w)
+    rest = among(g, first)  # short hostile updates would lower the medians
+    kept = only(rest, (suspicion(rest) <= 1).nonzero().flatten())
+    # Not to the median of the rest, which may be longer than every honest update if the tests err.
+    c[first] = kept * clip_factors(g.norms, None)[first]
+    return c
+
+
+def suspicion(g: Geometry) -> Tensor:
+    """s_i / (t median(s)): above 1 for an outlier."""
+    s = g.norms * _aside(g)
+    t = LOOSE - (LOOSE - TIGHT) * agreement(g)
+    return s / (t * median(s)).clamp_min(1e-300)
+
+
+def standing(g: Geometry) -> Tensor:
+    """Each client's standing after this round."""
+    aside = _aside(g)
+    evidence = (aside / median(aside).clamp_min(1e-300)).clamp_min(1e-300).log() - USUAL
+    past = torch.zeros_like(aside) if g.past is None else g.past
+    return DECAY * past + agreement(g) * evidence.clamp_min(0)
+
+
+def agreement(g: Geometry) -> float:
+    """a: 1 if the median cosine between updates is 1/4 or more, and 0 if it is not positive."""
+    return min(1.0, max(0.0, float(_others(g).nanmedian()) / AGREEMENT))
+
+
+def _aside(g: Geometry) -> Tensor:
+    """(1 - m_i)^4"""
+    return (1 - _others(g).nanmedian(1).values) ** POWER
+
+
+def _others(g: Geometry) -> Tensor:
+    """The cosines without those of each update with itself, which are NaN."""
+    return g.cosines.fill_diagonal_(torch.nan)
 
 
 def flame(g: Geometry) -> Tensor:

@@ -39,9 +39,7 @@ class Defence:
     combine: Callable[[Tensor], Tensor] | None = None
     """[n, ...] -> [...]"""
     remember: Callable[[Geometry], Tensor] | None = None
-    """geometry -> standings after this round [n, columns]. The next `Geometry.past` holds them; 0 at first"""
-    columns: int = 1
-    """numbers of a standing"""
+    """geometry -> each client's standing after this round [n], which the next `Geometry.past` holds; 0 at first"""
     needs: Callable[[int], int] = _any
     """cohort -> the fewest clients with which the defence keeps its promise"""
     clean: int | Examples | None = None
@@ -67,7 +65,7 @@ def robust_mean(
             return *_combined(defence.combine, blocks, x, updates, buffers), None
         w = torch.tensor([aggregate.weight(update) for update in updates], dtype=torch.float64)
         g = geometry(blocks, x, [update.y for update in updates], w / w.sum(), own)
-        g = replace(g, past=torch.zeros(len(w), defence.columns, dtype=w.dtype) if past is None else past)
+        g = replace(g, past=torch.zeros_like(w) if past is None else past)
         kept = g.norms.isfinite()  # composing finite factors may overflow
         c = torch.zeros_like(w)
         if kept.any():

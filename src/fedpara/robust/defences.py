@@ -1,11 +1,11 @@
-"""The defences as values. `weighing.py`, `clustering.py`, `coordinatewise.py` and `standing.py` hold their formulas."""
+"""The defences as values. `robust/weighing.py`, `clustering.py` and `coordinatewise.py` hold their formulas."""
 
 from functools import partial
 from typing import Any
 
-from fedpara.algorithms.local import COUNT, NOT_NEGATIVE, POSITIVE, Rule, check
+from fedpara.algorithms.local import COUNT, POSITIVE, Rule, check
 from fedpara.data import Examples
-from fedpara.robust import clustering, coordinatewise, standing, weighing
+from fedpara.robust import clustering, coordinatewise, weighing
 from fedpara.robust.core import Defence
 
 BELOW_HALF: Rule = ("a number of 0 or more and below 0.5", lambda value: 0 <= value < 0.5)
@@ -76,15 +76,12 @@ def flame() -> Defence:
     return Defence("flame", weigh=clustering.flame, needs=_three)
 
 
-def auto(power: float = 4.0, excess: float = 0.4) -> Defence:
-    """The default: drops updates that are too long or point elsewhere, now or over their client's rounds.
+def auto() -> Defence:
+    """The default: outliers in length or direction are dropped, the others clipped to the median norm.
 
-    It remembers two numbers per client. On Flower, a node's key should therefore be bound to its clients.
+    It remembers who was an outlier. On Flower, a node's key should therefore be bound to its clients.
     """
-    check(NOT_NEGATIVE, power=power)
-    check(POSITIVE, excess=excess)
-    rule = standing.Standing(power, excess)
-    return Defence("auto", weigh=rule.weigh, remember=rule.after, columns=standing.COLUMNS, needs=_three)
+    return Defence("auto", weigh=clustering.auto, remember=clustering.standing, needs=_three)
 
 
 def _own_weights(g: Any) -> Any:

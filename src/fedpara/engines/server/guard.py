@@ -60,8 +60,7 @@ class Guard:
             return aggregate(x, server, updates, clients), averages
         assert isinstance(aggregate, FromMean)
         own = self._own_model(x, server, buffers, round) if self.clean is not None else None
-        unknown = torch.zeros(clients, self.defence.columns, dtype=torch.float64)
-        everyone = server.get(STANDING, {}).get(CLIENTS, unknown).cpu()
+        everyone = server.get(STANDING, {}).get(CLIENTS, torch.zeros(clients, dtype=torch.float64)).cpu()
         ids = [client for client, *_ in held]
         made, averages, standing = robust_mean(
             self.defence, self.blocks, x, updates, buffers, aggregate, own, everyone[ids]

@@ -1,7 +1,7 @@
 """The study of attacks and defences: `fedpara reproduce robustness`.
 
-Every run is one line of a JSON Lines file. The same call skips the runs that a folder's files hold. Forms of `auto` are
-compared by validation data on some seeds, and the table scores the test set on others.
+Every run is one line of a JSON Lines file. The same call skips the runs that a folder's files hold. Defences are
+chosen by validation data on some seeds, and the table scores the test set on others.
 """
 
 import json
@@ -36,8 +36,6 @@ DEFENCES = (
     *("none", "auto", "multi-krum", "rfa", "median", "trimmed-mean"),
     *("norm-clip", "flame", "fltrust", "centred-clip"),
 )
-TRIALS = ("auto", "auto(excess=0.5)", "auto(excess=0.7)", "auto(power=2)", "auto(power=6)")
-"""The forms of `auto` that validation compares."""
 SCALES = {
     "digits": Experiment(
         model="mlp",
@@ -191,7 +189,7 @@ def study(
     first = FIRST_VALIDATION_SEED if validation else FIRST_SEED
     seeds = range(first, first + SEEDS) if seeds is None else seeds
     length = rounds or SCALES[scale].rounds
-    chosen = [(a, d) for a in attacks or ATTACKS for d in defences or (TRIALS if validation else DEFENCES)]
+    chosen = [(a, d) for a in attacks or ATTACKS for d in defences or DEFENCES]
     cells = [(a, d, seed) for seed in seeds for a, d in chosen]
     same = (scale, length, validation)
     name = "validation" if validation else "outcomes"
