@@ -73,11 +73,12 @@ def unit_of(most: float) -> Unit:
     return next((unit for unit in UNITS if most >= unit.bytes), UNITS[-1])
 
 
-def frontier_sections(library: Library, seeds: int | None = None) -> list[Section]:
+def frontier_sections(library: Library) -> list[Section]:
     """Final runs come before the trials that chose their rates."""
     stages: tuple[Stage, ...] = ("test", "validation")
+    seeds = max((run.experiment.seed for run in library if not run.experiment.validation), default=0)
     found = (
-        Section(name, stage, points(scale, stage, library, seeds or max(library.seeds, default=0)))
+        Section(name, stage, points(scale, stage, library, seeds))
         for name, scale in SCALES.items()
         for stage in stages
     )
@@ -109,6 +110,8 @@ def _row(point: Point, section: Section, first: Sequence[float] | None) -> list[
     reached = sum(run.reached(section.target) is not None for run in runs)
     some = NOT_REACHED if not reached else f"{reached} of {len(runs)} seeds"
     times, spread = ratio(first, sent) if first and sent else (None, None)
+    if point is section.points[0]:
+        spread = None  # compared with itself
     return [
         point.combination,
         _number(100 * point.accuracy, _spread([100 * a for a in point.accuracies]), 2),

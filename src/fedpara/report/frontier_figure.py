@@ -13,7 +13,7 @@ from fedpara.experiments.studies.frontier.study import Point, front
 from fedpara.report.figures import GREY, PALETTE, new_pyplot, styled, written
 from fedpara.report.own import Unit
 
-SIZE = (10.0, 7.2)
+SIZE = (9.2, 7.0)
 _AROUND = tuple(
     (radius * x, radius * y)
     for radius in (7, 14, 22, 32, 44, 58, 74, 92, 112)

@@ -36,7 +36,7 @@ def test_both_stages_the_figure_and_the_page(cli, tmp_path):
     assert code == 0, err
     made = last_json(text)
     assert {row["seeds"] for row in made["rows"]} == {"2"}
-    assert made["rows"][-1]["times fewer"] == "1.0 ± 0.0"
+    assert made["rows"][-1]["times fewer"] == "1.0"
     figure = Path(made["figure"])
     links = set(re.findall(r'xlink:href="(\.*[^"#]*seed1)"', figure.read_text()))
     assert len(links) == len(TINY.combinations)
@@ -56,8 +56,6 @@ def test_both_stages_the_figure_and_the_page(cli, tmp_path):
         ["assets/frontier-tiny-test.svg", "assets/frontier-tiny-validation.svg"],
     )
     assert all(f'data="{name}"' in page for name in text.split())
-    code, _, err = cli("report", "results/frontier", "--out", "page.html")
-    assert code == 0, err
 
 
 def test_runs_of_other_processes_are_picked_up_and_interrupted_ones_resumed(cli, tmp_path):
