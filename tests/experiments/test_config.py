@@ -137,6 +137,7 @@ OTHER = {
     "secure": "secagg(clip=0.5)",
     "objects": "model 1234",
     "rotate": True,
+    "fold_every": 5,
     "privacy": "user(noise=1.1, clip=0.5)",
     "epsilon": 4.0,
     "delta": 1e-6,
