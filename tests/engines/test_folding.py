@@ -208,6 +208,7 @@ BAD = {
     "refit": ({"products": "refit"}, "fold_every and products"),
     "robust": ({"robust": "median"}, "that robust follows"),
     "rotate": ({"rotate": True}, "that rotate follows"),
+    "error": ({"aggregation_error": True}, "that aggregation_error follows"),
     "zero": ({"fold_every": 0}, "fold_every is 0"),
 }
 

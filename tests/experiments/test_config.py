@@ -138,6 +138,7 @@ OTHER = {
     "objects": "model 1234",
     "rotate": True,
     "recycle": 2,
+    "fold_every": 5,
     "privacy": "user(noise=1.1, clip=0.5)",
     "epsilon": 4.0,
     "delta": 1e-6,

@@ -83,8 +83,8 @@ class Session:
 
     def left_out(self, round: int) -> frozenset[str]:
         """The tensors of the model that both ends know without a message in this round."""
-        restarts = self.folding is not None and self.folding.restarts(round)
-        return self.folding.factors if self.folding is not None and restarts else frozenset()
+        folding = self.folding
+        return folding.factors if folding is not None and folding.restarts(round) else frozenset()
 
     @cached_property
     def beside(self) -> tuple[str, ...]:

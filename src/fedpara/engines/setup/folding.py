@@ -31,7 +31,7 @@ from fedpara.parameterization.naming import BASE
 from fedpara.state import State
 from fedpara.wire import Link, Message
 
-REFUSED = ("gammas", "robust", "attack", "privacy", "secure", "rotate")
+REFUSED = ("gammas", "robust", "attack", "privacy", "secure", "rotate", "aggregation_error")
 """Settings that read or move factors in their own way."""
 
 
