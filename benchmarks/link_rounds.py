@@ -53,7 +53,7 @@ class Untrained(Batched):
             torch.manual_seed(0)
             noise = [1e-3 * torch.randn_like(tensor) for tensor in tensors]
             of.ticks[False] = lambda: torch._foreach_add_(tensors, noise)
-        return of.ticks[False]
+        return of.ticks[False]  # type: ignore[no-any-return]
 
 
 def federation(examples: int) -> fp.FederatedData:
