@@ -144,8 +144,8 @@ def test_memory_limits_count_the_second_training(world, monkeypatch):
     plain, mine = (world.session(world.model(), a) for a in (world.algorithm(), ditto()))
     model = nbytes(plain.program.initial)
     assert _lane_bytes(mine) - _lane_bytes(plain) == (5 + 3) * model
-    for states, fits in ((3, (True, False)), (6, (True, False)), (7, (True, True))):
-        # Half of the memory: three copies of each trained state, and the personal model in the client's memory.
+    for states, fits in ((3, (True, False)), (7, (True, False)), (8, (True, True))):
+        # Half of the memory: three copies of each trained state, and two of the personal model in the client's memory.
         monkeypatch.setattr(
             "fedpara.engines.batched.budget.memory_of", lambda device, n=states: 2 * 10 * n * model
         )
