@@ -160,14 +160,11 @@ class Batched:
         width = self.lanes  # fewer once the device is out of memory
         for start in range(0, len(clients), width):
             some = clients[start : start + width]
-            mine = (
-                [own_model(self.session, there if self.stays else model, own[c]) for c in some]
-                if personal
-                else []
-            )
+            received = there if self.stays else model
+            mine = [own_model(self.session, received, own[c]) for c in some] if personal else []
             before = self._scores(some, mine) if personal else []
             ended = [[next(one) for _ in some] for one in trained]
-            beside = {name: model[name] for name in self.session.beside}
+            beside = {name: received[name] for name in self.session.beside}
             after = self._scores(some, [{**beside, **one.state} for one in ended[-1]]) if personal else []
             for position, client in enumerate(some):
                 states = [one.pop(0) for one in ended]  # frees each state as its reply is made
