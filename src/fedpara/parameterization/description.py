@@ -31,8 +31,9 @@ def read_form(
     **options: Any,
 ) -> Form:
     """The described form. Any exception means that the description is damaged."""
-    given = {"nonlinearity": nonlinearity, "conv": conv}
-    options |= {name: value for name, value in given.items() if value is not None}
+    has_conv = any(option.name == "conv" for option in fields(SCHEMES[scheme]))
+    given = {"nonlinearity": nonlinearity} if nonlinearity is not None else {}
+    options |= given | ({"conv": conv} if has_conv or conv is not None else {})
     # index() raises on anything but integers.
     form = write(SCHEMES[scheme](rank=rank, **options), tuple(map(index, shape)), index(rank))
     return replace(form, scale=None if adapter_scale is None else float(adapter_scale))

@@ -97,7 +97,7 @@ def test_the_list_needs_no_run(cli, tmp_path):
     [
         (("frontier", "--scale", "huge"), "unknown scale 'huge'"),
         (("frontier", "--scale", "tiny", "--validation", "--only", "zip"), "no combination has this"),
-        (("capacity-cnn", "--validation"), "belong to `fedpara reproduce frontier`"),
+        (("capacity-cnn", "--validation"), "are for `fedpara reproduce robustness` or `frontier` only"),
     ],
 )
 def test_mistakes_take_one_sentence(cli, words, message):
