@@ -2,8 +2,8 @@
 
     python benchmarks/power_loss.py [--kills 100] [--seed 0] [--only TEXT]
 
-The runs are those of `crash.py`, without its commands, in turn. After each kill (SIGKILL; `crash.py` says when) files
-of the run folder are emptied, cut, zeroed, flipped or removed:
+The runs are those of `kill_cases.py`, without its commands, in turn. After each kill (SIGKILL; `crash.py` says when)
+files of the run folder are emptied, cut, zeroed, flipped or removed:
 
     unsynced   files written since the newest checkpoint, the ends of metrics.jsonl and timing.jsonl after it
     newest     also what the newest checkpoint alone counts on: its clients' files, its line, or itself; a disk that
@@ -29,7 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from crash import CASES, OPERATIONS, Case, Fate, contents, differences, killed, preload
+from crash import OPERATIONS, Fate, contents, differences, killed, preload
+from kill_cases import CASES, Case
 
 from fedpara.errors import RunError
 from fedpara.experiments.build import build

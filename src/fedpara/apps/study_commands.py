@@ -10,6 +10,15 @@ from fedpara.apps.terminal.interrupt import starting
 from fedpara.choices import ENGINES, FRONTIER_RUNS, PAPER_RESULTS, PAPER_RUNS, RESULTS, ROBUSTNESS
 from fedpara.errors import ConfigError
 
+PAPER = "a study of the paper"
+TAKEN_BY = {
+    **dict.fromkeys(("attack", "defence", "first_seed", "part"), ("robustness",)),
+    "validation": ("robustness", "frontier"),
+    "configs": ("frontier",),
+    **dict.fromkeys(("only", "list", "engine", "precision", "keep"), ("frontier", PAPER)),
+}
+"""The studies that read each option of `reproduce`."""
+
 
 def sweep(
     preset: Annotated[str | None, typer.Argument(help="A preset with a single run.")] = None,
@@ -176,6 +185,20 @@ def reproduce(
 
     Example: fedpara reproduce capacity-cnn --only cifar10-iid
     """
+    _refuse_ignored(
+        names[0] if names in (["robustness"], ["frontier"]) else PAPER,
+        attack=attack,
+        defence=defence,
+        first_seed=first_seed,
+        part=part,
+        validation=validation,
+        configs=configs,
+        only=only,
+        list=list_,
+        engine=engine,
+        precision=precision,
+        keep=keep,
+    )
     if names == ["robustness"]:
         with starting():
             from fedpara.apps.studies.robustness import robustness
@@ -213,12 +236,16 @@ def reproduce(
             as_json,
         )
         return
-    if attack or defence or part or validation or configs or first_seed is not None:
-        raise ConfigError(
-            "--attack, --defence, --first-seed, --part, --validation and --configs are for `fedpara reproduce "
-            "robustness` or `frontier` only."
-        )
     with starting():
         from fedpara.apps.studies.reproduce import reproduce as work
     given = {"engine": engine, "precision": precision, "device": device}
     work(names, list_, seeds, rounds, only, scale, out, results, data_dir, given, keep, as_json)
+
+
+def _refuse_ignored(study: str, **options: object) -> None:
+    """ConfigError for an option that was given and that the study would not read."""
+    for name, value in options.items():
+        takers = TAKEN_BY[name]
+        given = value is not None and value is not False and value != ""
+        if given and study not in takers:
+            raise ConfigError(f"--{name.replace('_', '-')} is for {' or '.join(takers)}: leave it out.")

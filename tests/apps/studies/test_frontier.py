@@ -97,7 +97,13 @@ def test_the_list_needs_no_run(cli, tmp_path):
     [
         (("frontier", "--scale", "huge"), "unknown scale 'huge'"),
         (("frontier", "--scale", "tiny", "--validation", "--only", "zip"), "no combination has this"),
-        (("capacity-cnn", "--validation"), "are for `fedpara reproduce robustness` or `frontier` only"),
+        (("capacity-cnn", "--validation"), "--validation is for robustness or frontier: leave it out"),
+        (("capacity-cnn", "--first-seed", "0"), "--first-seed is for robustness: leave it out"),
+        (("frontier", "--attack", "noise"), "--attack is for robustness: leave it out"),
+        (
+            ("robustness", "--engine", "batched"),
+            "--engine is for frontier or a study of the paper: leave it out",
+        ),
     ],
 )
 def test_mistakes_take_one_sentence(cli, words, message):
