@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fedpara.algorithms import Variables
@@ -12,9 +12,10 @@ from fedpara.engines.participation.cohorts import Cohorts, Sampler, uniform
 from fedpara.engines.participation.devices import Devices
 from fedpara.engines.server.products import AggregationError, Products
 from fedpara.engines.setup.folding import Folds
+from fedpara.engines.transfer import HOST, move, move_variables
 from fedpara.privacy import Spending
 from fedpara.secure import SecAgg
-from fedpara.state import State, in_words
+from fedpara.state import State, device_of, in_words
 from fedpara.tasks.metrics import shown
 
 if TYPE_CHECKING:
@@ -40,6 +41,13 @@ class Progress:
     def model(self) -> State:
         """The shared model: parameters, buffers, and the base in a run that folds."""
         return {**self.x, **self.buffers, **(self.folds.state if self.folds else {})}
+
+    def on_host(self) -> "Progress":
+        """The same, with the model and the server's variables on the host."""
+        if device_of([self.x, self.buffers, *self.server.values()]) == HOST:
+            return self
+        server = move_variables(self.server, HOST)
+        return replace(self, x=move(self.x, HOST), buffers=move(self.buffers, HOST), server=server)
 
     def __repr__(self) -> str:
         sent = f"{self.bytes_up:,} bytes up, {self.bytes_down:,} down"

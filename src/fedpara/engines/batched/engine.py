@@ -152,10 +152,9 @@ class Batched:
         self._draws = {}
         there = move(model, self.device)
         # What clients received, by the device on which their replies are made.
+        seen: dict[str, tuple[State, Variables]] = {}
         if self.stays:
-            seen = {HOST.type: (model, down), self.device.type: (there, move_variables(down, self.device))}
-        else:
-            seen = {HOST.type: (side_by_side(model), {name: side_by_side(s) for name, s in down.items()})}
+            seen[self.device.type] = there, move_variables(down, self.device)
         trained = [self._train(one, round, clients, there, down, own) for one in self._passes]
         width = self.lanes  # fewer once the device is out of memory
         for start in range(0, len(clients), width):
@@ -169,6 +168,10 @@ class Batched:
             for position, client in enumerate(some):
                 states = [one.pop(0) for one in ended]  # frees each state as its reply is made
                 where = device_of([states[0].parameters])
+                if where.type not in seen:
+                    on_host = move_variables(down, HOST)
+                    on_host = {name: side_by_side(state) for name, state in on_host.items()}
+                    seen[HOST.type] = side_by_side(move(model, HOST)), on_host
                 made, memory = reply_of(
                     self.session,
                     states,

@@ -15,7 +15,7 @@ from fedpara.algorithms import Algorithm, FromMean, Update, Variables
 from fedpara.algorithms.core import MeanOfUpdates, Weighting, expect_like, expect_variables
 from fedpara.engines.server.guard import Guard
 from fedpara.engines.server.products import AggregationError, ComposedMean, Products
-from fedpara.engines.transfer import HOST, move, move_variables
+from fedpara.engines.transfer import move, move_variables
 from fedpara.errors import ConfigError
 from fedpara.state import State, WeightedSum, device_of
 
@@ -67,14 +67,14 @@ class Aggregator:
         return self._buffers.arrived
 
     def aggregate(self, server: Variables, clients: int, round: int = 0) -> tuple[State, Variables, State]:
-        """(the next x, the server's variables, the mean of the buffers), all on the host."""
+        """(the next x, the server's variables, the mean of the buffers), all on the updates' device."""
         aggregate = self._algorithm.aggregate
         if self._guard is not None:
             device = device_of(update.y for _, update, _ in self._guarded)
             given = move(self._x, device), move_variables(server, device)
             made, averages = self._guard.aggregate(self._algorithm, *given, self._guarded, clients, round)
             fresh, variables = _checked(self._algorithm, made, self._x)
-            return move(fresh, HOST), move_variables(variables, HOST), move(averages, HOST)
+            return fresh, variables, averages
         if isinstance(aggregate, FromMean):
             mean = self._mean.result()
             device = device_of([mean.y])
@@ -87,7 +87,7 @@ class Aggregator:
             device = device_of(update.y for update in self._held)
             made = aggregate(move(self._x, device), move_variables(server, device), self._held, clients)
         fresh, variables = _checked(self._algorithm, made, self._x)
-        return move(fresh, HOST), move_variables(variables, HOST), move(self._buffers.mean(), HOST)
+        return fresh, variables, self._buffers.mean()
 
 
 def _checked(algorithm: Algorithm, made: tuple[State, Variables], x: State) -> tuple[State, Variables]:

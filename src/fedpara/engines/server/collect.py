@@ -62,18 +62,19 @@ def collect(
     waiting, devices = dict.fromkeys(chosen), schedule.devices
     changed = sends_changes(session.link) or session.link.downlink.text != "float32"
     reads = changed or schedule.max_norm is not None or bool(session.rotation or session.recycling)
-    known = {HOST.type: (progress.x, sent)}  # by the device of the updates
+    here = device_of([progress.x]).type
+    known = {here: (progress.x, sent)}  # by the device of the updates
     if changed:  # joined once: each update is added to them
-        known = {HOST.type: (side_by_side(progress.x), side_by_side(sent))}
+        known = {here: (side_by_side(progress.x), side_by_side(sent))}
 
     def verdict_on(reply: Reply) -> tuple[Update, State] | WireError | None:
         if reply.message is None:
             return None
         device = device_of([reply.message.tensors]) if isinstance(reply.message, Message) else HOST
         if reads and device.type not in known:
-            known[device.type] = move(known[HOST.type][0], device), move(known[HOST.type][1], device)
+            known[device.type] = move(known[here][0], device), move(known[here][1], device)
         try:
-            return _admit(session, schedule, reply, *known.get(device.type, known[HOST.type]), progress)
+            return _admit(session, schedule, reply, *known.get(device.type, known[here]), progress)
         except WireError as error:
             return error
 

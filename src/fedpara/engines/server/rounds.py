@@ -24,9 +24,10 @@ from fedpara.engines.server.levels import in_groups
 from fedpara.engines.server.private import budget_notes, spent_after
 from fedpara.engines.server.scores import evaluated, with_everyone
 from fedpara.engines.session import Session
+from fedpara.engines.transfer import move
 from fedpara.errors import RunError
 from fedpara.privacy import User
-from fedpara.state import State, finite
+from fedpara.state import State, device_of, finite
 from fedpara.wire import Message, Meter
 
 
@@ -49,6 +50,8 @@ def run_rounds(
     while progress.round < schedule.rounds:
         try:
             result = _round(session, engine, schedule, personal, progress)
+            progress = result.progress
+            result = replace(result, progress=progress.on_host())
             ended = schedule.ends(result, scores)
             if ended and personal:
                 result = with_everyone(session, engine, schedule, result)
@@ -60,8 +63,17 @@ def run_rounds(
         yield result
         if ended:
             return
-        progress = result.progress
+        progress = progress if _stays(session, schedule) else result.progress
         scores += schedule.evaluated(result)
+
+
+def _stays(session: Session, schedule: Schedule) -> bool:
+    """Whether the model may stay on the device that made it, where the next round sends it from.
+
+    These others keep something beside it on the host.
+    """
+    others = (session.differences, session.folding, schedule.levels, schedule.guard, schedule.secure)
+    return not any(others) and not isinstance(session.privacy, User)
 
 
 def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool, progress: Progress) -> Round:
@@ -79,7 +91,8 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
     # A private sum gets its noise even if nobody replied: an unchanged model would tell that.
     if collected.aggregator is not None and (count >= schedule.minimum or private):
         x, server, averages = collected.aggregator.aggregate(server, schedule.clients, t)
-        x |= {name: progress.x[name] for name in session.resting(t)}  # not the rounded mean of equal numbers
+        resting = {name: progress.x[name] for name in session.resting(t)}
+        x |= move(resting, device_of([x]))  # not the rounded mean of equal numbers
         error = collected.aggregator.error
         _refuse_overflow(t, [x, averages, *server.values()])
     else:

@@ -83,22 +83,45 @@ class ColumnsConv2d(nn.Conv2d):
         dtype = computed_in(input)
         if input.is_cuda and dtype.itemsize != 2:
             return super()._conv_forward(input, weight, bias)  # type: ignore[no-any-return]
-        (ph, pw), (sh, sw) = _number(self.padding), self.stride
-        image = pad(input.to(dtype).movedim(1, -1), (0, 0, pw, pw, ph, ph))
-        kh, kw = self.kernel_size
-        high, wide = (image.shape[1] - kh) // sh + 1, (image.shape[2] - kw) // sw + 1
-        taps = [
-            image[:, i : i + sh * (high - 1) + 1 : sh, j : j + sw * (wide - 1) + 1 : sw]
-            for i in range(kh)
-            for j in range(kw)
-        ]
+        taps = _taps(self, input.to(dtype))
         columns = torch.cat(taps, -1) if len(taps) > 1 else taps[0]
         kernel = weight.to(dtype).movedim(1, -1).flatten(1)
         y = columns.flatten(0, 2) @ kernel.t()
         if bias is not None:
             y = y + bias.to(dtype)
-        made: Tensor = y.view(len(input), high, wide, -1).movedim(-1, 1)
+        made: Tensor = y.view(*taps[0].shape[:3], -1).movedim(-1, 1)
         return made
+
+
+class DepthwiseConv2d(nn.Conv2d):
+    """y[b, p, c] = bias[c] + sum over taps t of  x[b, stride p + t, c] w[c, t]
+
+    One strided slice of the padded image per tap, times a number per channel: a compiled step reads the image once.
+    """
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        dtype = computed_in(input)
+        if input.is_cuda and dtype.itemsize != 2:
+            return super()._conv_forward(input, weight, bias)  # type: ignore[no-any-return]
+        taps = _taps(self, input.to(dtype))
+        kernel = weight.to(dtype).flatten(1).t().float()
+        y = sum(tap.float() * w for tap, w in zip(taps, kernel, strict=True))
+        if bias is not None:
+            y = y + bias
+        made: Tensor = y.to(dtype).movedim(-1, 1)  # type: ignore[union-attr]
+        return made
+
+
+def _taps(conv: nn.Conv2d, input: Tensor) -> list[Tensor]:
+    """What each tap of the kernel reads, as [image, h, w, channel]; the dilation is 1."""
+    (ph, pw), (sh, sw), (kh, kw) = _number(conv.padding), conv.stride, conv.kernel_size
+    image = pad(input.movedim(1, -1), (0, 0, pw, pw, ph, ph))
+    high, wide = (image.shape[1] - kh) // sh + 1, (image.shape[2] - kw) // sw + 1
+    return [
+        image[:, i : i + sh * (high - 1) + 1 : sh, j : j + sw * (wide - 1) + 1 : sw]
+        for i in range(kh)
+        for j in range(kw)
+    ]
 
 
 def _number(padding: str | tuple[int, ...]) -> tuple[int, ...]:
@@ -115,6 +138,8 @@ def use_lane_convs(model: nn.Module) -> nn.Module:
             module.__class__ = ThinConv2d
         elif type(module) is nn.Conv2d and has_small_columns(module):
             module.__class__ = ColumnsConv2d
+        elif type(module) is nn.Conv2d and is_depthwise(module):
+            module.__class__ = DepthwiseConv2d
     return model
 
 
@@ -124,6 +149,15 @@ def is_thin(conv: nn.Conv2d) -> bool:
         and not isinstance(conv.padding, str)
         and conv.padding_mode == "zeros"
         and conv.weight[0].numel() <= THIN
+    )
+
+
+def is_depthwise(conv: nn.Conv2d) -> bool:
+    return (
+        conv.groups == conv.in_channels == conv.out_channels
+        and conv.dilation == (1, 1)
+        and not isinstance(conv.padding, str)
+        and conv.padding_mode == "zeros"
     )
 
 
