@@ -136,6 +136,13 @@ def as_trained(x: State, y: State, visit: Visit) -> State:
     return y
 
 
+@on_any_device
+def no_variables(
+    x: State, y: State, down: Variables, client: Variables, steps: int, eta: float
+) -> tuple[Variables, Variables]:
+    return {}, {}
+
+
 @dataclass(frozen=True)
 class Personal:
     """A second local objective: in each round a client also trains a model v, which never leaves it.

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fedpara.algorithms.core import Algorithm, FromMean, Mean, Variables, on_any_device
+from fedpara.algorithms.core import Algorithm, FromMean, Mean, Variables, no_variables, on_any_device
 from fedpara.algorithms.local import NOT_NEGATIVE, Local, check
 from fedpara.state import State, add, subtract
 
@@ -24,7 +24,7 @@ def fedavg(*, local: Local | None = None, **fields: Any) -> Algorithm:
         broadcast=_nothing,
         client_init=_nothing,
         correct=_as_is,
-        finish=_no_variables,
+        finish=no_variables,
         aggregate=FromMean(_take_mean),
     )
 
@@ -52,13 +52,6 @@ def _as_is(gradient: State, y: State, x: State, down: Variables, client: Variabl
 def proximal(gradient: State, y: State, x: State, down: Variables, client: Variables, *, mu: float) -> State:
     """g + mu (y - x)"""
     return add(gradient, subtract(y, x), mu)
-
-
-@on_any_device
-def _no_variables(
-    x: State, y: State, down: Variables, client: Variables, steps: int, eta: float
-) -> tuple[Variables, Variables]:
-    return {}, {}
 
 
 @on_any_device

@@ -15,6 +15,7 @@ from fedpara.algorithms import Variables, Visit
 from fedpara.algorithms.optimizers import Slots
 from fedpara.data import Examples
 from fedpara.engines.local.per_example import private_gradient
+from fedpara.engines.local.trained_row import TrainedRow
 from fedpara.engines.local.worker import Trained, Worker
 from fedpara.engines.rng import torch_seed, uplink_rng
 from fedpara.engines.session import (
@@ -128,6 +129,9 @@ def reply_of(
         if problem := _divergence(one, whose):
             return Reply(client, reason=f"it diverged: {problem}", diverged=True), memory
     trained, *personal = trainings
+    if isinstance(trained, TrainedRow) and not personal:
+        header = session.header(round, f"client:{client}", examples)
+        return Reply(client, trained.message(header), "", trained.loss), {PRIVATE: {}}
     x = {name: model[name] for name in program.shared}
     y = {name: trained.parameters[name] for name in program.shared}
     eta = algorithm.local.of(client).mean_lr(round, trained.steps)

@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 
 from fedpara.algorithms import Algorithm, Variables
+from fedpara.algorithms.core import as_trained, no_variables
 from fedpara.algorithms.optimizers import Slots, build_optimizer
 from fedpara.engines.differences import Differences
 from fedpara.engines.distributed.process_group import join
@@ -206,6 +207,14 @@ class Session:
     def stateful(self) -> bool:
         """Whether clients keep anything between rounds."""
         return any(self.first_memory(self._x()).values())
+
+    @cached_property
+    def sends_trained(self) -> bool:
+        """Whether a client keeps nothing and sends exactly what it trained, in every round."""
+        algorithm, unsent = self.algorithm, self.rotation is not None or self.recycling is not None
+        as_it_is = algorithm.send is as_trained and algorithm.finish is no_variables
+        kept = self.stateful or unsent or isinstance(self.privacy, User)
+        return as_it_is and not kept and self.link.uplink.text == "float32"
 
     @cached_property
     def differences(self) -> bool:

@@ -11,8 +11,9 @@ import torch
 
 from fedpara.errors import UpdateRejected, UsageError
 from fedpara.state import State, all_finite, finite
-from fedpara.wire.codec import AnyMessage, Header, decode
+from fedpara.wire.codec import AnyMessage, Header, decode, header_of
 from fedpara.wire.coded import Spec
+from fedpara.wire.rows import VARIANCE, RowMessage
 from fedpara.wire.tensors import shown
 
 
@@ -47,14 +48,7 @@ def admit(
     if max_norm is not None and not max_norm > 0:
         raise UsageError(f"max_norm is {max_norm}: expected a positive bound, or None for no bound.")
     header, state = decode(message, exact, link, spec)
-    wanted = {"round": round, "method": method, "scheme": scheme}
-    for field, expected in wanted.items():
-        if getattr(header, field) != expected:
-            _refuse(header, f"its {field} is {shown(getattr(header, field))}: expected {expected!r}")
-    if header.sender != "server" and header.examples == 0:
-        _refuse(header, "it claims 0 examples: expected at least 1")
-    if examples is not None and header.examples != examples:
-        _refuse(header, f"it claims {header.examples} examples: expected {examples}")
+    _check_header(header, round, method, scheme, examples)
     _check_names(header, state, spec)
     for name, (dtype, shape) in spec.items():
         tensor = state[name]
@@ -65,7 +59,7 @@ def admit(
     if not finite(state):
         bad = next(name for name, tensor in state.items() if not all_finite(tensor))
         _refuse(header, f"{bad!r} holds NaN or infinity: expected finite values")
-    variances = {name: tensor.reshape(-1) for name, tensor in state.items() if name.endswith("running_var")}
+    variances = {name: tensor.reshape(-1) for name, tensor in state.items() if name.endswith(VARIANCE)}
     if variances and bool((torch.cat(list(variances.values())) < 0).any()):
         bad = next(name for name, tensor in variances.items() if bool((tensor < 0).any()))
         _refuse(header, f"{bad!r} holds a negative variance: expected 0 or more")
@@ -74,6 +68,29 @@ def admit(
         if not norm <= max_norm:
             _refuse(header, f"its norm is {norm:.6g}: expected at most {max_norm:.6g}")
     return header, {name: state[name] for name in spec}
+
+
+def admit_row(
+    message: RowMessage, *, spec: Spec, round: int, method: str, scheme: str, examples: int
+) -> Header:
+    """The same checks of a message in `Rows`, without taking it apart. The link is "float32", without max_norm."""
+    header = header_of(message)
+    _check_header(header, round, method, scheme, examples)
+    rows, row = message.rows, message.row
+    if rows.spec != spec or not rows.finite[row] or rows.negative[row]:
+        admit(message, spec=spec, round=round, method=method, scheme=scheme, link="float32")
+    return header
+
+
+def _check_header(header: Header, round: int, method: str, scheme: str, examples: int | None) -> None:
+    wanted = {"round": round, "method": method, "scheme": scheme}
+    for field, expected in wanted.items():
+        if getattr(header, field) != expected:
+            _refuse(header, f"its {field} is {shown(getattr(header, field))}: expected {expected!r}")
+    if header.sender != "server" and header.examples == 0:
+        _refuse(header, "it claims 0 examples: expected at least 1")
+    if examples is not None and header.examples != examples:
+        _refuse(header, f"it claims {header.examples} examples: expected {examples}")
 
 
 def _refuse(header: Header, reason: str) -> NoReturn:

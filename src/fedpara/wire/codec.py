@@ -90,6 +90,10 @@ class Message:
     def size(self) -> int:
         return len(self.head) + nbytes(self.tensors) + DIGEST
 
+    @property
+    def device(self) -> torch.device:
+        return device_of([self.tensors])
+
     def __len__(self) -> int:
         return self.size
 
@@ -125,11 +129,6 @@ def make_message(
     encoding = parse_encoding(dtype, "dtype")
     if _SCALES in state:
         raise WireError(f"a tensor is named {_SCALES!r}: the codec reserves this name. Rename the tensor.")
-    described = _describe(header, encoding.text)
-    if len(described) > MAX_HEADER:
-        raise WireError(
-            f"a header of {len(described)} bytes: expected at most {MAX_HEADER}. Shorten the scheme."
-        )
     if encoding.encoder is not None:
         if generator is None:
             raise UsageError(f"{dtype} draws random numbers: pass a torch.Generator as generator=...")
@@ -137,8 +136,17 @@ def make_message(
     else:
         payload = _rounded(state, encoding.text, generator, exact)
     index, tensors = lay_out(payload)
-    head = b"".join([MAGIC, len(described).to_bytes(4, "little"), described, index])
-    return Message(head, tensors)
+    return Message(head_of(header, encoding.text, index), tensors)
+
+
+def head_of(header: Header, dtype: str, index: bytes) -> bytes:
+    """Everything before the data of a message."""
+    described = _describe(header, dtype)
+    if len(described) > MAX_HEADER:
+        raise WireError(
+            f"a header of {len(described)} bytes: expected at most {MAX_HEADER}. Shorten the scheme."
+        )
+    return b"".join([MAGIC, len(described).to_bytes(4, "little"), described, index])
 
 
 def _rounded(state: State, dtype: str, generator: torch.Generator | None, exact: frozenset[str]) -> State:
@@ -169,8 +177,7 @@ def decode(
     """
     encoding = None if link is None else parse_encoding(link, "link")
     view = memoryview(message.head) if isinstance(message, Message) else _unsealed(message)
-    length = int.from_bytes(view[4:8], "little")
-    header, dtype = _parse(bytes(view[8 : 8 + length]))
+    header, dtype, length = _read_header(view)
     if encoding is not None and encoding.text != dtype:
         raise WireError(f"a message of precision {shown(dtype)}: expected {encoding.text}, that of the link.")
     coded = encoding is not None and encoding.encoder is not None
@@ -186,8 +193,11 @@ def decode(
 
 def precision_of(message: bytes) -> str:
     """The encoding that the header of a message states."""
-    view = _unsealed(message)
-    return _parse(bytes(view[8 : 8 + int.from_bytes(view[4:8], "little")]))[1]
+    return _read_header(_unsealed(message))[1]
+
+
+def header_of(message: Message) -> Header:
+    return _read_header(memoryview(message.head))[0]
 
 
 def split_messages(body: bytes) -> list[bytes]:
@@ -224,6 +234,12 @@ def _unsealed(message: bytes) -> memoryview:
             f"a message of {len(view)} bytes does not match its digest: it is damaged or truncated."
         )
     return view[:-DIGEST]
+
+
+def _read_header(view: memoryview) -> tuple[Header, str, int]:
+    """(the header, the encoding it states, its length)"""
+    length = int.from_bytes(view[4:8], "little")
+    return *_parse(bytes(view[8 : 8 + length])), length
 
 
 def _describe(header: Header, dtype: str) -> bytes:

@@ -50,13 +50,21 @@ _compact = json.JSONEncoder(separators=(",", ":"))
 
 def lay_out(state: State) -> tuple[bytes, State]:
     """The index with its length, and the tensors in its order: contiguous, on their device."""
-    entries = _in_order((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items())
+    entries = in_order((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items())
+    return index_of(entries), {name: state[name].contiguous() for name, _, _ in entries}
+
+
+def index_of(entries: tuple[Entry, ...]) -> bytes:
+    """The index of these tensors, which are `in_order`, with its length before it."""
     index, _ = _index(entries)
     if len(index) > MAX_INDEX:
-        raise WireError(f"the index of {len(state)} tensors takes {len(index)} bytes: at most {MAX_INDEX}.")
-    return len(index).to_bytes(8, "little") + index, {
-        name: state[name].contiguous() for name, _, _ in entries
-    }
+        raise WireError(f"the index of {len(entries)} tensors takes {len(index)} bytes: at most {MAX_INDEX}.")
+    return len(index).to_bytes(8, "little") + index
+
+
+def in_order(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """The tensors in the order of a message's data."""
+    return tuple(sorted(entries, key=lambda entry: (_PLACE.get(entry[1], -1), entry[0])))
 
 
 def side_by_side(tensors: State) -> State:
@@ -156,7 +164,7 @@ def _entries(raw: bytes) -> Iterable[Entry]:
 
 def _parsed(raw: bytes) -> tuple[tuple[Entry, ...], tuple[int, ...]]:
     """The tensors of an index, and where the data of each one ends."""
-    entries = _in_order(_entries(raw))
+    entries = in_order(_entries(raw))
     index, ends = (_described if len(raw) > CACHED_INDEX else _index)(entries)
     if index != raw:
         raise WireError("the tensors' index is not canonical: expected each name once, without gaps.")
@@ -165,10 +173,6 @@ def _parsed(raw: bytes) -> tuple[tuple[Entry, ...], tuple[int, ...]]:
 
 # All messages of a federation have one or two different indices. A hostile message can only evict them.
 _parsed_before = lru_cache(maxsize=32)(_parsed)
-
-
-def _in_order(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    return tuple(sorted(entries, key=lambda entry: (_PLACE.get(entry[1], -1), entry[0])))
 
 
 def _described(entries: tuple[Entry, ...]) -> tuple[bytes, tuple[int, ...]]:

@@ -38,19 +38,19 @@ class Untrained(Batched):
         return lambda: torch._foreach_add_(tensors, noise)
 
 
-def rounds_of(session, task, federation, elsewhere):
+def rounds_of(session, task, federation, elsewhere, max_norm=100.0):
     size = Cohorts(0, CLIENTS, CLIENTS)
     engine = Untrained(session, task, federation, InMemory(), cohorts=size, device="cpu", wait=True)
     if elsewhere:
         engine.device, engine.on_gpu = CUDA, True
         engine.examples = CohortExamples(session, federation, "none", CUDA, size)
     assert engine.stays
-    schedule = Schedule(2, CLIENTS, CLIENTS, federation.size, max_norm=100.0)
+    schedule = Schedule(2, CLIENTS, CLIENTS, federation.size, max_norm=max_norm)
     rounds = list(run_rounds(session, engine, schedule, personal=False))
     return rounds[-1], [engine.memory.get(client) for client in range(CLIENTS)]
 
 
-def same(digits, monkeypatch, algorithm, link, scheme=None, model=None):
+def same(digits, monkeypatch, algorithm, link, scheme=None, model=None, max_norm=100.0):
     train, _ = digits
     # Without threads: the second device exists in one thread only.
     monkeypatch.setattr(
@@ -63,9 +63,9 @@ def same(digits, monkeypatch, algorithm, link, scheme=None, model=None):
         fp.factorize(model, scheme, force=True)
     session = Session(make_program(model), algorithm, link, 0)
     federation = fp.FederatedData(train, data.iid(train.targets, CLIENTS, 0))
-    found = [rounds_of(session, fp.Task(model), federation, False)]
+    found = [rounds_of(session, fp.Task(model), federation, False, max_norm)]
     with SecondDevice():
-        found.append(rounds_of(session, fp.Task(model), federation, True))
+        found.append(rounds_of(session, fp.Task(model), federation, True, max_norm))
     (a, kept), (b, also) = found
     assert not a.refused
     assert (a.progress.bytes_up, a.progress.bytes_down) == (b.progress.bytes_up, b.progress.bytes_down)
@@ -79,6 +79,33 @@ def same(digits, monkeypatch, algorithm, link, scheme=None, model=None):
         for name, tensor in first.items():
             assert not isinstance(second[name], Elsewhere), name
             assert torch.equal(tensor, second[name]), name
+
+
+def with_buffers():
+    layers = torch.nn.Linear(64, 32), torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 10)
+    return torch.nn.Sequential(torch.nn.Flatten(), *layers)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedadam", "fednova", "scaffold"])
+@pytest.mark.parametrize("model", [with_buffers, lambda: models.mlp(64, 24, 10)], ids=["buffers", "none"])
+def test_updates_as_they_lie(digits, monkeypatch, name, model):
+    """Without a bound on their norm, the updates of some algorithms are summed as rows."""
+    algorithm = algorithms.build(name, Local(lr=0.1, batch_size=500))
+    same(digits, monkeypatch, algorithm, fp.Link(), model=model(), max_norm=None)
+
+
+@pytest.mark.parametrize("model", [with_buffers, lambda: models.mlp(64, 24, 10)], ids=["buffers", "none"])
+def test_rows_have_the_mean_of_the_updates(digits, model):
+    """A bound on the norm, however large, makes the server read every tensor by itself."""
+    train, _ = digits
+    model, algorithm = model(), algorithms.fedavg(lr=0.1, batch_size=500)
+    session = Session(make_program(model), algorithm, fp.Link(), 0)
+    federation = fp.FederatedData(train, data.dirichlet(train.targets, CLIENTS, 1.0, 0))
+    assert session.sends_trained
+    (a, _), (b, _) = (rounds_of(session, fp.Task(model), federation, False, m) for m in (None, 1e9))
+    assert a.progress.bytes_up == b.progress.bytes_up
+    for name, tensor in (a.progress.x | a.progress.buffers).items():
+        assert torch.allclose(tensor, (b.progress.x | b.progress.buffers)[name], rtol=1e-6), name
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -95,10 +122,8 @@ def test_every_algorithm(digits, monkeypatch, name):
 
 def test_a_kept_optimizer_and_buffers(digits, monkeypatch):
     local = Local(lr=0.1, batch_size=500, momentum=0.5, keep_optimizer=True)
-    model = torch.nn.Sequential(
-        torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 10)
-    )
-    same(digits, monkeypatch, algorithms.build("fedavg", local), fp.Link(up="int8", down="int4"), model=model)
+    link = fp.Link(up="int8", down="int4")
+    same(digits, monkeypatch, algorithms.build("fedavg", local), link, model=with_buffers())
 
 
 def test_the_second_device_refuses_to_mix():

@@ -12,8 +12,9 @@ from fedpara.algorithms import Variables
 from fedpara.engines.batched.lane_state import LaneState, slots_of
 from fedpara.engines.batched.packing import Segment
 from fedpara.engines.batched.round_plan import RoundPlan
+from fedpara.engines.local.trained_row import TrainedRow, in_rows
 from fedpara.engines.local.worker import Trained
-from fedpara.engines.program import Program
+from fedpara.engines.session import Session
 from fedpara.engines.transfer import HOST, fetch, move
 from fedpara.state import State
 
@@ -86,12 +87,18 @@ def finite_lanes(stacked: State) -> list[bool]:
     return torch.stack(each).all(0).tolist() if each else []
 
 
-def trained_clients(event: Event, program: Program, check: bool, stay: bool) -> dict[int, Trained]:
+def trained_clients(event: Event, session: Session, check: bool, stay: bool) -> dict[int, Trained]:
     """The trained clients by their position in the cohort, on the host unless they `stay` on the device.
 
     `check` finds out here, for all at once, which states are finite.
     """
     segments, stacked, losses = event
+    program = session.program
+    if stay and (rows := in_rows(session, stacked)) is not None:
+        return {
+            segment.client: TrainedRow(session, rows, position, total / max(1, segment.steps), segment.steps)
+            for position, (segment, total) in enumerate(zip(segments, losses.tolist(), strict=True))
+        }
     sound = finite_lanes({name: stacked[name] for name in program.parameters}) if check else None
     clients = fetch(stacked, stay)
     return {

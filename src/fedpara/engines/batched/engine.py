@@ -34,7 +34,7 @@ from fedpara.engines.session import Session
 from fedpara.engines.settings import Precision
 from fedpara.engines.transfer import HOST, move, move_variables
 from fedpara.errors import RunError
-from fedpara.state import State, device_of
+from fedpara.state import State
 from fedpara.tasks import Score, Task
 from fedpara.wire import Message
 from fedpara.wire.encoders.draws import DrawnAhead
@@ -167,7 +167,7 @@ class Batched:
             after = self._scores(some, [{**beside, **one.state} for one in ended[-1]]) if personal else []
             for position, client in enumerate(some):
                 states = [one.pop(0) for one in ended]  # frees each state as its reply is made
-                where = device_of([states[0].parameters])
+                where = states[0].device
                 if where.type not in seen:
                     on_host = move_variables(down, HOST)
                     on_host = {name: side_by_side(state) for name, state in on_host.items()}
@@ -332,7 +332,7 @@ class Batched:
 
     def _trained(self, event: Event) -> dict[int, Trained]:
         check = self.waits and self.on_gpu
-        return trained_clients(event, self.session.program, check, self.stays)
+        return trained_clients(event, self.session, check, self.stays)
 
     def _note(self, text: str) -> None:
         self.notes.append(text)

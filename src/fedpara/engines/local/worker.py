@@ -30,7 +30,7 @@ from fedpara.engines.rng import LayerRng, numpy_rng, torch_seed
 from fedpara.engines.settings import Precision
 from fedpara.engines.transfer import HOST, move, move_variables
 from fedpara.layout import by_type, cut
-from fedpara.state import State, clone
+from fedpara.state import State, clone, device_of
 from fedpara.tasks import Score, Task
 from fedpara.tasks.losses import mean_loss
 from fedpara.tasks.metrics import Totals, summed
@@ -53,6 +53,10 @@ class Trained:
     @property
     def state(self) -> State:
         return {**self.parameters, **self.buffers}
+
+    @property
+    def device(self) -> torch.device:
+        return device_of([self.parameters])
 
 
 class Worker:

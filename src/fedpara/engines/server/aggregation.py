@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fedpara.algorithms import Algorithm, FromMean, Update, Variables
-from fedpara.algorithms.core import MeanOfUpdates, Weighting, expect_like, expect_variables
+from fedpara.algorithms.core import Mean, MeanOfUpdates, Weighting, expect_like, expect_variables
 from fedpara.engines.server.guard import Guard
 from fedpara.engines.server.products import AggregationError, ComposedMean, Products
 from fedpara.engines.transfer import move, move_variables
 from fedpara.errors import ConfigError
 from fedpara.state import State, WeightedSum, device_of
+from fedpara.wire.rows import RowMessage, Rows
 
 
 class Aggregator:
@@ -45,7 +46,13 @@ class Aggregator:
         self.error: AggregationError | None = None
         """set by `aggregate`, if the run measures it"""
         self._held: list[Update] = []
+        self._count = 0
         self._guarded: list[tuple[int, Update, State]] = []
+        # Rows are summed as they lie if one weight fits all their numbers, those of the buffers included.
+        self._one_weight = (
+            guard is None and products is None and isinstance(aggregate, FromMean) and not uniform
+        )
+        self._rows: Rows | None = None  # which all updates of the round have in common, if they are summed so
 
     def add(self, client: int, update: Update, buffers: State) -> None:
         """Adds an accepted update and the buffers that came with it."""
@@ -60,6 +67,21 @@ class Aggregator:
                 self._composed.add(update.y, aggregate.weight(update))
         else:
             self._held.append(update)
+
+    def add_row(self, client: int, message: RowMessage, examples: int) -> None:
+        """Adds an accepted message of `Rows`; a round has either such messages only, or none."""
+        rows = message.rows
+        if self._one_weight and all(rows.spec[name][0] == tensor.dtype for name, tensor in self._x.items()):
+            self._rows, self._count = rows, self._count + 1
+            self._buffers.add(rows.row(message.row), self._weights[client])
+            return
+        y, buffers = self._split(message.tensors)
+        self.add(client, Update(y, {}, examples), buffers)
+
+    def _split(self, state: State) -> tuple[State, State]:
+        """(the parameters, the buffers)"""
+        y = {name: state[name] for name in self._x}
+        return y, {name: tensor for name, tensor in state.items() if name not in y}
 
     @property
     def arrived(self) -> float:
@@ -76,7 +98,7 @@ class Aggregator:
             fresh, variables = _checked(self._algorithm, made, self._x)
             return fresh, variables, averages
         if isinstance(aggregate, FromMean):
-            mean = self._mean.result()
+            mean, averages = self._means()
             device = device_of([mean.y])
             x = move(self._x, device)
             if self._composed is not None:
@@ -86,8 +108,16 @@ class Aggregator:
         else:
             device = device_of(update.y for update in self._held)
             made = aggregate(move(self._x, device), move_variables(server, device), self._held, clients)
+            averages = self._buffers.mean()
         fresh, variables = _checked(self._algorithm, made, self._x)
-        return fresh, variables, self._buffers.mean()
+        return fresh, variables, averages
+
+    def _means(self) -> tuple[Mean, State]:
+        """The means of the updates and of the buffers."""
+        if self._rows is None:
+            return self._mean.result(), self._buffers.mean()
+        y, averages = self._split(self._rows.cut(self._buffers.mean()))
+        return Mean(y, {}, self._count), averages
 
 
 def _checked(algorithm: Algorithm, made: tuple[State, Variables], x: State) -> tuple[State, Variables]:

@@ -19,7 +19,9 @@ from fedpara.engines.transfer import HOST, move
 from fedpara.errors import UpdateRejected, WireError
 from fedpara.layout import together
 from fedpara.state import State, device_of
-from fedpara.wire import Message, Meter, admit, unpack
+from fedpara.wire import Header, Message, Meter, admit, unpack
+from fedpara.wire.check import admit_row
+from fedpara.wire.rows import RowMessage
 from fedpara.wire.tensors import side_by_side
 
 LARGE_MESSAGE = 1 << 20  # bytes; threads speed up hashing and copying above this, and slow it down below
@@ -63,17 +65,20 @@ def collect(
     changed = sends_changes(session.link) or session.link.downlink.text != "float32"
     reads = changed or schedule.max_norm is not None or bool(session.rotation or session.recycling)
     here = device_of([progress.x]).type
+    whole = not reads and aggregator is None  # updates are added as they arrived
     known = {here: (progress.x, sent)}  # by the device of the updates
     if changed:  # joined once: each update is added to them
         known = {here: (side_by_side(progress.x), side_by_side(sent))}
 
-    def verdict_on(reply: Reply) -> tuple[Update, State] | WireError | None:
+    def verdict_on(reply: Reply) -> tuple[Update, State] | RowMessage | WireError | None:
         if reply.message is None:
             return None
-        device = device_of([reply.message.tensors]) if isinstance(reply.message, Message) else HOST
+        device = reply.message.device if isinstance(reply.message, Message) else HOST
         if reads and device.type not in known:
             known[device.type] = move(known[here][0], device), move(known[here][1], device)
         try:
+            if whole and isinstance(reply.message, RowMessage):
+                return _admit_row(session, schedule, reply.client, reply.message, round)
             return _admit(session, schedule, reply, *known.get(device.type, known[here]), progress)
         except WireError as error:
             return error
@@ -117,8 +122,11 @@ def collect(
                 session.algorithm, progress.x, weights, schedule.guard, products=schedule.products
             )
             collected.aggregator = aggregator
-        update, buffers = verdict
-        aggregator.add(reply.client, update, buffers)
+        if isinstance(verdict, RowMessage):
+            assert isinstance(aggregator, Aggregator)
+            aggregator.add_row(reply.client, verdict, schedule.examples(reply.client))
+        else:
+            aggregator.add(reply.client, *verdict)
         collected.replies.append(replace(reply, message=None))
     for client in waiting:
         meter.down(round, client, bytes_to(message, client))
@@ -128,6 +136,26 @@ def collect(
 
 def is_large(reply: Reply) -> bool:
     return isinstance(reply.message, bytes) and len(reply.message) >= LARGE_MESSAGE
+
+
+def _admit_row(
+    session: Session, schedule: Schedule, client: int, message: RowMessage, round: int
+) -> RowMessage:
+    header = admit_row(
+        message,
+        spec=session.up,
+        round=round,
+        method=session.algorithm.name,
+        scheme=session.program.scheme,
+        examples=schedule.examples(client),
+    )
+    _check_sender(header, client)
+    return message
+
+
+def _check_sender(header: Header, client: int) -> None:
+    if header.sender != f"client:{client}":
+        raise UpdateRejected(f"client {client} sent a message that names {header.sender} as its sender.")
 
 
 def _admit(
@@ -149,10 +177,7 @@ def _admit(
         reference={name: sent[name] for name in session.exact} if changes else sent,
         exact=session.exact,
     )
-    if header.sender != f"client:{reply.client}":
-        raise UpdateRejected(
-            f"client {reply.client} sent a message that names {header.sender} as its sender."
-        )
+    _check_sender(header, reply.client)
     variables = unpack(state)
     model = variables.pop("")
     program, rounded = session.program, session.link.downlink.text != "float32"

@@ -108,7 +108,7 @@ class DepthwiseConv2d(nn.Conv2d):
         y = sum(tap.float() * w for tap, w in zip(taps, kernel, strict=True))
         if bias is not None:
             y = y + bias
-        made: Tensor = y.to(dtype).movedim(-1, 1)  # type: ignore[union-attr]
+        made: Tensor = y.to(dtype).movedim(-1, 1)
         return made
 
 

@@ -1,0 +1,53 @@
+"""TrainedRow: a trained client whose state is a row of `Rows`, cut into tensors only if they are read."""
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedpara.engines.local.worker import Trained
+from fedpara.engines.session import Session
+from fedpara.state import State
+from fedpara.wire import Header
+from fedpara.wire.rows import RowMessage, Rows
+
+
+class TrainedRow(Trained):
+    rows: Rows
+    row: int
+    session: Session
+
+    def __init__(self, session: Session, rows: Rows, row: int, loss: float, steps: int) -> None:
+        # Unless all numbers are finite, `parameters` are looked at by themselves.
+        finite = True if rows.finite[row] else None
+        vars(self).update(
+            session=session, rows=rows, row=row, loss=loss, steps=steps, finite=finite, slots={}
+        )
+
+    @cached_property
+    def state(self) -> State:
+        return self.rows.cut(self.rows.row(self.row))
+
+    @cached_property
+    def parameters(self) -> State:
+        return {name: self.state[name] for name in self.session.program.parameters}
+
+    @cached_property
+    def buffers(self) -> State:
+        return {name: self.state[name] for name in self.session.program.buffers}
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    def message(self, header: Header) -> RowMessage:
+        return RowMessage(self.rows, self.row, header)
+
+
+def in_rows(session: Session, stacked: Mapping[str, Tensor]) -> Rows | None:
+    """Trained states [client, ...] as the rows that they are sent as. None if what is sent is computed from them."""
+    if not session.sends_trained:
+        return None
+    spec = {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in stacked.items()}
+    return Rows.of(stacked, session.up) if spec == session.up else None
