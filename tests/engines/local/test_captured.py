@@ -3,7 +3,9 @@
 `Tape` stands in for CUDA graphs: a replay repeats torch's operations on the recorded tensors, without Python.
 """
 
+import gc
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -237,3 +239,19 @@ def test_attributes_count_by_value_and_tensors_by_identity():
     module.parts[1]["a"] = (2,)
     module.child.weight = nn.Parameter(module.child.weight.detach())
     assert changed(first, attributes(module.named_modules())) == "child.weight"
+
+
+def test_a_worker_that_is_dropped_is_freed_at_once():
+    """Its graphs hold GPU memory, so it must not wait for the garbage collector."""
+    model, tape = made(network), Tape()
+    worker = Worker(make_program(model), fp.Task(model), recorder=tape)
+    state = {name: tensor.clone() for name, tensor in worker.program.initial.items()}
+    worker.train(state, images(), METHODS["sgd"](), state, {}, {}, seed=0, round=1, who=0)
+    assert tape.replayed
+    gone = weakref.ref(worker), weakref.ref(worker.captured)
+    gc.disable()
+    try:
+        del worker
+        assert [one() for one in gone] == [None, None]
+    finally:
+        gc.enable()

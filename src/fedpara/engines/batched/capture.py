@@ -38,7 +38,13 @@ def capture(
         except Exception as error:
             notes.append(f"not compiled: {in_a_line(error)}")
     _warm_up(graphs, step, lanes, 3)
-    return graphs.record(step)
+    graph = graphs.record(step)
+
+    def replay(held: Callable[[], None] = step) -> None:
+        """`held` keeps the step's tensors alive."""
+        graph()
+
+    return replay
 
 
 def compiled(tick: Callable[[LaneState], None], lanes: LaneState) -> Callable[[], None]:

@@ -75,7 +75,6 @@ class _Fixed:
 class CapturedSteps:
     def __init__(
         self,
-        step: Step,
         model: nn.Module,
         parameters: State,
         dropouts: Sequence[SeededDropout],
@@ -83,7 +82,7 @@ class CapturedSteps:
         recorder: Recorder,
     ) -> None:
         """`parameters` are those of the model that train. `others` takes part in a step too, such as the loss."""
-        self._step, self._parameters, self._dropouts, self._recorder = step, parameters, dropouts, recorder
+        self._parameters, self._dropouts, self._recorder = parameters, dropouts, recorder
         self._modules = [*model.named_modules(), *(("loss", m) for m in others if isinstance(m, nn.Module))]
         self._on_gpu = any(tensor.is_cuda for tensor in parameters.values())
         self._fixed: dict[tuple[int, str, str], _Fixed] = {}
@@ -106,25 +105,28 @@ class CapturedSteps:
         return False
 
     def run(
-        self, training: Training, inputs: Tree, targets: Tree, plan: Plan, slots: Slots | None
+        self, step: Step, training: Training, inputs: Tree, targets: Tree, plan: Plan, slots: Slots | None
     ) -> tuple[Slots, Tensor]:
-        """All steps of a client. (the optimizer's slots, the sum of the losses); the next client overwrites both."""
+        """All steps of a client. (the optimizer's slots, the sum of the losses); the next client overwrites both.
+
+        `step` is always the same function. Keeping it would keep its worker, and the GPU's memory, in a cycle.
+        """
         whole = {name: tensor.detach() for name, tensor in self._parameters.items()}
         fixed = self._enter(training, whole, slots)
         rate = None
         of_inputs, of_targets = (describe(rows(tree, slice(0))) for tree in (inputs, targets))
-        for step, index in enumerate(plan.batches):
-            crops = plan.crops[step] if plan.crops else None
+        for number, index in enumerate(plan.batches):
+            crops = plan.crops[number] if plan.crops else None
             batch = self._batch(fixed, (of_inputs, of_targets, len(index)), inputs, targets, crops)
             batch.fill(inputs, targets, index, crops)
-            if plan.rates[step] != rate:
-                rate = plan.rates[step]
+            if plan.rates[number] != rate:
+                rate = plan.rates[number]
                 fixed.eta.fill_(rate)
             if self._dropouts:
-                seed = step_seed(plan.stream, step)
+                seed = step_seed(plan.stream, number)
                 for layer, dropout in enumerate(self._dropouts):
                     dropout.seed.fill_(layer_seed(seed, layer))
-            self._do(fixed, batch)
+            self._do(partial(self._local_step, step, fixed, batch), batch)
         return fixed.slots, fixed.total
 
     def _enter(self, training: Training, whole: State, slots: Slots | None) -> _Fixed:
@@ -169,9 +171,8 @@ class CapturedSteps:
             self._note(f"batches of other shapes than the first {GRAPHS}")
         return batch
 
-    def _do(self, fixed: _Fixed, batch: _Batch) -> None:
+    def _do(self, step: Callable[[], None], batch: _Batch) -> None:
         """One step: replayed, or recorded and replayed, or run."""
-        step = partial(self._local_step, fixed, batch)
         if batch.wanted and batch.replay is None and not self.problem:
             sets = batch.sets or changed(batch.seen, attributes(self._modules))
             if self._runs < WARM_UP or not batch.runs or (sets and batch.runs < TRIES):
@@ -183,11 +184,11 @@ class CapturedSteps:
                 batch.replay = self._recorded(step, batch.seen)
         (batch.replay or step)()
 
-    def _local_step(self, fixed: _Fixed, batch: _Batch) -> None:
+    def _local_step(self, step: Step, fixed: _Fixed, batch: _Batch) -> None:
         for dropout in self._dropouts:
             dropout.calls = 0
         inputs = batch.inputs if batch.crops is None else crop_flip(batch.inputs, batch.crops)
-        slots, loss = self._step(inputs, batch.targets, fixed.training, fixed.slots, fixed.eta)
+        slots, loss = step(inputs, batch.targets, fixed.training, fixed.slots, fixed.eta)
         if slots is not fixed.slots:
             if describe(slots) == describe(fixed.slots):
                 _overwrite(fixed.slots, map_tree(torch.clone, slots))  # it may return one slot as another

@@ -23,7 +23,10 @@ class Recorder(Protocol):
         """Runs the step once, so that it can be recorded later."""
 
     def record(self, step: Callable[[], None]) -> Replay:
-        """The step as a replay; nothing is executed. Raises if the step cannot be recorded."""
+        """The step as a replay; nothing is executed. Raises if the step cannot be recorded.
+
+        The caller keeps the tensors that the step uses: the replay knows them only by address.
+        """
 
 
 class CudaGraphs:
@@ -59,11 +62,7 @@ class CudaGraphs:
                 self._abandon(graph)
                 raise
 
-        def replay(held: Callable[[], None] = step) -> None:
-            """`held` keeps the step's tensors alive: the graph knows them only by address."""
-            graph.replay()
-
-        return replay
+        return graph.replay
 
     def _expect_memory(self) -> None:
         """Raises RunError if the pool might take memory that the rest of the process needs."""

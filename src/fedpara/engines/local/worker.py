@@ -84,7 +84,7 @@ class Worker:
         self.captured: CapturedSteps | None = None
         if recorder is not None:
             self.captured = CapturedSteps(
-                self._local_step, self.model, self.parameters, self.dropouts, [task.objective], recorder
+                self.model, self.parameters, self.dropouts, [task.objective], recorder
             )
 
     def train(
@@ -125,7 +125,7 @@ class Worker:
         kept = move_variables(slots, self.device) if slots else None
         with LayerRng(seed, round, who, self.device):
             if self.captured is not None and self.captured.takes(training, private=gradient is not None):
-                slots, total = self.captured.run(training, inputs, targets, plan, kept)
+                slots, total = self.captured.run(self._local_step, training, inputs, targets, plan, kept)
                 slots = map_tree(torch.clone, slots) if local.keep_optimizer else {}
             else:
                 slots, total = self._steps(training, inputs, targets, plan, kept, gradient)
