@@ -6,6 +6,7 @@ The model's tensors are updated in place, and states are copied in and out: a pl
 correction.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -131,9 +132,10 @@ class Worker:
                 slots, total = self._steps(training, inputs, targets, plan, kept, gradient)
         whole = {name: tensor.detach() for name, tensor in self.parameters.items()}
         buffers = {name: self.slots.now(tensor).detach() for name, tensor in self.buffers.items()}
-        parameters, buffers = (self._copied(state) for state in (whole, buffers))
+        (parameters, blocks), (buffers, _) = (self._copied(state) for state in (whole, buffers))
         last = move_variables(slots, HOST) if local.keep_optimizer else {}
-        return Trained(parameters, buffers, float(total) / max(1, plan.steps), plan.steps, slots=last)
+        lost, finite = _read(total, blocks)
+        return Trained(parameters, buffers, lost / max(1, plan.steps), plan.steps, finite, slots=last)
 
     def _steps(
         self,
@@ -211,16 +213,18 @@ class Worker:
             tensors, state = self.parameters | self.buffers | moved, move(state, self.device)
             torch._foreach_copy_(list(tensors.values()), [state[name] for name in tensors])
 
-    def _copied(self, state: State) -> State:
-        """A copy of the state, on the host unless it may `stay`; from a GPU in one block per type."""
+    def _copied(self, state: State) -> tuple[State, list[Tensor]]:
+        """(a copy of the state, on the host unless it may `stay`; from a GPU in one block per type, the blocks)"""
         if self.device == HOST:
-            return clone(state)
+            return clone(state), []
         if not self.stay:
-            return move(state, HOST)
+            return move(state, HOST), []
         copied: State = {}
+        blocks = []
         for names in by_type(state):
-            copied |= cut(torch.cat([state[name].reshape(-1) for name in names]), state, names)
-        return {name: copied[name] for name in state}
+            blocks += [torch.cat([state[name].reshape(-1) for name in names])]
+            copied |= cut(blocks[-1], state, names)
+        return {name: copied[name] for name in state}, blocks
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
@@ -280,3 +284,13 @@ class Worker:
         y, slots = optimizer.step(self.parameters, gradient, slots, eta)
         torch._foreach_copy_(list(self.parameters.values()), [y[name] for name in self.parameters])
         return slots
+
+
+def _read(total: Tensor, blocks: list[Tensor]) -> tuple[float, bool | None]:
+    """(the total, True if all numbers of the blocks are known to be finite), with one wait for the device."""
+    if not blocks or not all(block.is_floating_point() for block in blocks):
+        return float(total), None
+    # As `state.all_finite`: x . x is finite only if every entry is. If it overflows, each entry is looked at later.
+    squares = (torch.dot(block, block) for block in blocks)
+    first, *rest = torch.stack([one.double() for one in (total, *squares)]).tolist()
+    return first, True if all(map(math.isfinite, rest)) else None
