@@ -123,7 +123,7 @@ class TestOnAGpu:
         runs = [
             played(task, held, METHODS[method](), "sequential", device=device) for device in ("cpu", "cuda")
         ]
-        assert runs[1].engine == "sequential: one client after another on cuda:0, float32"
+        assert runs[1].engine == "sequential: one client after another on cuda:0, float32, captured"
         assert runs[0].bytes == runs[1].bytes
         states = [run.progress.x | run.progress.buffers for run in runs]
         for name, value in states[0].items():

@@ -4,15 +4,15 @@ Operation by operation the formulas of `optimizers.py`, so that on a CPU they gi
 """
 
 import torch
+from torch import Tensor
 
 from fedpara.state import State
 
 Slots = dict[str, State]
+Rate = float | Tensor
 
 
-def sgd_in_place(
-    y: State, g: State, slots: Slots, lr: float, *, momentum: float, weight_decay: float
-) -> None:
+def sgd_in_place(y: State, g: State, slots: Slots, lr: Rate, *, momentum: float, weight_decay: float) -> None:
     tensors, gradients = list(y.values()), [g[name] for name in y]
     if weight_decay:
         gradients = list(torch._foreach_add(gradients, tensors, alpha=weight_decay))
@@ -21,14 +21,14 @@ def sgd_in_place(
         torch._foreach_mul_(v, momentum)
         torch._foreach_add_(v, gradients)
         gradients = v
-    torch._foreach_add_(tensors, gradients, alpha=-lr)
+    _descend(tensors, gradients, lr)
 
 
 def adam_in_place(
     y: State,
     g: State,
     slots: Slots,
-    lr: float,
+    lr: Rate,
     *,
     betas: tuple[float, float],
     eps: float,
@@ -49,13 +49,23 @@ def adam_in_place(
         torch._foreach_mul_(v, b2)
         torch._foreach_add_(v, squares)
         c1, c2 = (c.to(tensors[0].dtype) for c in (correction_1, correction_2))
-        direction, root = torch._foreach_div(m, c1), torch._foreach_sqrt(v)
+        direction, root = list(torch._foreach_div(m, c1)), torch._foreach_sqrt(v)
         torch._foreach_div_(root, c2)
         torch._foreach_add_(root, eps)
         torch._foreach_div_(direction, root)
         if decay:
             torch._foreach_add_(direction, torch._foreach_mul(tensors, decay))
+        _descend(tensors, direction, lr)
+
+
+def _descend(tensors: list[Tensor], direction: list[Tensor], lr: Rate) -> None:
+    """tensors -= lr direction. A captured step reads lr from a tensor, because a number would stay in the graph."""
+    if not isinstance(lr, Tensor):
         torch._foreach_add_(tensors, direction, alpha=-lr)
+    elif lr.is_cuda:  # addcmul with a single number would be one launch per tensor
+        torch._foreach_sub_(tensors, torch._foreach_mul(direction, lr))
+    else:
+        torch._foreach_addcmul_(tensors, direction, [lr] * len(tensors), value=-1)
 
 
 def _by_type(y: State) -> list[list[str]]:

@@ -35,7 +35,7 @@ class Optimizer:
     name: str
     init: Callable[[State], Slots]
     step: Callable[[State, State, Slots, Rate], tuple[State, Slots]]
-    in_place: Callable[[State, State, Slots, float], None] | None = (
+    in_place: Callable[[State, State, Slots, Rate], None] | None = (
         None  # the same step, writing to y and slots
     )
 

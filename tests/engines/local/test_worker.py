@@ -9,7 +9,7 @@ from torch import nn
 import fedpara as fp
 from fedpara import algorithms
 from fedpara.data import Examples
-from fedpara.engines.local.worker import Worker
+from fedpara.engines.local.worker import Worker, _read
 from fedpara.engines.program import make_program
 
 EXAMPLES = Examples(torch.randn(20, 8, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3, 3)
@@ -89,3 +89,10 @@ def test_a_weight_is_composed_once_per_score(monkeypatch):
     assert len(made) == len(one.program.forms)
     one.evaluate(one.program.initial, several)
     assert len(made) == 2 * len(one.program.forms)
+
+
+@pytest.mark.parametrize(("odd", "known"), [(1.0, True), (float("nan"), None), (1e30, None), (1, None)])
+def test_the_loss_and_the_check_of_the_parameters_are_read_together(odd, known):
+    blocks = [torch.ones(3), torch.tensor([2.0]), torch.tensor([odd])]
+    assert _read(torch.tensor(0.5), blocks) == (0.5, known)
+    assert _read(torch.tensor(0.5), []) == (0.5, None)

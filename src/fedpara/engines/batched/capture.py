@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fedpara.engines.batched.lane_state import LaneState
+from fedpara.engines.local.graphs import CudaGraphs
 from fedpara.errors import in_a_line
 
 CUSTOM_OPS = ("ops.py", "conv.py", "lstm.py")
@@ -25,26 +26,23 @@ def capture(
     Warming up changes the lanes, so their contents are restored afterwards.
     """
     use_lasting_caches()
+    graphs = CudaGraphs(lanes.counter.device)
     step: Callable[[], None] = partial(tick, lanes)
     if compile:
         try:
             fast = compiled(tick, lanes)
-            _warm_up(fast, lanes, 1)
+            _warm_up(graphs, fast, lanes, 1)
             step = fast
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             notes.append(f"not compiled: {in_a_line(error)}")
-    _warm_up(step, lanes, 3)
-    graph = torch.cuda.CUDAGraph()
-    saved = _contents(lanes)
-    with torch.cuda.graph(graph):
-        step()
-    _put_back(lanes, saved)
+    _warm_up(graphs, step, lanes, 3)
+    graph = graphs.record(step)
 
     def replay(held: Callable[[], None] = step) -> None:
-        """`held` keeps the step's tensors alive: the graph knows them only by address."""
-        graph.replay()
+        """`held` keeps the step's tensors alive."""
+        graph()
 
     return replay
 
@@ -106,15 +104,15 @@ def use_lasting_caches() -> None:
     _set_triton_ptxas_path()
 
 
-def _warm_up(tick: Callable[[], None], lanes: LaneState, times: int) -> None:
+def _warm_up(graphs: CudaGraphs, tick: Callable[[], None], lanes: LaneState, times: int) -> None:
     saved = _contents(lanes)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(times):
-            lanes.counter.zero_()
-            tick()
-    torch.cuda.current_stream().wait_stream(side)
+
+    def first() -> None:
+        lanes.counter.zero_()
+        tick()
+
+    for _ in range(times):
+        graphs.warm_up(first)
     torch.cuda.synchronize()
     _put_back(lanes, saved)
 

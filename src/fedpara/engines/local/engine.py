@@ -8,6 +8,7 @@ import torch
 from fedpara.data import FederatedData
 from fedpara.engines.client import Reply, client_round, own_model
 from fedpara.engines.device import eager_precision_on, shown
+from fedpara.engines.local.graphs import CudaGraphs
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.memory import ClientMemory, PendingMemory
 from fedpara.engines.session import Session
@@ -33,8 +34,12 @@ class Sequential:
         device: torch.device = HOST,
         precision: Precision | None = None,
         stay: bool = True,
+        capture: bool = True,
     ) -> None:
-        """`reason` says why this engine was chosen. `stay`: trained states may stay on the device (`stays`)."""
+        """`reason` says why this engine was chosen. `stay`: trained states may stay on the device (`stays`).
+
+        `capture`: on a GPU, replay local steps as CUDA graphs (`captured.py`).
+        """
         self.session = session
         self.data = data
         self.memory = PendingMemory(memory)
@@ -46,9 +51,17 @@ class Sequential:
                 self.data = replace(data, train=data.train.on(device))
         chosen = eager_precision_on(device, precision)
         self.stays = stay and on_gpu and session.algorithm.on_any_device and not session.stateful
-        self.worker = Worker(session.program, task, device, chosen, self.stays)
-        where = f"{shown(device)}, {chosen}" if on_gpu else shown(device)
-        self.why = "; ".join(filter(None, [f"one client after another on {where}", reason]))
+        recorder = CudaGraphs(device, spare=True) if on_gpu and capture else None
+        self.worker = Worker(session.program, task, device, chosen, self.stays, recorder)
+        self._where = f"{shown(device)}, {chosen}" if on_gpu else shown(device)
+        self._reason = reason
+
+    @property
+    def why(self) -> str:
+        captured = self.worker.captured
+        how = f"{self._where}, captured" if captured is not None and captured.recorded else self._where
+        notes = captured.notes if captured is not None else []
+        return "; ".join(filter(None, [f"one client after another on {how}", self._reason, *notes]))
 
     def train(self, round: int, clients: Sequence[int], message: Message, personal: bool) -> Iterator[Reply]:
         model, down = self.session.read_down(message, round)

@@ -6,27 +6,28 @@ The model's tensors are updated in place, and states are copied in and out: a pl
 correction.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedpara import parameterization
 from fedpara.algorithms import Algorithm, Local, Variables, clip_by_norm
-from fedpara.algorithms.optimizers import Optimizer, Slots, build_optimizer
+from fedpara.algorithms.optimizers import Optimizer, Rate, Slots, build_optimizer
 from fedpara.data import Examples
 from fedpara.engines.device import widened
-from fedpara.engines.local.augment import crop_flip, draw
-from fedpara.engines.local.batches import batches
+from fedpara.engines.local.augment import crop_flip
 from fedpara.engines.local.buffers import BufferSlots
+from fedpara.engines.local.captured import CapturedSteps
 from fedpara.engines.local.dropout import layer_seed, seeded_dropouts, step_seed
+from fedpara.engines.local.graphs import Recorder
+from fedpara.engines.local.training import Plan, Training, make_plan
 from fedpara.engines.program import Program, named_tensors
-from fedpara.engines.rng import LayerRng, numpy_rng, torch_seed
+from fedpara.engines.rng import LayerRng
 from fedpara.engines.settings import Precision
 from fedpara.engines.transfer import HOST, move, move_variables
 from fedpara.layout import by_type, cut
@@ -67,8 +68,12 @@ class Worker:
         device: torch.device | None = None,
         precision: Precision = "float32",
         stay: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
-        """With `stay`, trained states stay on the device; otherwise they move to the host."""
+        """With `stay`, trained states stay on the device; otherwise they move to the host.
+
+        With a `recorder`, local steps are recorded and replayed where they can be.
+        """
         self.precision, self.stay = precision, stay
         self.program = program
         self.task = task
@@ -81,6 +86,11 @@ class Worker:
         self.slots = BufferSlots(self.model)
         self.dropouts = list(seeded_dropouts(self.model).values())
         self._plain: nn.Module | None = None
+        self.captured: CapturedSteps | None = None
+        if recorder is not None:
+            self.captured = CapturedSteps(
+                self.model, self.parameters, self.dropouts, [task.objective], recorder
+            )
 
     def train(
         self,
@@ -103,46 +113,77 @@ class Worker:
         a batch's gradient and loss in place of the usual ones.
         """
         self._load(state)
-        local, optimizer = algorithm.local.of(who), build_optimizer(algorithm.local)
-        rates = local.rates(round, local.steps_for(len(examples)))
-        x, down, client = (
+        local = algorithm.local.of(who)
+        training = Training(
+            algorithm,
+            local,
+            build_optimizer(algorithm.local),
             move(x, self.device),
+            {name: self.parameters[name].detach() for name in x},
             move_variables(down, self.device),
             move_variables(client, self.device),
         )
         examples = examples.on(self.device)
-        inputs = examples.normalised()
-        order, stream = numpy_rng(seed, "batches", round, who), torch_seed(seed, "layers", round, who)
-        crops = numpy_rng(seed, "augment", round, who) if self.task.augment == "crop-flip" else None
-        y = {name: self.parameters[name].detach() for name in x}  # updated in place, so it stays current
+        crops = self.task.augment == "crop-flip"
+        plan = make_plan(len(examples), local, crops, self.device, seed=seed, round=round, who=who)
+        inputs, targets = examples.normalised(), examples.targets
+        kept = move_variables(slots, self.device) if slots else None
+        with LayerRng(seed, round, who, self.device):
+            if self.captured is not None and self.captured.takes(training, private=gradient is not None):
+                slots, total = self.captured.run(self._local_step, training, inputs, targets, plan, kept)
+                slots = map_tree(torch.clone, slots) if local.keep_optimizer else {}
+            else:
+                slots, total = self._steps(training, inputs, targets, plan, kept, gradient)
+        whole = {name: tensor.detach() for name, tensor in self.parameters.items()}
+        buffers = {name: self.slots.now(tensor).detach() for name, tensor in self.buffers.items()}
+        (parameters, blocks), (buffers, _) = (self._copied(state) for state in (whole, buffers))
+        last = move_variables(slots, HOST) if local.keep_optimizer else {}
+        lost, finite = _read(total, blocks)
+        return Trained(parameters, buffers, lost / max(1, plan.steps), plan.steps, finite, slots=last)
+
+    def _steps(
+        self,
+        training: Training,
+        inputs: Tree,
+        targets: Tree,
+        plan: Plan,
+        slots: Slots | None,
+        gradient: Callable[[Tree, Tree], tuple[State, Tensor]] | None,
+    ) -> tuple[Slots, Tensor]:
+        """All steps of a client. (the optimizer's slots, the sum of the losses)"""
         whole = {name: tensor.detach() for name, tensor in self.parameters.items()}
         # Copies: steps in place must not write to the client's memory.
-        slots = map_tree(torch.clone, move_variables(slots, self.device)) if slots else optimizer.init(whole)
+        slots = map_tree(torch.clone, slots) if slots else training.optimizer.init(whole)
         exact = any(tensor.dtype == torch.float64 for tensor in whole.values())
         total = torch.zeros((), device=self.device, dtype=torch.float64 if exact else torch.float32)
-        steps = 0
-        with LayerRng(seed, round, who, self.device):
-            for index, eta in zip(
-                _on_device(batches(len(examples), local, order), self.device), rates, strict=True
-            ):
-                some, targets = take(inputs, index), take(examples.targets, index)
-                if crops is not None:
-                    some = crop_flip(some, torch.from_numpy(draw(len(index), crops)).to(self.device))
-                self._seed(step_seed(stream, steps))
-                found, loss = (
-                    gradient(some, targets) if gradient else self.gradient(some, targets, local, eta)
-                )
-                if local.clip is not None:
-                    found = clip_by_norm(found, local.clip)
-                g = found if len(x) == len(found) else {name: found[name] for name in x}
-                found = {**found, **algorithm.correct(g, y, x, down, client)}
-                slots = self._step(optimizer, found, slots, eta)
-                total += loss
-                steps += 1
-        buffers = {name: self.slots.now(tensor).detach() for name, tensor in self.buffers.items()}
-        parameters, buffers = (self._copied(state) for state in (whole, buffers))
-        kept = move_variables(slots, HOST) if local.keep_optimizer else {}
-        return Trained(parameters, buffers, float(total) / max(1, steps), steps, slots=kept)
+        for step, index in enumerate(plan.batches):
+            some = take(inputs, index)
+            if plan.crops:
+                some = crop_flip(some, plan.crops[step])
+            self._seed(step_seed(plan.stream, step))
+            slots, loss = self._local_step(
+                some, take(targets, index), training, slots, plan.rates[step], gradient
+            )
+            total += loss
+        return slots, total
+
+    def _local_step(
+        self,
+        inputs: Tree,
+        targets: Tree,
+        training: Training,
+        slots: Slots,
+        eta: Rate,
+        gradient: Callable[[Tree, Tree], tuple[State, Tensor]] | None = None,
+    ) -> tuple[Slots, Tensor]:
+        """One step on one batch. (the optimizer's slots, the loss)"""
+        t, local = training, training.local
+        found, loss = gradient(inputs, targets) if gradient else self.gradient(inputs, targets, local, eta)
+        if local.clip is not None:
+            found = clip_by_norm(found, local.clip)
+        g = found if len(t.x) == len(found) else {name: found[name] for name in t.x}
+        found = {**found, **t.algorithm.correct(g, t.y, t.x, t.down, t.client)}
+        return self._step(t.optimizer, found, slots, eta), loss
 
     @torch.no_grad()
     def evaluate(self, state: Mapping[str, Tensor], examples: Examples) -> Score:
@@ -176,16 +217,18 @@ class Worker:
             tensors, state = self.parameters | self.buffers | moved, move(state, self.device)
             torch._foreach_copy_(list(tensors.values()), [state[name] for name in tensors])
 
-    def _copied(self, state: State) -> State:
-        """A copy of the state, on the host unless it may `stay`; from a GPU in one block per type."""
+    def _copied(self, state: State) -> tuple[State, list[Tensor]]:
+        """(a copy of the state, on the host unless it may `stay`; from a GPU in one block per type, the blocks)"""
         if self.device == HOST:
-            return clone(state)
+            return clone(state), []
         if not self.stay:
-            return move(state, HOST)
+            return move(state, HOST), []
         copied: State = {}
+        blocks = []
         for names in by_type(state):
-            copied |= cut(torch.cat([state[name].reshape(-1) for name in names]), state, names)
-        return {name: copied[name] for name in state}
+            blocks += [torch.cat([state[name].reshape(-1) for name in names])]
+            copied |= cut(blocks[-1], state, names)
+        return {name: copied[name] for name in state}, blocks
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
@@ -195,7 +238,7 @@ class Worker:
             dropout.seed.fill_(layer_seed(step, layer))
             dropout.calls = 0
 
-    def gradient(self, inputs: Tree, targets: Tree, local: Local, eta: float) -> tuple[State, Tensor]:
+    def gradient(self, inputs: Tree, targets: Tree, local: Local, eta: Rate) -> tuple[State, Tensor]:
         """(the gradient of the loss on one batch, the loss)"""
         if local.jacobian:
             return self._jacobian_gradient(inputs, targets, local, eta)
@@ -209,7 +252,7 @@ class Worker:
         return dict(zip(self.parameters, dense, strict=True)), loss.detach()
 
     def _jacobian_gradient(
-        self, inputs: Tree, targets: Tree, local: Local, eta: float
+        self, inputs: Tree, targets: Tree, local: Local, eta: Rate
     ) -> tuple[State, Tensor]:
         if self._plain is None:
             self._plain = self.program.plain().to(self.device)
@@ -238,7 +281,7 @@ class Worker:
         return gradient, value.detach()
 
     @torch.no_grad()
-    def _step(self, optimizer: Optimizer, gradient: State, slots: Slots, eta: float) -> Slots:
+    def _step(self, optimizer: Optimizer, gradient: State, slots: Slots, eta: Rate) -> Slots:
         if optimizer.in_place is not None:
             optimizer.in_place(self.parameters, gradient, slots, eta)
             return slots
@@ -247,10 +290,11 @@ class Worker:
         return slots
 
 
-def _on_device(plan: Iterable[NDArray[np.int64]], device: torch.device) -> tuple[Tensor, ...]:
-    """The indices of every batch, moved with one copy."""
-    batches = list(plan)
-    if not batches:
-        return ()
-    order = torch.from_numpy(np.concatenate(batches)).to(device)
-    return torch.split(order, [len(batch) for batch in batches])
+def _read(total: Tensor, blocks: list[Tensor]) -> tuple[float, bool | None]:
+    """(the total, True if all numbers of the blocks are known to be finite), with one wait for the device."""
+    if not blocks or not all(block.is_floating_point() for block in blocks):
+        return float(total), None
+    # As `state.all_finite`: x . x is finite only if every entry is. If it overflows, each entry is looked at later.
+    squares = (torch.dot(block, block) for block in blocks)
+    first, *rest = torch.stack([one.double() for one in (total, *squares)]).tolist()
+    return first, True if all(map(math.isfinite, rest)) else None
