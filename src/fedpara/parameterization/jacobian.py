@@ -9,21 +9,21 @@ and only the composition is differentiated twice. The paper does not say over wh
     squared   the sum of its square
     network   one norm over all layers: sqrt(sum of the squares)
 
-W = join(V), V = inner(F): products, which are linear in every factor, then an elementwise function. The correction takes
-V and J_V = (dW/dV)^T J_W from the plain gradient and adds four sets of products, beside elementwise terms:
+W = join(V), V = inner(F): products, which are linear in every factor, then an elementwise function. The correction
+takes V and J_V = (dW/dV)^T J_W from the plain gradient and adds products (left) and elementwise terms (right):
 
     d = inner(F + a) - inner(F)                               D = join(V + d) - join(V) + eta J_W
     (f, u) = the gradient of <d(F, a), b>                     (v, b) = the gradient of |D|^2 / 2 in (V, d)
     w = (d inner / dF) u                                      q = the gradient of <J_V(V), w> in V
     the gradient of |D|^2 / 2 = f + (d inner / dF)^T (v - eta q) - eta (the gradient of <J_V, w(F)> in F)
 
-d and f are sums of products with a change, such as (X + da) db^T + da Y^T, and not differences of products. So products in
-16 bits are as accurate here as in the composition. Elementwise terms have 32 bits or more.
+d and f are sums of products with a change, such as dX Y^T + (X + dX) dY^T, and not differences of products. So products
+in 16 bits are as accurate here as in the composition. Elementwise terms are computed in 32 bits or more.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,24 +35,40 @@ from fedpara.state import State
 
 Norm = Literal["plain", "squared", "network"]
 Tensors = tuple[Tensor, ...]
+T = TypeVar("T")
 
 
 def corrected_grad(
-    loss: Callable[[State], Any],
+    loss: Callable[[State], Tensor],
     state: Mapping[str, Tensor],
     forms: Mapping[str, Form],
     *,
     eta: float | Tensor,
     lambda_: float = 1.0,
     norm: Norm = "plain",
-    has_aux: bool = False,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> tuple[State, Any]:
+) -> tuple[State, Tensor]:
     """The gradient of L + lambda * penalty at `state`, and L.
 
     `loss` is a function of the plain model's state (composed weights). It runs one forward and one backward pass
-    for any lambda. Lambda 0 gives the ordinary gradient. With `has_aux`, `loss` returns L and something else, and so
-    does this function. Weights are composed and corrected inside `autocast()`, as in a plain step.
+    for any lambda. Lambda 0 gives the ordinary gradient.
+    """
+    return corrected_backward(grad_and_value(loss), state, forms, eta=eta, lambda_=lambda_, norm=norm)
+
+
+def corrected_backward(
+    backward: Callable[[State], tuple[State, T]],
+    state: Mapping[str, Tensor],
+    forms: Mapping[str, Form],
+    *,
+    eta: float | Tensor,
+    lambda_: float,
+    norm: Norm,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> tuple[State, T]:
+    """The gradient of L + lambda * penalty at `state`, and what `backward` returns beside the gradient of L.
+
+    `backward` computes the gradient of L from the plain model's state (composed weights). Weights are composed and
+    corrected inside `autocast()`, as in a plain step.
     """
     names = {weight: [f"{weight}.{factor}" for factor in form.factors] for weight, form in forms.items()}
     bases = {weight: f"{weight}.{BASE}" for weight in forms}
@@ -64,21 +80,21 @@ def corrected_grad(
             base = state.get(bases[weight], form.base)
             layers[weight] = _Layer(form, tuple(state[name] for name in names[weight]), base)
             plain[weight] = layers[weight].w
-    j_plain, value = grad_and_value(loss, has_aux=has_aux)(plain)
-    gradient: State = {name: tensor for name, tensor in j_plain.items() if name not in forms}
-    gradient |= {base: j_plain[weight] for weight, base in bases.items() if base in state}
+    j_plain, beside = backward(plain)
+    gradient = {**j_plain, **{base: j_plain[weight] for weight, base in bases.items()}}
+    found: dict[str, tuple[Tensors, Tensor]] = {}
     with autocast():
         for weight, layer in layers.items():
             gradient |= zip(names[weight], layer.gradient(j_plain[weight]), strict=True)
-        if lambda_ == 0:
-            return gradient, value
-        found = {weight: layer.correction(eta) for weight, layer in layers.items()}
-    whole = torch.stack([squared for _, squared in found.values()]).sum() if norm == "network" else None
+            if lambda_:
+                found[weight] = layer.correction(eta)
+    squares = [squared for _, squared in found.values()]
     for weight, (correction, squared) in found.items():
-        scale = lambda_ if norm == "squared" else lambda_ / 2 * _inverse_root(squared if whole is None else whole)
+        over = torch.stack(squares).sum() if norm == "network" else squared
+        scale = lambda_ * (1.0 if norm == "squared" else _inverse_root(over) / 2)
         for name, change in zip(names[weight], correction, strict=True):
             gradient[name] = gradient[name] + scale * change
-    return gradient, value
+    return {name: gradient[name] for name in state}, beside
 
 
 class _Layer:
@@ -92,8 +108,8 @@ class _Layer:
     def gradient(self, j_w: Tensor) -> Tensors:
         """J_F"""
         self.j_w, self.j_v = j_w, self.to_inner(j_w)
-        self.j_f: Tensors = self.to_factors(self.j_v)
-        return self.j_f
+        self.j_f = self.to_factors(self.j_v)
+        return self.j_f  # type: ignore[no-any-return]
 
     def correction(self, eta: float | Tensor) -> tuple[Tensors, Tensor]:
         """(the gradient of |D|^2 / 2, |D|^2), after `gradient`"""
@@ -108,7 +124,7 @@ class _Layer:
             return (form.joined(moved) - form.joined(v) + eta * j_w).to(narrow)
 
         def j_v(*v: Tensor) -> Tensors:
-            return vjp(form.joined, tuple(tensor.to(wide) for tensor in v))[1](j_w)[0]
+            return vjp(form.joined, tuple(tensor.to(wide) for tensor in v))[1](j_w)[0]  # type: ignore[no-any-return]
 
         a = tuple(-eta * j for j in self.j_f)
         d, to_both = vjp(lambda *fa: _change(form, *_halves(fa)), *factors, *a)  # type: ignore[misc]
@@ -134,11 +150,11 @@ def _derivative(form: Form, at: Sequence[Tensor], by: Sequence[Tensor]) -> Tenso
 
 
 def _telescoped(form: Form, at: Sequence[Tensor], by: Sequence[Tensor], then: Sequence[Tensor]) -> Tensors:
-    """The sum of the products in which one factor is from `by`, those before it from `then` and those after it from `at`.
+    """The sum of the products with one factor from `by`, the factors before it from `then`, those after it from `at`.
 
-        dX Y^T + X' dY^T = [dX X'] [Y dY]^T,   and with the core [T 0; dT T'] for a kernel:
+        dX Y^T + X' dY^T = [dX X'] [Y dY]^T,   and with the core [T 0; dT T'] for a kernel
 
-    one product of twice the rank, which reads and writes large matrices once.
+    This is one product of twice the rank, which writes the large matrix once.
     """
     each = 3 if form.is_kernel else 2
     bilinear = not form.is_kernel and type(form.scheme).product is not Scheme.product

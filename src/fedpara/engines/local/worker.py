@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 from fedpara import parameterization
 from fedpara.algorithms import Algorithm, Local, Variables, clip_by_norm
@@ -76,7 +75,6 @@ class Worker:
         self.frozen = {name: named[name] for name in program.frozen}
         self.slots = BufferSlots(self.model)
         self.dropouts = list(seeded_dropouts(self.model).values())
-        self._plain: nn.Module | None = None
 
     def train(
         self,
@@ -207,31 +205,31 @@ class Worker:
     def _jacobian_gradient(
         self, inputs: Tree, targets: Tree, local: Local, eta: float
     ) -> tuple[State, Tensor]:
-        if self._plain is None:
-            self._plain = self.program.plain().to(self.device)
-        plain = self._plain
-        forms = {name: form.on(self.device) for name, form in self.program.forms.items()}
-        for own, plain_dropout in zip(self.dropouts, seeded_dropouts(plain).values(), strict=True):
-            plain_dropout.seed.copy_(own.seed)
-            plain_dropout.calls = 0
+        """The same with the Jacobian correction, which needs the gradient at the composed weights."""
+        bound = parameterization.forms(self.model)  # W0 is on the device
+        forms = {name: bound[name] for name in self.program.forms}
 
-        def loss(state: State) -> Tensor:
-            # Copies: a functional transform must not write to outside tensors.
-            buffers = {name: self.slots.now(tensor).clone() for name, tensor in self.buffers.items()}
-            with self._autocast():
-                output = functional_call(plain, {**state, **buffers}, *arguments(inputs))
-            return mean_loss(self.task.objective(widened(output), targets))
+        def backward(plain: State) -> tuple[State, Tensor]:
+            given = {name: plain[name].detach().requires_grad_() for name in forms}
+            with parameterization.composed_once(self.model, given), self._autocast():
+                output = self.output(inputs)
+            loss = mean_loss(self.task.objective(widened(output), targets))
+            leaves = {name: given[name] if name in given else self.parameters[name] for name in plain}
+            gradients = torch.autograd.grad(
+                loss, list(leaves.values()), allow_unused=True, materialize_grads=True
+            )
+            dense = (g.to_dense() if g.is_sparse else g for g in gradients)
+            return dict(zip(leaves, dense, strict=True)), loss.detach()
 
-        parameters = {name: tensor.detach() for name, tensor in self.parameters.items()}
-        plain.train()
-        gradient, value = parameterization.corrected_grad(
-            loss, parameters, forms, eta=eta, lambda_=local.jacobian, norm=local.jacobian_norm
+        return parameterization.corrected_backward(
+            backward,
+            {name: tensor.detach() for name, tensor in self.parameters.items()},
+            forms,
+            eta=eta,
+            lambda_=local.jacobian,
+            norm=local.jacobian_norm,
+            autocast=self._autocast,
         )
-        if self.buffers:
-            # The transform discarded the new statistics: one more forward pass computes them.
-            with torch.no_grad(), self._autocast():
-                self.output(inputs)
-        return gradient, value.detach()
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, gradient: State, slots: Slots, eta: float) -> Slots:
