@@ -15,7 +15,7 @@ from fedpara.algorithms import Variables, Visit
 from fedpara.algorithms.optimizers import Slots
 from fedpara.data import Examples
 from fedpara.engines.local.per_example import private_gradient
-from fedpara.engines.local.trained_row import TrainedRow
+from fedpara.engines.local.trained_row import TrainedRow, as_row
 from fedpara.engines.local.worker import Trained, Worker
 from fedpara.engines.rng import torch_seed, uplink_rng
 from fedpara.engines.session import (
@@ -101,6 +101,8 @@ def client_round(
             )
         ]
     after = worker.evaluate(trained[-1].state, test) if test is not None else None
+    if len(trained) == 1:
+        trained = [as_row(session, trained[0])]
     reply = reply_of(
         session, trained, model, down, memory, round=round, client=client, examples=len(examples)
     )

@@ -19,7 +19,7 @@ from fedpara.parameterization.fedmud.aware import AwareKronecker, AwareLowRank
 from fedpara.parameterization.fedmud.kronecker import Kronecker
 from fedpara.parameterization.fit import fit
 from fedpara.parameterization.initialise import calibrated, fan_out, he
-from fedpara.parameterization.jacobian import corrected_grad
+from fedpara.parameterization.jacobian import corrected_backward, corrected_grad
 from fedpara.parameterization.schemes import (
     SCHEMES,
     FedPara,
@@ -47,6 +47,7 @@ __all__ = [
     "calibrated",
     "compose_state",
     "composed_once",
+    "corrected_backward",
     "corrected_grad",
     "covered",
     "factorize",

@@ -30,19 +30,23 @@ ORDER = "_fedpara_order"
 
 
 @contextmanager
-def composed_once(model: nn.Module) -> Iterator[None]:
+def composed_once(model: nn.Module, given: Mapping[str, Tensor] | None = None) -> Iterator[None]:
     """Inside this context, each factorized weight of the model is composed once, when it is first read.
+
+    The weights in `given` are not composed: the model reads those tensors.
 
     torch's `parametrize.cached` is not thread-safe: its cache is global, so another thread would train on weights
     composed here, and its factors would get no gradient.
     """
-    weights = [factors for _, _, factors in _owners(model)]
-    for factors in weights:
+    weights = dict(_weights(model))
+    for factors in weights.values():
         factors._composed = []
+    for weight, tensor in (given or {}).items():
+        weights[weight]._composed = [tensor]
     try:
         yield
     finally:
-        for factors in weights:
+        for factors in weights.values():
             factors._composed = None
 
 

@@ -228,7 +228,11 @@ class Form:
 
     def compose_onto(self, base: Tensor | None, factors: Sequence[Tensor]) -> Tensor:
         """The weight of an adapter on this W0. Other forms have none."""
-        w = self.scheme.join(self.inner(factors))
+        return self.joined(self.inner(factors), base)
+
+    def joined(self, inner: Sequence[Tensor], base: Tensor | None = None) -> Tensor:
+        """The same from the inner weights."""
+        w = self.scheme.join(inner)
         if self.scale is None:
             return w
         return self.scale * w if base is None else torch.add(base, w, alpha=self.scale)

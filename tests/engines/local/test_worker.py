@@ -91,8 +91,8 @@ def test_a_weight_is_composed_once_per_score(monkeypatch):
     assert len(made) == 2 * len(one.program.forms)
 
 
-@pytest.mark.parametrize(("odd", "known"), [(1.0, True), (float("nan"), None), (1e30, None), (1, None)])
+@pytest.mark.parametrize(("odd", "known"), [(1.0, True), (float("nan"), None), (1e30, None), (1, True)])
 def test_the_loss_and_the_check_of_the_parameters_are_read_together(odd, known):
-    blocks = [torch.ones(3), torch.tensor([2.0]), torch.tensor([odd])]
+    blocks = {"a": torch.ones(3), "b": torch.tensor([2.0]), "c": torch.tensor([odd])}
     assert _read(torch.tensor(0.5), blocks) == (0.5, known)
-    assert _read(torch.tensor(0.5), []) == (0.5, None)
+    assert _read(torch.tensor(0.5), {}) == (0.5, None)

@@ -22,7 +22,7 @@ from fedpara.engines.device import widened
 from fedpara.engines.local.augment import crop_flip
 from fedpara.engines.local.dropout import layer_seed, seeded_dropouts
 from fedpara.engines.settings import Precision
-from fedpara.parameterization import Form, compose_state, corrected_grad
+from fedpara.parameterization import Form, compose_state, corrected_backward
 from fedpara.state import State
 from fedpara.tasks import Loss
 from fedpara.tasks.losses import mean_loss
@@ -47,6 +47,9 @@ def one_step(
     optimizer = build_optimizer(local)
     device = next(plain.parameters()).device.type
 
+    def autocast() -> torch.autocast:
+        return torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16")
+
     def loss(
         weights: State, buffers: State, inputs: Tree, targets: Tree, size: Tensor, seed: Tensor
     ) -> tuple[Tensor, State]:
@@ -59,7 +62,7 @@ def one_step(
             dropout.calls = 0
         for norm in norms.values():
             norm.width = width if masked else None
-        with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
+        with autocast():
             output = functional_call(plain, given, *arguments(inputs))
         fresh = {name: given[name].detach() for name in fresh}  # updated in place, or replaced
         each = objective(widened(output), targets)
@@ -68,21 +71,22 @@ def one_step(
         return mean_loss(each, torch.arange(width, device=size.device) < size), fresh
 
     def composed(parameters: State, beside: State, *rest: object) -> tuple[Tensor, State]:
-        with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
+        with autocast():
             weights = compose_state({**parameters, **beside}, forms)
         return loss(weights, *rest)  # type: ignore[arg-type]
 
     def gradient(parameters: State, beside: State, lr: Tensor, *rest: object) -> tuple[State, Tensor, State]:
         if local.jacobian:
-            g, value = corrected_grad(
-                lambda weights: loss(weights, *rest)[0],  # type: ignore[arg-type]
+            g, (value, fresh) = corrected_backward(
+                lambda weights: grad_and_value(loss, has_aux=True)(weights, *rest),  # type: ignore[arg-type]
                 parameters,
                 forms,
                 eta=lr,
                 lambda_=local.jacobian,
                 norm=local.jacobian_norm,
+                autocast=autocast,
             )
-            return g, value, {}
+            return g, value, fresh
         g, (value, fresh) = grad_and_value(composed, has_aux=True)(parameters, beside, *rest)
         return g, value, fresh
 

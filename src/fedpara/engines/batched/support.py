@@ -28,8 +28,6 @@ def unsupported(session: Session, task: Task, data: FederatedData) -> str:
 
 def _unsupported(session: Session, task: Task, data: FederatedData) -> str:
     program, local = session.program, session.algorithm.local
-    if local.jacobian and program.buffers:
-        return "the Jacobian correction has no batched form for a model with buffers"
     if isinstance(session.privacy, Example):
         return "example-level privacy needs the gradient of every example"
     if over := covered(program.model):

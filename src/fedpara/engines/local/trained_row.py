@@ -45,6 +45,17 @@ class TrainedRow(Trained):
         return RowMessage(self.rows, self.row, header)
 
 
+def as_row(session: Session, trained: Trained) -> Trained:
+    """The trained client as a row, if it stays on a GPU and is sent as it is."""
+    spec = {name: (tensor.dtype, tensor.shape) for name, tensor in trained.state.items()}
+    if not trained.blocks or not session.sends_trained or spec != session.up:
+        return trained
+    rows = Rows(session.up, {kind: block[None] for kind, block in trained.blocks.items()})
+    if trained.finite:
+        vars(rows).update(finite=[True])  # checked with the loss
+    return TrainedRow(session, rows, 0, trained.loss, trained.steps)
+
+
 def in_rows(session: Session, stacked: Mapping[str, Tensor]) -> Rows | None:
     """Trained states [client, ...] as the rows that they are sent as. None if what is sent is computed from them."""
     if not session.sends_trained:

@@ -12,8 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 from fedpara import parameterization
 from fedpara.algorithms import Algorithm, Local, Variables, clip_by_norm
@@ -50,6 +49,9 @@ class Trained:
     steps: int
     finite: bool | None = None  # set if the engine has checked it
     slots: Slots = field(default_factory=dict)  # the optimizer's, after the last step
+    blocks: State = field(
+        default_factory=dict
+    )  # if it stays on a GPU: all tensors of each type, side by side
 
     @property
     def state(self) -> State:
@@ -85,7 +87,6 @@ class Worker:
         self.frozen = {name: named[name] for name in program.frozen}
         self.slots = BufferSlots(self.model)
         self.dropouts = list(seeded_dropouts(self.model).values())
-        self._plain: nn.Module | None = None
         self.captured: CapturedSteps | None = None
         if recorder is not None:
             self.captured = CapturedSteps(
@@ -136,10 +137,11 @@ class Worker:
                 slots, total = self._steps(training, inputs, targets, plan, kept, gradient)
         whole = {name: tensor.detach() for name, tensor in self.parameters.items()}
         buffers = {name: self.slots.now(tensor).detach() for name, tensor in self.buffers.items()}
-        (parameters, blocks), (buffers, _) = (self._copied(state) for state in (whole, buffers))
+        copied, blocks = self._copied({**whole, **buffers})
+        parameters, buffers = ({name: copied[name] for name in part} for part in (whole, buffers))
         last = move_variables(slots, HOST) if local.keep_optimizer else {}
         lost, finite = _read(total, blocks)
-        return Trained(parameters, buffers, lost / max(1, plan.steps), plan.steps, finite, slots=last)
+        return Trained(parameters, buffers, lost / max(1, plan.steps), plan.steps, finite, last, blocks)
 
     def _steps(
         self,
@@ -217,18 +219,19 @@ class Worker:
             tensors, state = self.parameters | self.buffers | moved, move(state, self.device)
             torch._foreach_copy_(list(tensors.values()), [state[name] for name in tensors])
 
-    def _copied(self, state: State) -> tuple[State, list[Tensor]]:
-        """(a copy of the state, on the host unless it may `stay`; from a GPU in one block per type, the blocks)"""
+    def _copied(self, state: State) -> tuple[State, State]:
+        """(a copy of the state, on the host unless it may `stay`; on a GPU cut from one block per type, the blocks)"""
         if self.device == HOST:
-            return clone(state), []
+            return clone(state), {}
         if not self.stay:
-            return move(state, HOST), []
+            return move(state, HOST), {}
         copied: State = {}
-        blocks = []
+        blocks: State = {}
         for names in by_type(state):
-            blocks += [torch.cat([state[name].reshape(-1) for name in names])]
-            copied |= cut(blocks[-1], state, names)
-        return {name: copied[name] for name in state}, blocks
+            block = torch.cat([state[name].reshape(-1) for name in names])
+            blocks[str(block.dtype)] = block
+            copied |= cut(block, state, names)
+        return copied, blocks
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
@@ -254,31 +257,31 @@ class Worker:
     def _jacobian_gradient(
         self, inputs: Tree, targets: Tree, local: Local, eta: Rate
     ) -> tuple[State, Tensor]:
-        if self._plain is None:
-            self._plain = self.program.plain().to(self.device)
-        plain = self._plain
-        forms = {name: form.on(self.device) for name, form in self.program.forms.items()}
-        for own, plain_dropout in zip(self.dropouts, seeded_dropouts(plain).values(), strict=True):
-            plain_dropout.seed.copy_(own.seed)
-            plain_dropout.calls = 0
+        """The same with the Jacobian correction, which needs the gradient at the composed weights."""
+        bound = parameterization.forms(self.model)  # W0 is on the device
+        forms = {name: bound[name] for name in self.program.forms}
 
-        def loss(state: State) -> Tensor:
-            # Copies: a functional transform must not write to outside tensors.
-            buffers = {name: self.slots.now(tensor).clone() for name, tensor in self.buffers.items()}
-            with self._autocast():
-                output = functional_call(plain, {**state, **buffers}, *arguments(inputs))
-            return mean_loss(self.task.objective(widened(output), targets))
+        def backward(plain: State) -> tuple[State, Tensor]:
+            given = {name: plain[name].detach().requires_grad_() for name in forms}
+            with parameterization.composed_once(self.model, given), self._autocast():
+                output = self.output(inputs)
+            loss = mean_loss(self.task.objective(widened(output), targets))
+            leaves = {name: given[name] if name in given else self.parameters[name] for name in plain}
+            gradients = torch.autograd.grad(
+                loss, list(leaves.values()), allow_unused=True, materialize_grads=True
+            )
+            dense = (g.to_dense() if g.is_sparse else g for g in gradients)
+            return dict(zip(leaves, dense, strict=True)), loss.detach()
 
-        parameters = {name: tensor.detach() for name, tensor in self.parameters.items()}
-        plain.train()
-        gradient, value = parameterization.corrected_grad(
-            loss, parameters, forms, eta=eta, lambda_=local.jacobian, norm=local.jacobian_norm
+        return parameterization.corrected_backward(
+            backward,
+            {name: tensor.detach() for name, tensor in self.parameters.items()},
+            forms,
+            eta=eta,
+            lambda_=local.jacobian,
+            norm=local.jacobian_norm,
+            autocast=self._autocast,
         )
-        if self.buffers:
-            # The transform discarded the new statistics: one more forward pass computes them.
-            with torch.no_grad(), self._autocast():
-                self.output(inputs)
-        return gradient, value.detach()
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, gradient: State, slots: Slots, eta: Rate) -> Slots:
@@ -290,11 +293,11 @@ class Worker:
         return slots
 
 
-def _read(total: Tensor, blocks: list[Tensor]) -> tuple[float, bool | None]:
+def _read(total: Tensor, blocks: State) -> tuple[float, bool | None]:
     """(the total, True if all numbers of the blocks are known to be finite), with one wait for the device."""
-    if not blocks or not all(block.is_floating_point() for block in blocks):
+    if not blocks:
         return float(total), None
     # As `state.all_finite`: x . x is finite only if every entry is. If it overflows, each entry is looked at later.
-    squares = (torch.dot(block, block) for block in blocks)
+    squares = (torch.dot(block, block) for block in blocks.values() if block.is_floating_point())
     first, *rest = torch.stack([one.double() for one in (total, *squares)]).tolist()
     return first, True if all(map(math.isfinite, rest)) else None
