@@ -46,6 +46,8 @@ from fedpara.tasks import Task
 GAMMA = 0.1
 BATCH = 64
 MODELS = ("original", "fedpara")
+CORRECTED = "fedpara-jacobian"
+"""FedPara with the Jacobian correction, lambda 1."""
 READY = "ready"
 PRECISIONS = ("float32", "tf32", "bfloat16")
 
@@ -57,6 +59,10 @@ def names() -> list[str]:
     rows += [f"{m}/compiled/{p}/{k}" for m in MODELS for p in PRECISIONS[:2] for k in (32, 4, 1)]
     rows += [f"{m}/batched/{p}/{k}" for m in MODELS for p in PRECISIONS for k in (1, 4, 16, 32)]
     rows += [f"{m}/{way}/{p}/1" for m in MODELS for way in ("eager", "captured") for p in PRECISIONS]
+    rows += [f"{CORRECTED}/compiled/{p}/16" for p in PRECISIONS[::-1]]
+    rows += [
+        f"{CORRECTED}/{way}/bfloat16/{k}" for way, k in (("compiled", 32), ("batched", 16), ("eager", 1))
+    ]
     return rows
 
 
@@ -72,7 +78,7 @@ def federation(clients: int, device: str) -> fp.FederatedData:
 def network(kind: str) -> torch.nn.Module:
     torch.manual_seed(0)
     model = models.vgg16(10)
-    if kind == "fedpara":
+    if kind != "original":
         fp.factorize(model, fp.FedPara(gamma=GAMMA), where=models.convolutions)
     return model
 
@@ -82,8 +88,8 @@ def ready(name: str, device: str) -> Callable[[], None]:
     kind, way, precision, lanes = name.split("/")
     held = federation(int(lanes), device)
     task = Task(network(kind), augment="crop-flip")
-    local = algorithms.fedavg(lr=1e-3, batch_size=BATCH)
-    session = Session(make_program(task.model), local, fp.Link(), 0)
+    method = algorithms.fedavg(lr=1e-3, batch_size=BATCH, jacobian=float(kind == CORRECTED))
+    session = Session(make_program(task.model), method, fp.Link(), 0)
     if way == "eager":
         return _eager(session, held, precision, device)
     engine = Batched(
@@ -260,7 +266,7 @@ def main() -> None:
     device, jobs, chosen = args.device, args.jobs, [n for n in names() if re.search(args.only, n)]
     if args.smoke:
         device, jobs = "cpu", 1
-        chosen = [f"{m}/{way}/float32/1" for m in MODELS for way in ("eager", "batched")]
+        chosen = [f"{m}/{way}/float32/1" for m in (*MODELS, CORRECTED) for way in ("eager", "batched")]
     args.out.mkdir(parents=True, exist_ok=True)
     rows = in_processes(chosen, device, jobs)
     text = table(rows, device)

@@ -155,8 +155,8 @@ def test_fields_come_from_the_command_line_and_from_a_file(cli, tmp_path):
 
 
 def test_a_fallback_to_another_engine_is_reported(cli):
-    model = ["--model", "resnet18-tiny", "--jacobian", "1", "--device", "cpu"]
-    words = [*model, "--clients", "8", "--cohort", "2", "--steps", "1"]
+    private = ["--privacy", "example(noise=1.0, clip=1.0)", "--privacy-seed", "1", "--device", "cpu"]
+    words = [*TINY[:2], *private, "--clients", "8", "--cohort", "2", "--steps", "1"]
     code, _, err = cli("run", *words, "--rounds", "1", "--engine", "batched", "--out", "run")
     assert code == 0
     assert (

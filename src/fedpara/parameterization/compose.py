@@ -81,4 +81,5 @@ def _channels_last_batched(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     x, y = pad(x, (0, spare)), pad(y, (0, spare))
     core = pad(t.flatten(3).transpose(2, 3), (0, spare, 0, 0, 0, spare))
     inner = (x @ core.flatten(2)).reshape(len(parts), -1, core.shape[3]) @ y.mT
-    return list(inner.reshape(len(parts), x.shape[1], *k, y.shape[1]).movedim(-1, 2).unbind())
+    # Unbound before its axes move, so that autograd stacks the gradients in the order that the products read.
+    return [w.movedim(-1, 1) for w in inner.reshape(len(parts), x.shape[1], *k, y.shape[1]).unbind()]
