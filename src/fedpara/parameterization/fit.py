@@ -9,7 +9,7 @@ the starts of `Scheme.split` and the best candidate is kept:
 The truncation itself is a candidate, so the result is never worse than it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -43,17 +43,6 @@ def _best(form: Form, w: Tensor, steps: int) -> list[Tensor]:
     starts = [_with_noise(form, truncation), *others]
     candidates = [truncation, *(_descend(form, w, start, steps) for start in starts)]
     return min(candidates, key=lambda factors: _distance(form, w, factors))
-
-
-def refit(
-    compose: Callable[[Sequence[Tensor]], Tensor], weight: Tensor, start: Sequence[Tensor], steps: int
-) -> list[Tensor]:
-    """Factors near `start` with compose(factors) near the weight: quasi-Newton steps from `start`, on its device.
-
-    Steps follow gradients, so the factors keep the scale that `start` has.
-    """
-    size = (compose(start) - weight).square().sum().clamp_min(1e-30)
-    return _minimise(lambda factors: (compose(factors) - weight).square().sum() / size, start, steps)
 
 
 def truncation_error(form: Form, weight: Tensor) -> float:
@@ -115,12 +104,6 @@ def _with_noise(form: Form, factors: list[Tensor]) -> list[Tensor]:
 
 def _descend(form: Form, w: Tensor, start: Sequence[Tensor], steps: int) -> list[Tensor]:
     size = w.square().sum().clamp_min(1e-30)
-    return _minimise(lambda factors: (form.compose(factors) - w).square().sum() / size, start, steps)
-
-
-def _minimise(
-    loss: Callable[[Sequence[Tensor]], Tensor], start: Sequence[Tensor], steps: int
-) -> list[Tensor]:
     factors = [f.clone(memory_format=torch.contiguous_format).requires_grad_() for f in start]
     optimizer = torch.optim.LBFGS(
         factors, max_iter=steps, history_size=20, line_search_fn="strong_wolfe", tolerance_change=1e-12
@@ -128,7 +111,7 @@ def _minimise(
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        value = loss(factors)
+        value = (form.compose(factors) - w).square().sum() / size
         value.backward()
         return value
 

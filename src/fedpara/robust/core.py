@@ -86,11 +86,12 @@ def robust_mean(
 def geometry(blocks: Blocks, x: State, ys: Sequence[State], w: Tensor, own: State | None = None) -> Geometry:
     """The inner products of the composed updates, one block at a time: only one composed block is in memory."""
     everyone = [*ys, own] if own is not None else list(ys)
-    gram = torch.zeros(len(everyone), len(everyone), dtype=torch.float64)
+    grams = []
     for block in blocks.over(x):
         before = block.of(x)
         u = (block.of_all(everyone, before) - before).flatten(1).double()
-        gram += (u @ u.mT).cpu()
+        grams.append(u @ u.mT)
+    gram = torch.stack(grams).sum(0).cpu()
     n = len(ys)
     trusted = (gram[:n, n], float(gram[n, n].sqrt())) if own is not None else None
     return Geometry(gram[:n, :n], w, trusted)
@@ -99,15 +100,13 @@ def geometry(blocks: Blocks, x: State, ys: Sequence[State], w: Tensor, own: Stat
 def _moved(blocks: Blocks, x: State, ys: Sequence[State], c: Tensor) -> State:
     """x moved by sum_i c_i u_i."""
     used = c.nonzero().flatten().tolist()
-    moved: State = {}
+    weights: State = {}
     for block in blocks.over(x):
-        before = block.of(x)
-        after = before
+        weights[block.name] = before = block.of(x)
         if used:
             u = block.of_all([ys[i] for i in used], before) - before
-            after = before + torch.tensordot(c[used].to(before), u, 1)
-        moved |= blocks.refit(block, x, after)
-    return {name: moved[name] for name in x}
+            weights[block.name] = before + torch.tensordot(c[used].to(before), u, 1)
+    return _ordered(blocks.refit(x, weights), x)
 
 
 def _combined(
@@ -117,16 +116,21 @@ def _combined(
     updates: Sequence[Update],
     buffers: Sequence[State],
 ) -> tuple[Mean, State]:
-    made: State = {}
+    weights: State = {}
     for block in blocks.over(x):
         before = block.of(x)
-        weights = block.of_all([update.y for update in updates], before)
-        finite = weights.flatten(1).isfinite().all(1)
-        after = combine(weights[finite]) if finite.any() else before
-        made |= blocks.refit(block, x, after)
+        w = block.of_all([update.y for update in updates], before)
+        finite = w.flatten(1).isfinite().all(1)
+        weights[block.name] = combine(w[finite]) if finite.any() else before
+    y = _ordered(blocks.refit(x, weights), x)
     names = updates[0].extra
     extra = {name: _each(combine, [update.extra[name] for update in updates]) for name in names}
-    return Mean({name: made[name] for name in x}, extra, len(updates)), _each(combine, buffers)
+    return Mean(y, extra, len(updates)), _each(combine, buffers)
+
+
+def _ordered(state: State, x: State) -> State:
+    """The state in the order of x."""
+    return {name: state[name] for name in x}
 
 
 def _each(combine: Callable[[Tensor], Tensor], states: Sequence[Mapping[str, Tensor]]) -> State:

@@ -4,7 +4,7 @@
 
 A weight is a product of its factors, so e is 0 only if the clients agree in all factors of a weight but one. Both means
 have the round's weights. "mean" takes the mean of the factors, as FedPara does. "refit" takes the factors nearest to
-the mean of the weights, found by quasi-Newton steps from the mean of the factors:
+the mean of the weights, found by Gauss-Newton steps from the mean of the factors:
 
     factors = argmin ||mean_i W_i - compose(factors)||
 
@@ -54,15 +54,10 @@ class Products:
 
     def refitted(self, mean: State, weights: State) -> State:
         """The state with factors that compose to the given weights, as nearly as the steps get."""
-        start, found = {name: _wide(tensor) for name, tensor in mean.items()}, dict(mean)
-        for block in self._factorized(start):
-            weight = weights[block.name]
-            with exact_products():
-                factors = self.blocks.refit(block, start, weight)
-                before, after = (float((block.of(f) - weight).norm()) for f in (start, factors))
-            if after < before:
-                found |= {name: factor.to(mean[name]) for name, factor in factors.items()}
-        return found
+        start = {name: _wide(tensor) for name, tensor in mean.items()}
+        with exact_products():
+            factors = self.blocks.refit(start, weights)
+        return {**mean, **{name: factor.to(mean[name]) for name, factor in factors.items()}}
 
     def _factorized(self, state: State) -> Iterator[Block]:
         return (block for block in self.blocks.over(state) if block.compose is not None)

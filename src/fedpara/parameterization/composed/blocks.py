@@ -8,10 +8,11 @@ and those on composed updates cannot. `refit` returns to factors, starting from 
 
     x+ = argmin ||compose(x+) - (compose(x) + u)||
 
-so the next factors depend on the clients only through their composed weights.
+so the next factors depend on the clients only through their composed weights. `gauss_newton.py` finds them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -19,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fedpara.parameterization.fit import refit
+from fedpara.parameterization.composed.gauss_newton import refit
 from fedpara.parameterization.schemes import Form
 from fedpara.state import State
 
 Compose = Callable[[Sequence[Tensor]], Tensor]
 
-REFIT_STEPS = 20
-"""Quasi-Newton steps per weight and round."""
+BATCH = 1 << 24
+"""The largest number of entries of the weights that are refitted together, unless one weight has more."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Block:
     name: str
     parts: tuple[str, ...]
     compose: Compose | None = None  # None: the tensor itself
+    kind: Hashable = None  # blocks of one kind have the same compose
 
     def of(self, state: Mapping[str, Tensor]) -> Tensor:
         parts = [state[name] for name in self.parts]
@@ -62,7 +64,9 @@ class Blocks:
             shared = tuple(name for name in names if name in x)
             if shared:
                 taken |= set(shared)
-                yield Block(weight, shared, self._composer(form, names, shared))
+                filled = any(name in self.fixed for name in names)
+                kind = weight if filled else (form, tuple(name.removeprefix(weight) for name in shared))
+                yield Block(weight, shared, self._composer(form, names, shared), kind)
         for name in x:
             if name not in taken:
                 yield Block(name, (name,))
@@ -80,12 +84,35 @@ class Blocks:
         given = dict(zip(shared, parts, strict=True))
         return [given[name] if name in given else self.fixed[name].to(parts[0]) for name in names]
 
-    def refit(self, block: Block, x: State, weight: Tensor) -> State:
-        """The block's tensors with this composed weight, near those of x."""
-        if block.compose is None:
-            return {block.name: weight.to(x[block.name])}
-        start = [x[name] for name in block.parts]
-        return dict(zip(block.parts, refit(block.compose, weight, start, REFIT_STEPS), strict=True))
+    def refit(self, x: State, weights: Mapping[str, Tensor]) -> State:
+        """The tensors of the blocks that have a composed weight here, near those of x."""
+        found: State = {}
+        alike: dict[Hashable, list[Block]] = defaultdict(list)
+        for block in self.over(x):
+            if block.name in weights and block.compose is not None:
+                alike[block.kind].append(block)
+            elif block.name in weights:
+                found[block.name] = weights[block.name].to(x[block.name])
+        for blocks in alike.values():
+            together = max(1, BATCH // weights[blocks[0].name].numel())
+            for first in range(0, len(blocks), together):
+                found |= _refitted(blocks[first : first + together], x, weights)
+        return found
+
+
+def _refitted(blocks: Sequence[Block], x: State, weights: Mapping[str, Tensor]) -> State:
+    """The tensors of blocks of one kind."""
+    compose = blocks[0].compose
+    assert compose is not None
+    start = [
+        torch.stack([x[name] for name in alike]) for alike in zip(*(b.parts for b in blocks), strict=True)
+    ]
+    factors = refit(compose, torch.stack([weights[block.name] for block in blocks]), start)
+    return {
+        name: factor[i].clone()
+        for i, block in enumerate(blocks)
+        for name, factor in zip(block.parts, factors, strict=True)
+    }
 
 
 def _without_base(form: Form) -> Form:
