@@ -10,12 +10,18 @@ from fedpara.apps.terminal.interrupt import starting
 from fedpara.choices import ENGINES, FRONTIER_RUNS, PAPER_RESULTS, PAPER_RUNS, RESULTS, ROBUSTNESS
 from fedpara.errors import ConfigError
 
+Jobs = Annotated[int, typer.Option(min=1, help="Number of runs in processes side by side.")]
+Minutes = Annotated[
+    float | None,
+    typer.Option(min=0, help="Interrupt the runs after so many minutes; the same command continues."),
+]
+
 PAPER = "a study of the paper"
 TAKEN_BY = {
     **dict.fromkeys(("attack", "defence", "first_seed", "part"), ("robustness",)),
     "validation": ("robustness", "frontier"),
     "configs": ("frontier",),
-    **dict.fromkeys(("only", "list", "engine", "precision", "keep"), ("frontier", PAPER)),
+    **dict.fromkeys(("only", "list", "engine", "precision", "keep", "jobs", "minutes"), ("frontier", PAPER)),
 }
 """The studies that read each option of `reproduce`."""
 
@@ -39,6 +45,8 @@ def sweep(
     out: Annotated[Path, typer.Option(help="Folder of the run folders.")] = Path("runs/sweep"),
     data_dir: DataDir = None,
     track: Track = "none",
+    jobs: Jobs = 1,
+    minutes: Minutes = None,
     as_json: Json = False,
 ) -> None:
     """Run every combination of some values and seeds, and compare the settings in a table.
@@ -49,7 +57,7 @@ def sweep(
     """
     with starting():
         from fedpara.apps.studies.sweep import sweep as work
-    work(preset, config, set_ or [], seeds, out, data_dir, track, as_json)
+    work(preset, config, set_ or [], seeds, out, data_dir, track, jobs, minutes, as_json)
 
 
 def tune(
@@ -100,6 +108,8 @@ def tune(
     out: Annotated[Path, typer.Option(help="Folder of the trials and final runs.")] = Path("runs/tune"),
     data_dir: DataDir = None,
     track: Track = "none",
+    jobs: Jobs = 1,
+    minutes: Minutes = None,
     as_json: Json = False,
 ) -> None:
     """Choose the best of some settings by validation, and score it on the test set with other seeds.
@@ -125,6 +135,8 @@ def tune(
         out,
         data_dir,
         track,
+        jobs,
+        minutes,
         as_json,
     )
 
@@ -174,6 +186,8 @@ def reproduce(
         Path | None,
         typer.Option(help="frontier: write the config of every missing run here and print its command."),
     ] = None,
+    jobs: Jobs = 1,
+    minutes: Minutes = None,
     as_json: Json = False,
 ) -> None:
     """Run what a table or figure of the paper needs, print paper | ours, and draw the figure.
@@ -198,6 +212,8 @@ def reproduce(
         engine=engine,
         precision=precision,
         keep=keep,
+        jobs=jobs if jobs > 1 else None,
+        minutes=minutes,
     )
     if names == ["robustness"]:
         with starting():
@@ -233,13 +249,17 @@ def reproduce(
             {"engine": engine, "precision": precision, "device": device},
             keep,
             configs,
+            jobs,
+            minutes,
             as_json,
         )
         return
     with starting():
         from fedpara.apps.studies.reproduce import reproduce as work
     given = {"engine": engine, "precision": precision, "device": device}
-    work(names, list_, seeds, rounds, only, scale, out, results, data_dir, given, keep, as_json)
+    work(
+        names, list_, seeds, rounds, only, scale, out, results, data_dir, given, keep, jobs, minutes, as_json
+    )
 
 
 def _refuse_ignored(study: str, **options: object) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+from fedpara.apps.studies.jobs import player
 from fedpara.apps.terminal.progress import Show
 from fedpara.apps.terminal.table import empty_table, print_table
 from fedpara.engines.distributed.process_group import join
@@ -34,6 +35,8 @@ def frontier(
     given: dict[str, str | None],
     keep: Path | None,
     configs: Path | None,
+    jobs: int,
+    minutes: float | None,
     as_json: bool,
 ) -> None:
     """Runs what is missing in `out` and `results`. With `configs`, only writes the configs of the missing runs."""
@@ -41,6 +44,7 @@ def frontier(
     if list_:
         _list(scale_name, rounds, as_json)
         return
+    play = player(jobs, minutes, data_dir, engines={given["engine"] or "auto"})
     folder = out / scale_name / stage
     library = Library.of(out, results)
     chosen = [one.strip() for one in only.split(",")] if only else []
@@ -54,7 +58,7 @@ def frontier(
             stack.close()
             return stack.enter_context(Show(name, experiment.rounds))
 
-        done = run_jobs(listed, library, folder, data_dir=data_dir, given=given, begin=begin)
+        done = run_jobs(listed, library, folder, data_dir=data_dir, given=given, begin=begin, play=play)
     if join().rank:
         return
     if keep is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from fedpara.apps.studies.jobs import player
 from fedpara.apps.terminal.progress import Show
 from fedpara.apps.terminal.table import empty_table, print_table
 from fedpara.engines.distributed.process_group import join
@@ -17,7 +18,8 @@ from fedpara.experiments.paper import STUDIES, Study, merged, study
 from fedpara.experiments.paper.sizes import gpu_minutes, total_bytes
 from fedpara.experiments.run import OnRound
 from fedpara.experiments.storage.catalog import Library
-from fedpara.experiments.studies.reproduce import archive_finished, carry_out, jobs
+from fedpara.experiments.studies.reproduce import archive_finished, carry_out
+from fedpara.experiments.studies.reproduce import jobs as jobs_of
 from fedpara.report.figures import study_figure
 from fedpara.report.formats import plain
 from fedpara.report.tables import Table, table_of
@@ -35,6 +37,8 @@ def reproduce(
     data_dir: Path | None,
     given: dict[str, str | None],
     keep: Path | None,
+    jobs: int,
+    minutes: float | None,
     as_json: bool,
 ) -> None:
     """`given` are the engine, precision and device."""
@@ -44,6 +48,7 @@ def reproduce(
     if not names:
         raise UsageError(f"name a table or figure; `--list` shows what each costs: {', '.join(STUDIES)}.")
     studies = [study(name) for name in names]
+    play = player(jobs, minutes, data_dir, engines={given["engine"] or "auto"})
     with ExitStack() as stack:
 
         def begin(name: str, experiment: Experiment) -> OnRound:
@@ -60,6 +65,7 @@ def reproduce(
             finished_in=(results,),
             data_dir=data_dir,
             begin=begin,
+            play=play,
             **given,
         )
     if join().rank:
@@ -72,7 +78,7 @@ def reproduce(
         table = table_of(one, library, range(seeds or one.seeds), rounds, scale)
         runs = [
             job.found
-            for job in jobs([one.name], library, seeds=seeds, rounds=rounds, scale=scale)
+            for job in jobs_of([one.name], library, seeds=seeds, rounds=rounds, scale=scale)
             if job.found
         ]
         shown.append((table, study_figure(table, runs, out / "figures" / f"{one.name}.png")))
