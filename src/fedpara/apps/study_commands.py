@@ -19,9 +19,12 @@ Minutes = Annotated[
 PAPER = "a study of the paper"
 TAKEN_BY = {
     **dict.fromkeys(("attack", "defence", "first_seed", "part"), ("robustness",)),
-    "validation": ("robustness", "frontier"),
-    "configs": ("frontier",),
-    **dict.fromkeys(("only", "list", "engine", "precision", "keep", "jobs", "minutes"), ("frontier", PAPER)),
+    "validation": ("robustness", "frontier", "fedmud"),
+    "configs": ("frontier", "fedmud"),
+    "list": ("frontier", PAPER),
+    **dict.fromkeys(
+        ("only", "engine", "precision", "keep", "jobs", "minutes"), ("frontier", "fedmud", PAPER)
+    ),
 }
 """The studies that read each option of `reproduce`."""
 
@@ -175,7 +178,8 @@ def reproduce(
     validation: Annotated[
         bool,
         typer.Option(
-            "--validation", help="robustness, frontier: the trials, scored on held-out training examples."
+            "--validation",
+            help="robustness, frontier, fedmud: the trials, scored on held-out training examples.",
         ),
     ] = False,
     part: Annotated[
@@ -184,7 +188,9 @@ def reproduce(
     ] = "",
     configs: Annotated[
         Path | None,
-        typer.Option(help="frontier: write the config of every missing run here and print its command."),
+        typer.Option(
+            help="frontier, fedmud: write the config of every missing run here and print its command."
+        ),
     ] = None,
     jobs: Jobs = 1,
     minutes: Minutes = None,
@@ -192,15 +198,15 @@ def reproduce(
 ) -> None:
     """Run what a table or figure of the paper needs, print paper | ours, and draw the figure.
 
-    The name robustness stands for the table of attacks and defences, and frontier for accuracy against bytes. Their
-    scales are digits and cifar10.
+    Other names: robustness, the table of attacks and defences; frontier, accuracy against bytes; fedmud, the protocol of
+    FedMUD. Their scales are digits and cifar10.
 
     Finished runs are skipped; interrupted runs are resumed.
 
     Example: fedpara reproduce capacity-cnn --only cifar10-iid
     """
     _refuse_ignored(
-        names[0] if names in (["robustness"], ["frontier"]) else PAPER,
+        names[0] if names in (["robustness"], ["frontier"], ["fedmud"]) else PAPER,
         attack=attack,
         defence=defence,
         first_seed=first_seed,
@@ -233,10 +239,11 @@ def reproduce(
             as_json,
         )
         return
-    if names == ["frontier"]:
+    if names in (["frontier"], ["fedmud"]):
         with starting():
             from fedpara.apps.studies.frontier import frontier
         frontier(
+            names[0],
             "digits" if scale == "paper" else scale,
             "validation" if validation else "test",
             list_,

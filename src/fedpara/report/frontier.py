@@ -11,8 +11,9 @@ from statistics import mean
 
 from fedpara.experiments.paper.measures import GIGABYTE
 from fedpara.experiments.storage.catalog import Library
-from fedpara.experiments.studies.frontier.combinations import SCALES, Scale
-from fedpara.experiments.studies.frontier.study import LOSS, Point, Stage, front, leanest, points
+from fedpara.experiments.studies.frontier.combinations import Scale
+from fedpara.experiments.studies.frontier.cost import parameters
+from fedpara.experiments.studies.frontier.study import ALL_SCALES, LOSS, Point, Stage, front, leanest, points
 from fedpara.report.frontier_figure import frontier_figure
 from fedpara.report.own import Unit
 from fedpara.report.series import data_of
@@ -44,7 +45,7 @@ class Section:
 
     @property
     def scale(self) -> Scale:
-        return SCALES[self.scale_name]
+        return ALL_SCALES[self.scale_name]
 
     @property
     def name(self) -> str:
@@ -79,7 +80,7 @@ def frontier_sections(library: Library) -> list[Section]:
     seeds = max((run.experiment.seed for run in library if not run.experiment.validation), default=0)
     found = (
         Section(name, stage, points(scale, stage, library, seeds))
-        for name, scale in SCALES.items()
+        for name, scale in ALL_SCALES.items()
         for stage in stages
     )
     return [section for section in found if section.points]

@@ -28,7 +28,7 @@ def last_json(text):
 def test_both_stages_the_figure_and_the_page(cli, tmp_path):
     code, _, err = tiny(cli, "--seeds", 2)
     assert code != 0
-    assert "Run `fedpara reproduce frontier --validation` first" in err
+    assert "Run the same command with --validation first" in err
     code, text, err = tiny(cli, "--validation", "--json", "--keep", "results/frontier")
     assert code == 0, err
     assert [row["combination"] for row in last_json(text)["rows"]][-1] == "original f32/f32"

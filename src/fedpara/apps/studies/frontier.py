@@ -1,4 +1,4 @@
-"""`fedpara reproduce frontier`: run the combinations of a scale, print the table and draw the figure."""
+"""`fedpara reproduce frontier` and `fedmud`: run the combinations of a scale, print the table and draw the figure."""
 
 import json
 import shlex
@@ -16,13 +16,14 @@ from fedpara.experiments.config_file import to_toml
 from fedpara.experiments.run import OnRound
 from fedpara.experiments.storage.catalog import Library, archive_run
 from fedpara.experiments.studies.frontier.cost import costs
-from fedpara.experiments.studies.frontier.study import SEEDS, Stage, frontier_jobs, points, scale_of
+from fedpara.experiments.studies.frontier.study import FOLDER, SEEDS, Stage, frontier_jobs, points, scale_of
 from fedpara.experiments.studies.reproduce import Job, run_jobs
 from fedpara.files import make_folder, write_bytes
 from fedpara.report.frontier import Section, draw, rows, unit_of
 
 
 def frontier(
+    study: str,
     scale_name: str,
     stage: Stage,
     list_: bool,
@@ -40,7 +41,8 @@ def frontier(
     as_json: bool,
 ) -> None:
     """Runs what is missing in `out` and `results`. With `configs`, only writes the configs of the missing runs."""
-    scale = scale_of(scale_name)
+    scale = scale_of(scale_name, study)
+    scale_name = scale_name if study == FOLDER else f"{study}-{scale_name}"
     if list_:
         _list(scale_name, rounds, as_json)
         return

@@ -113,7 +113,9 @@ def _play(
 
 def _interrupt(processes: list[subprocess.Popen[bytes]]) -> None:
     """Ctrl-C for each process. Those that do not end are killed with the block of `Processes`."""
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # by a shell that started the command with `&`
+    ignored = (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    )  # by a shell that started the command with `&`
     for process in processes:
         process.send_signal(signal.SIGTERM if ignored else signal.SIGINT)
     limit = time.monotonic() + PATIENCE
