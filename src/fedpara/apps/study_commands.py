@@ -198,8 +198,8 @@ def reproduce(
 ) -> None:
     """Run what a table or figure of the paper needs, print paper | ours, and draw the figure.
 
-    Other names: robustness, the table of attacks and defences; frontier, accuracy against bytes; fedmud, the protocol of
-    FedMUD. Their scales are digits and cifar10.
+    Other names: robustness, the table of attacks and defences; frontier, accuracy against bytes; fedmud, FedMUD's
+    protocol. Their scales are digits and cifar10.
 
     Finished runs are skipped; interrupted runs are resumed.
 

@@ -52,8 +52,8 @@ def _mlp(**options: Any) -> Build:
 
 
 # Variants: no dropout; no bias before a norm; 2 channel groups instead of 32; narrow, a dense model as small as
-# FedPara at gamma 0.1 (1,492,710 parameters for 10 classes); half as wide, without dropout; tiny, a sixteenth as wide, for
-# quick trials.
+# FedPara at gamma 0.1 (1,492,710 parameters for 10 classes); half, half as wide and without dropout; tiny, a sixteenth
+# as wide, for quick trials.
 VGG = {
     "vgg16": _vgg(),
     "vgg16-nodrop": _vgg(dropout=0.0),

@@ -83,6 +83,25 @@ def test_runs_of_other_processes_are_picked_up_and_interrupted_ones_resumed(cli,
     ]
 
 
+def test_fedmuds_protocol_has_sections_of_its_own(cli, tmp_path):
+    words = ("reproduce", "fedmud", "--scale", "digits", "--results", "results", "--rounds", 1)
+    code, _, err = cli(*words)
+    assert (code, "Run the same command with --validation first" in err) == (2, True)
+    code, text, err = cli(
+        *words, "--validation", "--only", "fedavg, mud", "--json", "--keep", "results/frontier"
+    )
+    assert code == 0, err
+    rows = {row["combination"]: row for row in last_json(text)["rows"]}
+    assert {name: row["parameters"] for name, row in rows.items()} == {
+        "fedavg": "85,002 (100.00%)",
+        "mud": "10,388 (12.22%)",
+        "mud+bkd": "7,442 (8.76%)",
+        "mud+bkd+aad": "7,442 (8.76%)",
+    }
+    found = tmp_path / "results" / "frontier" / "fedmud-digits" / "validation"
+    assert len(list(found.iterdir())) == 4 * 5
+
+
 def test_the_list_needs_no_run(cli, tmp_path):
     code, text, err = cli("reproduce", "frontier", "--scale", "tiny", "--list", "--json")
     assert code == 0, err
@@ -96,13 +115,18 @@ def test_the_list_needs_no_run(cli, tmp_path):
     ("words", "message"),
     [
         (("frontier", "--scale", "huge"), "unknown scale 'huge'"),
+        (("fedmud", "--scale", "tiny"), "unknown scale 'tiny': Known: cifar10, digits."),
+        (("fedmud", "--list"), "--list is for frontier or a study of the paper: leave it out"),
         (("frontier", "--scale", "tiny", "--validation", "--only", "zip"), "no combination has this"),
-        (("capacity-cnn", "--validation"), "--validation is for robustness or frontier: leave it out"),
+        (
+            ("capacity-cnn", "--validation"),
+            "--validation is for robustness or frontier or fedmud: leave it out",
+        ),
         (("capacity-cnn", "--first-seed", "0"), "--first-seed is for robustness: leave it out"),
         (("frontier", "--attack", "noise"), "--attack is for robustness: leave it out"),
         (
             ("robustness", "--engine", "batched"),
-            "--engine is for frontier or a study of the paper: leave it out",
+            "--engine is for frontier or fedmud or a study of the paper: leave it out",
         ),
     ],
 )

@@ -8,14 +8,11 @@
     mud+bkd+aad   the same with sums that average exactly
 
 CIFAR-10, 100 clients, 10 per round, labels by Dirichlet 0.3, 3 epochs, batch 64, 200 rounds, plain SGD with a constant
-rate, random crops and flips, 1/32 of the parameters. The first and the last layer stay dense. This follows the paper and
-its code (github.com/Leopold1423/fedmud-icml25), except for three things. FedMUD's network has ten 3x3 convolutions of 32
-to 512 channels with BatchNorm and one linear layer; the nearest one here is a VGG16 of half the width with GroupNorm
-(`vgg16-half`). FedMUD also tunes the size of the random factors; here every method has the same trials of its rate, by
-validation. FedMUD reports the best round by the test set; here it is the last one.
+rate, random crops and flips, 1/32 of the parameters. The first and the last layer stay dense. This follows the paper
+and its code (github.com/Leopold1423/fedmud-icml25), with the differences that `report/frontier.py` states.
 
-Sizes follow FedMUD's code: all trained numbers, with the dense ones, are at most the ratio plus 0.001 of FedAvg's. The
-ratio of the single weights falls in steps of 0.001 until that holds, and the rank of FedPara is the largest that fits.
+Sizes follow FedMUD's code: all trained numbers, with the dense ones, are at most the ratio plus SLACK of FedAvg's. The
+ratio of the single weights falls in steps of SLACK until that holds. The rank of FedPara is the largest that fits.
 """
 
 from collections.abc import Mapping
@@ -23,6 +20,7 @@ from collections.abc import Mapping
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.studies.frontier.combinations import Scale, Values
 
+SLACK = 0.001
 METHODS = ("fedavg", "lowrank", "fedpara", "mud", "mud+bkd", "mud+bkd+aad")
 
 
@@ -62,7 +60,7 @@ _CIFAR10 = Scale(
         augment="crop-flip",
         evaluate_every=5,
     ),
-    networks=_inner(_methods(lowrank=1 / 32, kronecker=1 / 32 - 0.001, rank=9)),
+    networks=_inner(_methods(lowrank=1 / 32, kronecker=1 / 32 - SLACK, rank=9)),
     combinations=METHODS,
     target=0.60,
     validation=0.1,
@@ -86,7 +84,7 @@ _DIGITS = Scale(
         engine="sequential",
         device="cpu",
     ),
-    networks=_methods(lowrank=0.124, kronecker=0.124, rank=4),
+    networks=_methods(lowrank=1 / 8 - SLACK, kronecker=1 / 8 - SLACK, rank=4),
     combinations=METHODS,
     target=0.85,
     validation=0.2,
