@@ -39,7 +39,8 @@ ABOUT_FEDMUD = """\
 
 [FedMUD](https://arxiv.org/abs/2505.23176) (ICML 2025) compares methods that train a small share of the parameters:
 CIFAR-10, 100 clients, 10 per round, labels by Dirichlet 0.3, 3 epochs, batch 64, 200 rounds, plain SGD with a constant
-rate, 1/32 of the parameters. `fedpara reproduce fedmud` runs it. `--scale digits` is a miniature.
+rate, 1/32 of the parameters. `fedpara reproduce fedmud` runs it. `--scale digits` is a
+miniature that also clips gradients.
 
 | method | |
 | --- | --- |

@@ -38,9 +38,13 @@ def test_golden_the_published_setting():
 def test_every_method_has_the_same_trials(name):
     scale = FEDMUD[name]
     assert scale.combinations == METHODS
-    assert {len(trials(scale, method)) for method in METHODS} == {5}
+    assert {len(trials(scale, method)) for method in METHODS} == {len(scale.rates)}
     jobs = frontier_jobs(scale, "validation", Library({}))
-    assert len({job.experiment.identity for job in jobs}) == len({job.name for job in jobs}) == 30
+    assert (
+        len({job.experiment.identity for job in jobs})
+        == len({job.name for job in jobs})
+        == 6 * len(scale.rates)
+    )
     assert ALL_SCALES[f"fedmud-{name}"] is scale
 
 
