@@ -14,8 +14,9 @@ import torch
 from living import alive
 
 from fedpara.apps.studies.jobs import player
+from fedpara.apps.studies.reproduce import kept
 from fedpara.errors import RunError
-from fedpara.experiments import Experiment
+from fedpara.experiments import Experiment, run
 from fedpara.experiments.run import lay_out_all
 
 SMALL = Experiment(
@@ -149,6 +150,14 @@ def _interrupt_when_started(file: Path, count: int) -> None:
     while time.monotonic() < end and not (file.exists() and file.read_text().count("start") == count):
         time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_finished_runs_are_kept_after_an_interruption(tmp_path):
+    run(SMALL, tmp_path / "out" / "whole")
+    lay_out_all({tmp_path / "out" / "left": replace(SMALL, seed=1)})
+    with pytest.raises(KeyboardInterrupt), kept(tmp_path / "out", tmp_path / "results"):
+        raise KeyboardInterrupt
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["whole"]
 
 
 def test_mistakes_are_refused_before_a_run_starts(cli, tmp_path):

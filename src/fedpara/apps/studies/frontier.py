@@ -8,13 +8,14 @@ from pathlib import Path
 import typer
 
 from fedpara.apps.studies.jobs import player
+from fedpara.apps.studies.reproduce import kept
 from fedpara.apps.terminal.progress import Show
 from fedpara.apps.terminal.table import empty_table, print_table
 from fedpara.engines.distributed.process_group import join
 from fedpara.experiments import Experiment
 from fedpara.experiments.config_file import to_toml
 from fedpara.experiments.run import OnRound
-from fedpara.experiments.storage.catalog import Library, archive_run
+from fedpara.experiments.storage.catalog import Library
 from fedpara.experiments.studies.frontier.cost import costs
 from fedpara.experiments.studies.frontier.study import FOLDER, SEEDS, Stage, frontier_jobs, points, scale_of
 from fedpara.experiments.studies.reproduce import Job, run_jobs
@@ -54,18 +55,15 @@ def frontier(
     if configs is not None:
         _write_configs([job for job in listed if job.found is None], configs, folder)
         return
-    with ExitStack() as stack:
+    with ExitStack() as stack, kept(folder, keep and keep / scale_name / stage):
 
         def begin(name: str, experiment: Experiment) -> OnRound:
             stack.close()
             return stack.enter_context(Show(name, experiment.rounds))
 
-        done = run_jobs(listed, library, folder, data_dir=data_dir, given=given, begin=begin, play=play)
+        run_jobs(listed, library, folder, data_dir=data_dir, given=given, begin=begin, play=play)
     if join().rank:
         return
-    if keep is not None:
-        for run in done:
-            archive_run(run.path, keep / scale_name / stage)
     found = points(scale, stage, Library.of(out, results), seeds or SEEDS, rounds)
     _show(Section(scale_name, stage, found), out, as_json)
 

@@ -1,8 +1,8 @@
 """`fedpara reproduce`: a table or figure of the paper by name."""
 
 import json
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def reproduce(
         raise UsageError(f"name a table or figure; `--list` shows what each costs: {', '.join(STUDIES)}.")
     studies = [study(name) for name in names]
     play = player(jobs, minutes, data_dir, engines={given["engine"] or "auto"})
-    with ExitStack() as stack:
+    with ExitStack() as stack, kept(out, keep):
 
         def begin(name: str, experiment: Experiment) -> OnRound:
             stack.close()
@@ -70,8 +70,6 @@ def reproduce(
         )
     if join().rank:
         return
-    if keep is not None:
-        archive_finished(out, keep)
     library = Library.of(out, results)
     shown: list[tuple[Table, Path | None]] = []
     for one in studies:
@@ -92,6 +90,16 @@ def reproduce(
         if figure is not None:
             typer.echo(f"figure: {figure}")
         typer.echo("")
+
+
+@contextmanager
+def kept(out: Path, keep: Path | None) -> Iterator[None]:
+    """Copies the finished runs of `out` to `keep` at the end of the block, also if a run failed or was interrupted."""
+    try:
+        yield
+    finally:
+        if keep is not None and join().rank == 0:
+            archive_finished(out, keep)
 
 
 def _json(table: Table, figure: Path | None) -> dict[str, Any]:
