@@ -10,7 +10,8 @@ DATASETS = (
     *("shakespeare", "shakespeare-100", "shakespeare-100-mixed"),
 )
 MODELS = (
-    *("vgg16", "vgg16-nodrop", "vgg16-nobias", "vgg16-gn2", "vgg16-gn2-nodrop", "vgg16-narrow", "vgg16-tiny"),
+    *("vgg16", "vgg16-nodrop", "vgg16-nobias", "vgg16-gn2", "vgg16-gn2-nodrop", "vgg16-narrow", "vgg16-half"),
+    "vgg16-tiny",
     *("resnet18", "resnet18-gn", "resnet18-tiny", "lstm", "lstm-tiny", "mlp", "deep-mlp", "cnn"),
 )
 SCHEMES = ("original", "lowrank", "fedpara", "pfedpara", "kronecker", "lowrank-aad", "kronecker-aad")

@@ -26,6 +26,7 @@ SHAPES = {
 VARIANTS = {
     **dict.fromkeys(("vgg16-nodrop", "vgg16-gn2", "vgg16-gn2-nodrop", "vgg16-nobias"), "vgg16"),
     "vgg16-narrow": "vgg16-nobias",
+    "vgg16-half": "vgg16-nobias",
     "vgg16-tiny": "vgg16-nobias",
     "resnet18-tiny": "resnet18",
     "lstm-tiny": "lstm",
@@ -63,6 +64,7 @@ def selected(model: nn.Module, rule: Callable[[str, nn.Module, str], object]) ->
     [
         (lambda: models.vgg16(classes=10), 15_253_578),
         (lambda: models.build("vgg16-narrow", classes=10, shape=(3, 32, 32)), 1_492_710),
+        (lambda: models.build("vgg16-half", classes=10, shape=(3, 32, 32)), 3_816_426),
         (lambda: models.vgg16(classes=100), 15_299_748),
         (lambda: models.resnet18(classes=10), 11_173_962),
         (lambda: models.resnet18(classes=10, norm="group"), 11_173_962),
@@ -253,6 +255,14 @@ def test_hybrid_leaves_the_first_convolutions() -> None:
     every = list(selected(model, models.convolutions))
     assert list(selected(model, models.hybrid(model, 10))) == every[10:]
     assert list(selected(model, models.hybrid(model, 0))) == every
+
+
+def test_inner_leaves_the_first_and_the_last_layer() -> None:
+    with torch.device("meta"):
+        model = models.vgg16()
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    assert list(selected(model, models.inner(model))) == [f"{name}.weight" for name in layers[1:-1]]
+    assert (layers[0], layers[-1]) == ("features.0", "classifier.6")
 
 
 def test_default_rules() -> None:

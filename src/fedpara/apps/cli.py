@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 _RESUME = "`fedpara resume` continues the run"
 _AGAIN = "the same command continues"
-RESUMABLE = {"run": _RESUME, "resume": _RESUME, "reproduce": _RESUME, "sweep": _AGAIN, "tune": _AGAIN}
+RESUMABLE = {"run": _RESUME, "resume": _RESUME, "reproduce": _AGAIN, "sweep": _AGAIN, "tune": _AGAIN}
 """Commands that leave a resumable run folder when interrupted, and how to continue."""
 
 app = typer.Typer(

@@ -10,12 +10,21 @@ from fedpara.apps.terminal.interrupt import starting
 from fedpara.choices import ENGINES, FRONTIER_RUNS, PAPER_RESULTS, PAPER_RUNS, RESULTS, ROBUSTNESS
 from fedpara.errors import ConfigError
 
+Jobs = Annotated[int, typer.Option(min=1, help="Number of runs in processes side by side.")]
+Minutes = Annotated[
+    float | None,
+    typer.Option(min=0, help="Interrupt the runs after so many minutes; the same command continues."),
+]
+
 PAPER = "a study of the paper"
 TAKEN_BY = {
     **dict.fromkeys(("attack", "defence", "first_seed", "part"), ("robustness",)),
-    "validation": ("robustness", "frontier"),
-    "configs": ("frontier",),
-    **dict.fromkeys(("only", "list", "engine", "precision", "keep"), ("frontier", PAPER)),
+    "validation": ("robustness", "frontier", "fedmud"),
+    "configs": ("frontier", "fedmud"),
+    "list": ("frontier", PAPER),
+    **dict.fromkeys(
+        ("only", "engine", "precision", "keep", "jobs", "minutes"), ("frontier", "fedmud", PAPER)
+    ),
 }
 """The studies that read each option of `reproduce`."""
 
@@ -39,6 +48,8 @@ def sweep(
     out: Annotated[Path, typer.Option(help="Folder of the run folders.")] = Path("runs/sweep"),
     data_dir: DataDir = None,
     track: Track = "none",
+    jobs: Jobs = 1,
+    minutes: Minutes = None,
     as_json: Json = False,
 ) -> None:
     """Run every combination of some values and seeds, and compare the settings in a table.
@@ -49,7 +60,7 @@ def sweep(
     """
     with starting():
         from fedpara.apps.studies.sweep import sweep as work
-    work(preset, config, set_ or [], seeds, out, data_dir, track, as_json)
+    work(preset, config, set_ or [], seeds, out, data_dir, track, jobs, minutes, as_json)
 
 
 def tune(
@@ -100,6 +111,8 @@ def tune(
     out: Annotated[Path, typer.Option(help="Folder of the trials and final runs.")] = Path("runs/tune"),
     data_dir: DataDir = None,
     track: Track = "none",
+    jobs: Jobs = 1,
+    minutes: Minutes = None,
     as_json: Json = False,
 ) -> None:
     """Choose the best of some settings by validation, and score it on the test set with other seeds.
@@ -125,6 +138,8 @@ def tune(
         out,
         data_dir,
         track,
+        jobs,
+        minutes,
         as_json,
     )
 
@@ -163,7 +178,8 @@ def reproduce(
     validation: Annotated[
         bool,
         typer.Option(
-            "--validation", help="robustness, frontier: the trials, scored on held-out training examples."
+            "--validation",
+            help="robustness, frontier, fedmud: the trials, scored on held-out training examples.",
         ),
     ] = False,
     part: Annotated[
@@ -172,21 +188,25 @@ def reproduce(
     ] = "",
     configs: Annotated[
         Path | None,
-        typer.Option(help="frontier: write the config of every missing run here and print its command."),
+        typer.Option(
+            help="frontier, fedmud: write the config of every missing run here and print its command."
+        ),
     ] = None,
+    jobs: Jobs = 1,
+    minutes: Minutes = None,
     as_json: Json = False,
 ) -> None:
     """Run what a table or figure of the paper needs, print paper | ours, and draw the figure.
 
-    The name robustness stands for the table of attacks and defences, and frontier for accuracy against bytes. Their
-    scales are digits and cifar10.
+    Other names: robustness, the table of attacks and defences; frontier, accuracy against bytes; fedmud, FedMUD's
+    protocol. Their scales are digits and cifar10.
 
     Finished runs are skipped; interrupted runs are resumed.
 
     Example: fedpara reproduce capacity-cnn --only cifar10-iid
     """
     _refuse_ignored(
-        names[0] if names in (["robustness"], ["frontier"]) else PAPER,
+        names[0] if names in (["robustness"], ["frontier"], ["fedmud"]) else PAPER,
         attack=attack,
         defence=defence,
         first_seed=first_seed,
@@ -198,6 +218,8 @@ def reproduce(
         engine=engine,
         precision=precision,
         keep=keep,
+        jobs=jobs if jobs > 1 else None,
+        minutes=minutes,
     )
     if names == ["robustness"]:
         with starting():
@@ -217,10 +239,11 @@ def reproduce(
             as_json,
         )
         return
-    if names == ["frontier"]:
+    if names in (["frontier"], ["fedmud"]):
         with starting():
             from fedpara.apps.studies.frontier import frontier
         frontier(
+            names[0],
             "digits" if scale == "paper" else scale,
             "validation" if validation else "test",
             list_,
@@ -233,13 +256,17 @@ def reproduce(
             {"engine": engine, "precision": precision, "device": device},
             keep,
             configs,
+            jobs,
+            minutes,
             as_json,
         )
         return
     with starting():
         from fedpara.apps.studies.reproduce import reproduce as work
     given = {"engine": engine, "precision": precision, "device": device}
-    work(names, list_, seeds, rounds, only, scale, out, results, data_dir, given, keep, as_json)
+    work(
+        names, list_, seeds, rounds, only, scale, out, results, data_dir, given, keep, jobs, minutes, as_json
+    )
 
 
 def _refuse_ignored(study: str, **options: object) -> None:

@@ -243,6 +243,7 @@ def build_rule(experiment: Experiment, model: nn.Module, scheme: Scheme) -> Wher
 
     every      all weights of two or more dimensions that become smaller
     hybrid:N   all convolutions except the first N (Pufferfish)
+    inner      all convolutions and linear layers except the first and the last one (FedMUD)
     early      all convolutions; ResNet's first two and its 1x1 ones at gamma 1 (appendix D.2)
     reference  your rule(name, module, parameter); with parentheses, what your function returns
     """
@@ -254,9 +255,11 @@ def build_rule(experiment: Experiment, model: nn.Module, scheme: Scheme) -> Wher
         return None
     if hybrid := re.fullmatch(r"hybrid:(\d+)", experiment.where):
         return models.hybrid(model, int(hybrid[1]))
+    if experiment.where == "inner":
+        return models.inner(model)
     if experiment.where != "early":
         raise ConfigError(
-            f"unknown where {experiment.where!r}: expected every, early, hybrid:N such as hybrid:5, or "
+            f"unknown where {experiment.where!r}: expected every, inner, early, hybrid:N such as hybrid:5, or "
             "package.module:function."
         )
     if not isinstance(scheme, parameterization.FedPara | parameterization.PFedPara) or scheme.gamma is None:

@@ -5,7 +5,7 @@ from fedpara.models.lstm import lstm
 from fedpara.models.mlp import mlp
 from fedpara.models.registry import build, last_layer, names, rule, usual_shape
 from fedpara.models.resnet import resnet18
-from fedpara.models.rules import convolutions, everything, hybrid, linears, recurrent, resnet_layers
+from fedpara.models.rules import convolutions, everything, hybrid, inner, linears, recurrent, resnet_layers
 from fedpara.models.vgg import vgg16
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "convolutions",
     "everything",
     "hybrid",
+    "inner",
     "last_layer",
     "linears",
     "lstm",

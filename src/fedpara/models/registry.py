@@ -52,7 +52,8 @@ def _mlp(**options: Any) -> Build:
 
 
 # Variants: no dropout; no bias before a norm; 2 channel groups instead of 32; narrow, a dense model as small as
-# FedPara at gamma 0.1 (1,492,710 parameters for 10 classes); tiny, a sixteenth as wide, for quick trials.
+# FedPara at gamma 0.1 (1,492,710 parameters for 10 classes); half, half as wide and without dropout; tiny, a sixteenth
+# as wide, for quick trials.
 VGG = {
     "vgg16": _vgg(),
     "vgg16-nodrop": _vgg(dropout=0.0),
@@ -60,6 +61,7 @@ VGG = {
     "vgg16-gn2": _vgg(groups=2),
     "vgg16-gn2-nodrop": _vgg(groups=2, dropout=0.0),
     "vgg16-narrow": _vgg(groups=10, width=20, bias=False),
+    "vgg16-half": _vgg(groups=16, width=32, bias=False, dropout=0.0),
     "vgg16-tiny": _vgg(groups=4, width=4, bias=False),
 }
 

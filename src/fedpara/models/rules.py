@@ -46,6 +46,19 @@ def everything(name: str, module: nn.Module, parameter: str) -> bool:
     return isinstance(weight, Tensor) and weight.dim() >= 2
 
 
+def inner(model: nn.Module) -> Rule:
+    """The convolutions and linear layers of the model, except the first and the last one, as in FedMUD."""
+    layers = [
+        name for name, module in model.named_modules() if isinstance(module, (*CONVOLUTIONS, nn.Linear))
+    ]
+    between = set(layers[1:-1])
+
+    def rule(name: str, module: nn.Module, parameter: str) -> bool:
+        return name in between and parameter == "weight"
+
+    return rule
+
+
 def resnet_layers(early: T, rest: T) -> Callable[[str, nn.Module, str], T | Literal[False]]:
     """`early` for the first two convolutions and every 1x1 one, `rest` for the other convolutions, False otherwise.
 

@@ -28,7 +28,7 @@ def last_json(text):
 def test_both_stages_the_figure_and_the_page(cli, tmp_path):
     code, _, err = tiny(cli, "--seeds", 2)
     assert code != 0
-    assert "Run `fedpara reproduce frontier --validation` first" in err
+    assert "Run the same command with --validation first" in err
     code, text, err = tiny(cli, "--validation", "--json", "--keep", "results/frontier")
     assert code == 0, err
     assert [row["combination"] for row in last_json(text)["rows"]][-1] == "original f32/f32"
@@ -83,6 +83,23 @@ def test_runs_of_other_processes_are_picked_up_and_interrupted_ones_resumed(cli,
     ]
 
 
+def test_fedmuds_protocol_has_sections_of_its_own(cli, tmp_path):
+    words = ("reproduce", "fedmud", "--scale", "digits", "--results", "results", "--rounds", 1)
+    code, _, err = cli(*words)
+    assert (code, "Run the same command with --validation first" in err) == (2, True)
+    code, text, err = cli(
+        *words, "--validation", "--only", "fedavg, mud", "--json", "--keep", "results/frontier"
+    )
+    assert code == 0, err
+    rows = {row["combination"]: row for row in last_json(text)["rows"]}
+    assert {name: row["parameters"] for name, row in rows.items()} == {
+        "fedavg": "85,002 (100.00%)",
+        "mud": "10,388 (12.22%)",
+    }
+    found = tmp_path / "results" / "frontier" / "fedmud-digits" / "validation"
+    assert len(list(found.iterdir())) == 2 * 4
+
+
 def test_the_list_needs_no_run(cli, tmp_path):
     code, text, err = cli("reproduce", "frontier", "--scale", "tiny", "--list", "--json")
     assert code == 0, err
@@ -96,13 +113,18 @@ def test_the_list_needs_no_run(cli, tmp_path):
     ("words", "message"),
     [
         (("frontier", "--scale", "huge"), "unknown scale 'huge'"),
+        (("fedmud", "--scale", "tiny"), "unknown scale 'tiny': Known: cifar10, digits."),
+        (("fedmud", "--list"), "--list is for frontier or a study of the paper: leave it out"),
         (("frontier", "--scale", "tiny", "--validation", "--only", "zip"), "no combination has this"),
-        (("capacity-cnn", "--validation"), "--validation is for robustness or frontier: leave it out"),
+        (
+            ("capacity-cnn", "--validation"),
+            "--validation is for robustness or frontier or fedmud: leave it out",
+        ),
         (("capacity-cnn", "--first-seed", "0"), "--first-seed is for robustness: leave it out"),
         (("frontier", "--attack", "noise"), "--attack is for robustness: leave it out"),
         (
             ("robustness", "--engine", "batched"),
-            "--engine is for frontier or a study of the paper: leave it out",
+            "--engine is for frontier or fedmud or a study of the paper: leave it out",
         ),
     ],
 )

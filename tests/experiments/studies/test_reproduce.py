@@ -65,6 +65,26 @@ def test_a_stopped_study_resumes_and_runs_nothing_twice(whole, tmp_path, stop_at
     assert texts(tmp_path) == texts(whole[0])
 
 
+def test_runs_that_are_played_elsewhere_give_the_same_table(whole, tmp_path):
+    """A new run gets a folder, a stopped one keeps its rounds, and `play` resumes both. The error of a run is named."""
+    with pytest.raises(Stop):
+        carry_out([STUDY], out=tmp_path, begin=Rounds(3), **TINY)
+    played = {}
+
+    def play(paths):
+        played.update({name: read_run(path).rounds for name, path in paths.items()})
+        first, *others = paths
+        return {name: resume(paths[name]) for name in others}, {first: RunError("it broke")}
+
+    with pytest.raises(RunError, match=r"1 of 4 runs failed, the others are done. \S+: it broke"):
+        carry_out([STUDY], out=tmp_path, play=play, **TINY)
+    assert sorted(played.values()) == [0, 0, 1], "the finished run is not played"
+    carry_out(
+        [STUDY], out=tmp_path, play=lambda paths: ({name: resume(paths[name]) for name in paths}, {}), **TINY
+    )
+    assert texts(tmp_path) == texts(whole[0])
+
+
 def test_a_finished_study_runs_nothing(whole):
     again = Rounds()
     found = carry_out([STUDY], out=whole[0], begin=again, **TINY)

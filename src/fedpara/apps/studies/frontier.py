@@ -1,4 +1,4 @@
-"""`fedpara reproduce frontier`: run the combinations of a scale, print the table and draw the figure."""
+"""`fedpara reproduce frontier` and `fedmud`: run the combinations of a scale, print the table and draw the figure."""
 
 import json
 import shlex
@@ -7,21 +7,24 @@ from pathlib import Path
 
 import typer
 
+from fedpara.apps.studies.jobs import player
+from fedpara.apps.studies.reproduce import kept
 from fedpara.apps.terminal.progress import Show
 from fedpara.apps.terminal.table import empty_table, print_table
 from fedpara.engines.distributed.process_group import join
 from fedpara.experiments import Experiment
 from fedpara.experiments.config_file import to_toml
 from fedpara.experiments.run import OnRound
-from fedpara.experiments.storage.catalog import Library, archive_run
+from fedpara.experiments.storage.catalog import Library
 from fedpara.experiments.studies.frontier.cost import costs
-from fedpara.experiments.studies.frontier.study import SEEDS, Stage, frontier_jobs, points, scale_of
+from fedpara.experiments.studies.frontier.study import FOLDER, SEEDS, Stage, frontier_jobs, points, scale_of
 from fedpara.experiments.studies.reproduce import Job, run_jobs
 from fedpara.files import make_folder, write_bytes
 from fedpara.report.frontier import Section, draw, rows, unit_of
 
 
 def frontier(
+    study: str,
     scale_name: str,
     stage: Stage,
     list_: bool,
@@ -34,13 +37,17 @@ def frontier(
     given: dict[str, str | None],
     keep: Path | None,
     configs: Path | None,
+    jobs: int,
+    minutes: float | None,
     as_json: bool,
 ) -> None:
     """Runs what is missing in `out` and `results`. With `configs`, only writes the configs of the missing runs."""
-    scale = scale_of(scale_name)
+    scale = scale_of(scale_name, study)
+    scale_name = scale_name if study == FOLDER else f"{study}-{scale_name}"
     if list_:
         _list(scale_name, rounds, as_json)
         return
+    play = player(jobs, minutes, data_dir, engines={given["engine"] or "auto"})
     folder = out / scale_name / stage
     library = Library.of(out, results)
     chosen = [one.strip() for one in only.split(",")] if only else []
@@ -48,18 +55,15 @@ def frontier(
     if configs is not None:
         _write_configs([job for job in listed if job.found is None], configs, folder)
         return
-    with ExitStack() as stack:
+    with ExitStack() as stack, kept(folder, keep and keep / scale_name / stage):
 
         def begin(name: str, experiment: Experiment) -> OnRound:
             stack.close()
             return stack.enter_context(Show(name, experiment.rounds))
 
-        done = run_jobs(listed, library, folder, data_dir=data_dir, given=given, begin=begin)
+        run_jobs(listed, library, folder, data_dir=data_dir, given=given, begin=begin, play=play)
     if join().rank:
         return
-    if keep is not None:
-        for run in done:
-            archive_run(run.path, keep / scale_name / stage)
     found = points(scale, stage, Library.of(out, results), seeds or SEEDS, rounds)
     _show(Section(scale_name, stage, found), out, as_json)
 

@@ -1,13 +1,14 @@
 """`fedpara reproduce`: a table or figure of the paper by name."""
 
 import json
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from fedpara.apps.studies.jobs import player
 from fedpara.apps.terminal.progress import Show
 from fedpara.apps.terminal.table import empty_table, print_table
 from fedpara.engines.distributed.process_group import join
@@ -17,7 +18,8 @@ from fedpara.experiments.paper import STUDIES, Study, merged, study
 from fedpara.experiments.paper.sizes import gpu_minutes, total_bytes
 from fedpara.experiments.run import OnRound
 from fedpara.experiments.storage.catalog import Library
-from fedpara.experiments.studies.reproduce import archive_finished, carry_out, jobs
+from fedpara.experiments.studies.reproduce import archive_finished, carry_out
+from fedpara.experiments.studies.reproduce import jobs as jobs_of
 from fedpara.report.figures import study_figure
 from fedpara.report.formats import plain
 from fedpara.report.tables import Table, table_of
@@ -35,6 +37,8 @@ def reproduce(
     data_dir: Path | None,
     given: dict[str, str | None],
     keep: Path | None,
+    jobs: int,
+    minutes: float | None,
     as_json: bool,
 ) -> None:
     """`given` are the engine, precision and device."""
@@ -44,7 +48,8 @@ def reproduce(
     if not names:
         raise UsageError(f"name a table or figure; `--list` shows what each costs: {', '.join(STUDIES)}.")
     studies = [study(name) for name in names]
-    with ExitStack() as stack:
+    play = player(jobs, minutes, data_dir, engines={given["engine"] or "auto"})
+    with ExitStack() as stack, kept(out, keep):
 
         def begin(name: str, experiment: Experiment) -> OnRound:
             stack.close()
@@ -60,19 +65,18 @@ def reproduce(
             finished_in=(results,),
             data_dir=data_dir,
             begin=begin,
+            play=play,
             **given,
         )
     if join().rank:
         return
-    if keep is not None:
-        archive_finished(out, keep)
     library = Library.of(out, results)
     shown: list[tuple[Table, Path | None]] = []
     for one in studies:
         table = table_of(one, library, range(seeds or one.seeds), rounds, scale)
         runs = [
             job.found
-            for job in jobs([one.name], library, seeds=seeds, rounds=rounds, scale=scale)
+            for job in jobs_of([one.name], library, seeds=seeds, rounds=rounds, scale=scale)
             if job.found
         ]
         shown.append((table, study_figure(table, runs, out / "figures" / f"{one.name}.png")))
@@ -86,6 +90,16 @@ def reproduce(
         if figure is not None:
             typer.echo(f"figure: {figure}")
         typer.echo("")
+
+
+@contextmanager
+def kept(out: Path, keep: Path | None) -> Iterator[None]:
+    """Copies the finished runs of `out` to `keep` at the end of the block, also if a run failed or was interrupted."""
+    try:
+        yield
+    finally:
+        if keep is not None and join().rank == 0:
+            archive_finished(out, keep)
 
 
 def _json(table: Table, figure: Path | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from fedpara.apps.run import one_experiment, raise_failed, refuse_ranks, run_all
+from fedpara.apps.studies.jobs import player
 from fedpara.apps.terminal.table import empty_table, print_table
 from fedpara.engines.distributed.process_group import join
 from fedpara.errors import ConfigError, FedParaError, UsageError
@@ -37,11 +38,15 @@ def sweep(
     out: Path,
     data_dir: Path | None,
     track: str,
+    jobs: int,
+    minutes: float | None,
     as_json: bool,
 ) -> None:
     require(track)
     listed = _points(one_experiment(preset, config, {}), set_, seeds)
-    refuse_ranks(*(point.experiment.engine for point in listed))
+    engines = {point.experiment.engine for point in listed}
+    refuse_ranks(*engines)
+    play = player(jobs, minutes, data_dir, track, engines=engines)
     if (out / "config.toml").exists():
         raise ConfigError(f"{out} holds a run: choose another --out, or the folder of a sweep.")
     paths = {point.name: out / point.name for point in listed}
@@ -53,7 +58,7 @@ def sweep(
     left = {name: path for name, path in paths.items() if name not in runs}
     failed: dict[str, FedParaError] = {}
     if left:
-        done, failed = run_all(left, data_dir, track)
+        done, failed = play(left) if play else run_all(left, data_dir, track)
         runs |= done
     if join().rank == 0:
         table = rows(listed, runs)

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from fedpara.apps.run import experiments_of, one_experiment, refuse_ranks, run_all
+from fedpara.apps.studies.jobs import player
 from fedpara.apps.terminal.table import empty_table, print_table
 from fedpara.engines.distributed.process_group import join
 from fedpara.errors import UsageError, among
@@ -40,11 +41,15 @@ def tune(
     out: Path,
     data_dir: Path | None,
     track: str,
+    jobs: int,
+    minutes: float | None,
     as_json: bool,
 ) -> None:
     require(track)
     methods = _methods(preset, config, method)
-    refuse_ranks(*(experiment.engine for experiment in methods.values()))
+    engines = {experiment.engine for experiment in methods.values()}
+    refuse_ranks(*engines)
+    play = player(jobs, minutes, data_dir, track, engines=engines)
     grid, own = read_grids(set_, methods)
     held_out = validation if validation is not None else next(iter(methods.values())).validation or 0.1
     tuned = work(
@@ -59,7 +64,7 @@ def tune(
         final_seeds=list(dict.fromkeys(read_seeds(final_seeds, "--final-seeds"))) if final_seeds else [],
         final_rounds=final_rounds,
         data_dir=data_dir,
-        play=lambda paths: run_all(paths, data_dir, track),
+        play=play or (lambda paths: run_all(paths, data_dir, track)),
     )
     if join().rank:
         return

@@ -19,7 +19,7 @@ from fedpara.errors import ConfigError, FedParaError, RunError, UsageError, in_a
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.storage.checkpoint import CHECKPOINT, PREVIOUS, checkpoint_files
 from fedpara.experiments.storage.environment import read_environment
-from fedpara.experiments.storage.run_folder import LOCK
+from fedpara.experiments.storage.run_folder import LOCK, OUTPUT
 from fedpara.experiments.storage.sources import SOURCES
 from fedpara.experiments.storage.summary import Primary, Summary, read_run
 from fedpara.files import write_bytes
@@ -28,7 +28,7 @@ ARCHIVED = ("metrics.jsonl", "timing.jsonl", SOURCES, "config.toml")
 """In the order in which they are copied: a folder without a config is no run yet."""
 RUN_FILES = ("environment.json", "model.json", "data.json", "metrics.jsonl", CHECKPOINT, PREVIOUS)
 """A run folder has at least one of these files beside its config."""
-OWN = (*ARCHIVED, *RUN_FILES, LOCK, "log.txt", "clients", "nodes*")
+OWN = (*ARCHIVED, *RUN_FILES, LOCK, "log.txt", OUTPUT, "clients", "nodes*")
 """The files and folders of a run."""
 
 

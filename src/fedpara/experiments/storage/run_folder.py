@@ -10,6 +10,7 @@
     checkpoint.safetensors         round, model, server's variables, digests of the client memories; also .previous
     clients/                       client memories
     log.txt                        starts, resumes, rejected updates, the engine and why it was chosen
+    output.txt                     what the processes of the run printed, if `--jobs` or `--minutes` started them
 
 A round's metrics and client memories are on disk before its checkpoint, which holds a digest of each. A kill or a power
 loss may therefore leave an extra line or file, but never loses one. Opening the folder verifies everything that its
@@ -55,6 +56,7 @@ from fedpara.experiments.storage.summary import evaluations, read_config, read_m
 from fedpara.files import PART, make_folder, sweep, sync, write_bytes
 
 LOCK = ".lock"
+OUTPUT = "output.txt"
 NODES = "nodes.txt"
 """Present if Flower's nodes hold the client memories. It contains the name of the run on the nodes."""
 WRITTEN_FIRST = (LOCK, "environment.json", "model.json", "data.json", SOURCES)

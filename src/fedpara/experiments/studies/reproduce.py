@@ -14,7 +14,9 @@ from fedpara.experiments.config_file import with_values
 from fedpara.experiments.paper import changes, merged, run_name, study
 from fedpara.experiments.run import OnRound, resume, run
 from fedpara.experiments.storage.catalog import Library, archive_run, cut, finished
-from fedpara.experiments.storage.summary import Summary
+from fedpara.experiments.storage.summary import Summary, read_config
+from fedpara.experiments.studies.sweep import take_up
+from fedpara.experiments.studies.tune import Play, Played
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ def carry_out(
     precision: str | None = None,
     device: str | None = None,
     begin: Begin | None = None,
+    play: Play | None = None,
 ) -> list[Summary]:
     """The finished runs of the named studies. Runs found under `out` or `finished_in` are not repeated.
 
@@ -85,7 +88,7 @@ def carry_out(
         every = [job.name for job in jobs(names, library, seeds=seeds, rounds=rounds, scale=scale)]
         raise ConfigError(_no_match(only, names, every))
     given = {"engine": engine, "precision": precision, "device": device}
-    return run_jobs(listed, library, out, data_dir=data_dir, given=given, begin=begin)
+    return run_jobs(listed, library, out, data_dir=data_dir, given=given, begin=begin, play=play)
 
 
 def run_jobs(
@@ -96,39 +99,71 @@ def run_jobs(
     data_dir: Path | None = None,
     given: Mapping[str, str | None],
     begin: Begin | None = None,
+    play: Play | None = None,
 ) -> list[Summary]:
     """The finished runs of the jobs: those of the library, and the missing ones, which get folders in `out`.
 
-    `given` are the engine, precision and device, where the caller chose one. If a run fails, or its folder cannot be
-    read, the others still run; RunError at the end names it.
+    `given` are the engine, precision and device, where the caller chose one. `play` carries out the missing runs;
+    without it they run in turn. If a run fails, or its folder cannot be read, the others still run; RunError at the end
+    names it.
     """
-    summaries: list[Summary] = []
-    failed: dict[str, FedParaError] = {}
     damaged = {path.name: error for path, error in library.damaged.items()}
     for name in damaged.keys() - {job.name for job in listed}:
         logger.info("left out: %s", damaged[name])
     # All ranks list the runs before rank 0 makes a folder, which another rank would take for an interrupted run.
     join().gather("the list of runs")
     for job in listed:
-        if job.found is not None:
-            if any(given.values()):
-                found = job.found
-                logger.info("%s is in %s and not run again; it ran %s", job.name, found.path, found.engine)
-            summaries.append(job.found)
-            continue
-        if job.name in damaged:
-            failed[job.name] = damaged[job.name]
-            continue
-        on_round = begin(job.name, job.experiment) if begin else None
-        try:
-            summary = _run_job(job, out, data_dir, given, on_round)
-        except RunError as error:
-            failed[job.name] = error
-            continue
-        summaries.append(cut(summary, job.experiment.rounds))
+        if job.found is not None and any(given.values()):
+            found = job.found
+            logger.info("%s is in %s and not run again; it ran %s", job.name, found.path, found.engine)
+    missing = [job for job in listed if job.found is None]
+    failed: dict[str, FedParaError] = {job.name: damaged[job.name] for job in missing if job.name in damaged}
+    left = [job for job in missing if job.name not in failed]
+    carried = (
+        _played(left, out, data_dir, given, play) if play else _in_turn(left, out, data_dir, given, begin)
+    )
+    done, failed = carried[0], failed | carried[1]
     if failed:
         raise of_several(failed, len(listed))
-    return summaries
+    return [job.found or cut(done[job.name], job.experiment.rounds) for job in listed]
+
+
+def _in_turn(
+    jobs: Sequence[Job],
+    out: Path,
+    data_dir: Path | None,
+    given: Mapping[str, str | None],
+    begin: Begin | None,
+) -> Played:
+    done: dict[str, Summary] = {}
+    failed: dict[str, FedParaError] = {}
+    for job in jobs:
+        on_round = begin(job.name, job.experiment) if begin else None
+        try:
+            done[job.name] = _run_job(job, out, data_dir, given, on_round)
+        except RunError as error:
+            failed[job.name] = error
+    return done, failed
+
+
+def _played(
+    jobs: Sequence[Job], out: Path, data_dir: Path | None, given: Mapping[str, str | None], play: Play
+) -> Played:
+    """Every run gets a folder, with the given engine, precision and device, and `play` resumes it."""
+    paths: dict[str, Path] = {}
+    failed: dict[str, FedParaError] = {}
+    for job in jobs:
+        path = job.resumable or out / job.name
+        there = job.experiment if job.resumable is None else read_config(path)
+        values = {"rounds": job.experiment.rounds} | {name: v for name, v in given.items() if v is not None}
+        try:
+            take_up({path: with_values(there, values)}, data_dir)
+        except RunError as error:
+            failed[job.name] = error
+        else:
+            paths[job.name] = path
+    done, broken = play(paths)
+    return done, failed | broken
 
 
 def _no_match(only: str, names: Sequence[str], runs: Sequence[str]) -> str:

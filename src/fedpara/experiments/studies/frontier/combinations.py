@@ -3,7 +3,8 @@
     fedpara0.1 eden/int8            FedPara with gamma 0.1; eden up, int8 down
     original topk1+/topk1 rotate    + is error feedback; options follow
 
-Every word is a named value of this file. A scale holds its networks and its list of combinations.
+Every word is a named value of the scale or of this file. A combination without links sends float32. A scale holds its
+networks and its list of combinations.
 """
 
 from collections.abc import Mapping
@@ -50,11 +51,12 @@ class Scale:
     trial_rounds: int
     trial_target: float
     rates: tuple[float, ...]  # the learning rates to try for every combination
+    ratio: float | None = None  # FedMUD: the share of the original parameters that every method may train
 
     def experiment(self, combination: str) -> Experiment:
         """ConfigError if the combination has an unknown word."""
-        network, _, rest = combination.partition(" ")
-        links, *options = rest.split()
+        network, *rest = combination.split()
+        links, *options = rest or ["f32/f32"]
         up, _, down = links.partition("/")
         values = {
             **_value(network, self.networks, "network"),

@@ -15,7 +15,7 @@ from fedpara import models
 from fedpara.algorithms import Variables
 from fedpara.engines.differences import Differences, Known
 from fedpara.engines.participation.cohorts import Cohorts
-from fedpara.engines.program import make_program
+from fedpara.engines.program import Program, make_program
 from fedpara.engines.session import Session
 from fedpara.engines.setup.private_run import open_session
 from fedpara.engines.setup.recycling import DRAWN, RECYCLING
@@ -41,10 +41,7 @@ def costs(scale: Scale, rounds: int | None = None) -> dict[str, dict[str, float]
 
 def _sent(e: Experiment, shape: tuple[int, ...], rounds: int) -> tuple[float, float, int]:
     """(mean bytes up per client and round, the same down, shared parameters)"""
-    program, link = (
-        make_program(build_model(e, CLASSES, shape, build_scheme(e))),
-        Link(e.link_up, e.link_down),
-    )
+    program, link = _program(e, shape), Link(e.link_up, e.link_down)
     session = open_session(program, build_algorithm(e), link, seed=1, rotate=e.rotate, recycle=e.recycle)
 
     @cache
@@ -52,8 +49,20 @@ def _sent(e: Experiment, shape: tuple[int, ...], rounds: int) -> tuple[float, fl
         return len(_message(session, {name: session.up[name] for name in sent}, session.link.up))
 
     ups = [up(frozenset(session.up_in(t, _left_out(session, t)))) for t in range(1, rounds + 1)]
-    parameters = sum(program.initial[name].numel() for name in program.shared)
-    return mean(ups), _down(session, e, rounds), parameters
+    return mean(ups), _down(session, e, rounds), _shared(program)
+
+
+def parameters(scale: Scale, combination: str) -> int:
+    """How many numbers of the model a combination trains and sends."""
+    return _shared(_program(scale.experiment(combination), models.usual_shape(scale.base.model)))
+
+
+def _program(e: Experiment, shape: tuple[int, ...]) -> Program:
+    return make_program(build_model(e, CLASSES, shape, build_scheme(e)))
+
+
+def _shared(program: Program) -> int:
+    return sum(program.initial[name].numel() for name in program.shared)
 
 
 def _left_out(session: Session, round: int) -> Variables:

@@ -1,4 +1,4 @@
-"""`fedpara reproduce frontier`: which runs a scale needs, the choice by validation, and the points of the figure.
+"""`fedpara reproduce frontier` and `fedmud`: the runs of a scale, the choice by validation, the points of the figure.
 
     SCALE/validation/NAME-lrR-seed100    one run per combination and learning rate, scored on held-out examples
     SCALE/test/NAME-lrR-seedS            the rate that was best on them, scored on the test set; seeds 1 to 3
@@ -17,9 +17,12 @@ from fedpara.experiments.config import Experiment
 from fedpara.experiments.storage.catalog import Library
 from fedpara.experiments.storage.summary import Summary
 from fedpara.experiments.studies.frontier.combinations import SCALES, Scale
+from fedpara.experiments.studies.frontier.fedmud import FEDMUD
 from fedpara.experiments.studies.reproduce import Job, matches
 
 FOLDER = "frontier"
+ALL_SCALES = {**SCALES, **{f"fedmud-{name}": scale for name, scale in FEDMUD.items()}}
+"""By the folder of their runs."""
 TRIAL_SEED = 100
 SEEDS = 3
 """Final runs have the seeds 1 to SEEDS."""
@@ -56,10 +59,12 @@ class Point:
         return None if None in lines else [line["total_up"] + line["total_down"] for line in lines if line]
 
 
-def scale_of(name: str) -> Scale:
-    if name not in SCALES:
-        raise ConfigError(f"unknown scale {name!r}: {among(name, SCALES)}")
-    return SCALES[name]
+def scale_of(name: str, study: str = FOLDER) -> Scale:
+    """The scale of `fedpara reproduce frontier` or `fedmud`."""
+    known = SCALES if study == FOLDER else FEDMUD
+    if name not in known:
+        raise ConfigError(f"unknown scale {name!r}: {among(name, known)}")
+    return known[name]
 
 
 def trials(scale: Scale, combination: str, rounds: int | None = None) -> list[Experiment]:
@@ -127,7 +132,7 @@ def frontier_jobs(
     if waiting:
         raise ConfigError(
             f"{len(waiting)} of {len(names)} combinations have no finished trial, such as {waiting[0]!r}: the learning "
-            "rates are chosen by validation. Run `fedpara reproduce frontier --validation` first."
+            "rates are chosen by validation. Run the same command with --validation first."
         )
     return [
         Job(folder_name(name, e), e, library.find(e), library.resumable(e))
@@ -181,4 +186,4 @@ def leanest(points: Sequence[Point]) -> Point | None:
 def belongs(run: Path) -> bool:
     """Whether a run folder lies in a folder of this study: frontier/SCALE/STAGE/NAME."""
     *_, study, scale, stage, _ = ("", "", "", *run.parts)
-    return study == FOLDER and scale in SCALES and stage in STAGES
+    return study == FOLDER and scale in ALL_SCALES and stage in STAGES

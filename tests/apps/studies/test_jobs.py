@@ -1,0 +1,172 @@
+"""`--jobs` and `--minutes`: the same results as one after another, the order of the starts, failures, interruption."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from living import alive
+
+from fedpara.apps.studies.jobs import player
+from fedpara.apps.studies.reproduce import kept
+from fedpara.errors import RunError
+from fedpara.experiments import Experiment, run
+from fedpara.experiments.run import lay_out_all
+
+SMALL = Experiment(
+    model="mlp", scheme="original", clients=5, cohort=2, steps=1, rounds=2, engine="sequential"
+)
+CONFIG = 'model = "mlp"\nscheme = "original"\nclients = 5\ncohort = 2\nsteps = 1\nrounds = 2\nengine = "sequential"\n'
+LINE = {
+    **dict.fromkeys(("round", "clients", "up", "down", "total_up", "total_down"), 1),
+    **dict.fromkeys(("accuracy", "loss", "before", "after", "train_loss")),
+    "refused": [],
+    "notes": [],
+}
+FAKE = f"""#!/bin/sh
+# Stands in for Python: the watchdog is the real one, and a run is a few lines of shell.
+[ "$1" = -I ] && exec {sys.executable} "$@"
+run=$5
+cd "$(dirname "$0")"
+echo "start $(basename "$run") $OMP_NUM_THREADS $$" >> journal
+trap 'echo "stop $(basename "$run")" >> journal; exit 130' INT
+sh "$run/does" & wait $! || {{ echo "fedpara: it broke" >&2; exit 1; }}
+"""
+
+
+@pytest.fixture
+def play(tmp_path, monkeypatch):
+    """Plays runs by name with shell scripts as their processes. Returns (finished, failed)."""
+    fake = tmp_path / "fake"
+    fake.write_text(FAKE)
+    fake.chmod(0o755)
+
+    def call(scripts, jobs=2, minutes=None):
+        paths = {name: tmp_path / name for name in scripts}
+        lay_out_all({paths[name]: e for name, (e, _) in scripts.items()})
+        line = tmp_path / "line.jsonl"
+        line.write_text(json.dumps(LINE) + "\n")
+        for name, (_, script) in scripts.items():
+            (paths[name] / "does").write_text(
+                script.replace("ROUND", f"cat {line} >> {paths[name]}/metrics.jsonl")
+            )
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "executable", str(fake))
+            return player(jobs, minutes, None, engines={"sequential"})(paths)
+
+    return call
+
+
+def journal(folder):
+    return [line.split() for line in (folder / "journal").read_text().splitlines()]
+
+
+def test_the_metrics_are_those_of_one_process_and_a_failed_run_is_named(cli, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    (tmp_path / "base.toml").write_text(CONFIG)
+    grid = ["sweep", "--config", "base.toml", "--set", "lr=1e30,0.1", "--json"]
+    code, alone, told = cli(*grid, "--out", "one")
+    assert code == 1
+    code, together, progress = cli(*grid, "--out", "two", "--jobs", 2)
+    assert code == 1
+    assert json.loads(together) == json.loads(alone.replace('"one', '"two'))
+    *lines, last = progress.splitlines()
+    assert last == told.splitlines()[-1]
+    assert [line[:4] for line in lines] == ["1/2 ", "2/2 "]
+    assert sum("lr=1e+30/seed=0: failed: round 2" in line for line in lines) == 1
+    assert sum("lr=0.1/seed=0: accuracy " in line for line in lines) == 1
+    for path in (tmp_path / "one").rglob("metrics.jsonl"):
+        other = tmp_path / "two" / path.relative_to(tmp_path / "one")
+        assert other.read_bytes() == path.read_bytes()
+        assert (other.parent / "output.txt").exists()
+
+
+def test_runs_of_one_program_wait_for_its_first_round(play, tmp_path):
+    first = f"sleep 0.3; echo half >> {tmp_path}/journal; ROUND; sleep 0.3; ROUND"
+    scripts = {
+        "a1": (SMALL, first),
+        "a2": (replace(SMALL, seed=1), "ROUND"),
+        "a3": (replace(SMALL, seed=2), "ROUND"),
+        "b1": (replace(SMALL, lr=0.2), "sleep 1; ROUND"),
+    }
+    done, failed = play(scripts, jobs=3)
+    assert (len(done), failed) == (4, {})
+    words = [line[1] if line[0] == "start" else line[0] for line in journal(tmp_path)]
+    assert sorted(words[:2]) == ["a1", "b1"], "one of each program"
+    assert words.index("half") < words.index("a2")
+    assert words.index("half") < words.index("a3")
+
+
+def test_a_failed_first_run_lets_the_next_one_start(play, tmp_path):
+    scripts = {"a1": (SMALL, "exit 1"), "a2": (replace(SMALL, seed=1), "ROUND")}
+    done, failed = play(scripts)
+    assert [*done] == ["a2"]
+    assert [*failed] == ["a1"]
+    assert isinstance(failed["a1"], RunError)
+    assert str(failed["a1"]) == "it broke"
+
+
+def test_each_process_has_its_share_of_the_threads(play, tmp_path, monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(6)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        play({"mine": (SMALL, "ROUND")}, jobs=3)
+        assert torch.get_num_threads() == 2, "a new run folder records it"
+        torch.set_num_threads(6)
+        monkeypatch.setenv("OMP_NUM_THREADS", "5")
+        play({"other": (SMALL, "ROUND")}, jobs=3)
+        assert torch.get_num_threads() == 6
+    finally:
+        torch.set_num_threads(before)
+    assert [line[1:3] for line in journal(tmp_path)] == [["mine", "2"], ["other", "5"]]
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "minutes"])
+def test_all_processes_end_with_the_command(play, tmp_path, capsys, how):
+    scripts = {f"a{i}": (replace(SMALL, lr=0.1 + i), "sleep 60") for i in range(3)}
+    if how == "Ctrl-C":
+        threading.Thread(target=_interrupt_when_started, args=(tmp_path / "journal", 2)).start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        play(scripts, minutes=None if how == "Ctrl-C" else 2 / 60)
+    assert time.monotonic() - begun < 30
+    lines = journal(tmp_path)
+    assert sorted(line[1] for line in lines if line[0] == "start") == ["a0", "a1"]
+    assert sorted(line[1] for line in lines if line[0] == "stop") == ["a0", "a1"]
+    assert not alive({int(line[3]) for line in lines if line[0] == "start"})
+    told = capsys.readouterr().err
+    assert ("the minutes are over: 3 of 3 runs are left." in told) == (how == "minutes")
+
+
+def _interrupt_when_started(file: Path, count: int) -> None:
+    end = time.monotonic() + 20
+    while time.monotonic() < end and not (file.exists() and file.read_text().count("start") == count):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_finished_runs_are_kept_after_an_interruption(tmp_path):
+    run(SMALL, tmp_path / "out" / "whole")
+    lay_out_all({tmp_path / "out" / "left": replace(SMALL, seed=1)})
+    with pytest.raises(KeyboardInterrupt), kept(tmp_path / "out", tmp_path / "results"):
+        raise KeyboardInterrupt
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["whole"]
+
+
+def test_mistakes_are_refused_before_a_run_starts(cli, tmp_path):
+    (tmp_path / "base.toml").write_text(CONFIG.replace("sequential", "flower"))
+    code, _, err = cli("sweep", "--config", "base.toml", "--seeds", "0-1", "--jobs", 2)
+    assert (code, err) == (
+        2,
+        "fedpara: --engine flower starts its own processes: use it without --jobs and --minutes.\n",
+    )
+    code, _, err = cli("reproduce", "robustness", "--jobs", 2)
+    assert (code, "--jobs is for" in err) == (2, True)
+    assert [*tmp_path.iterdir()] == [tmp_path / "base.toml"]
