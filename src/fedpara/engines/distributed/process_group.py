@@ -158,9 +158,10 @@ def join() -> ProcessGroup:
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=JOIN_TIMEOUT)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
+        seconds = JOIN_TIMEOUT.total_seconds()
         raise RunError(
-            f"rank {rank} could not reach all {size} ranks within {JOIN_TIMEOUT.total_seconds():g} s ({_cause(error)}): "
-            "a process has ended or did not start. Start all ranks together, with torchrun."
+            f"rank {rank} could not reach all {size} ranks within {seconds:g} s ({_cause(error)}): a "
+            "process has ended or did not start. Start all ranks together, with torchrun."
         ) from error
     except (RuntimeError, ValueError) as error:
         raise RunError(
