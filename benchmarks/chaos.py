@@ -112,11 +112,17 @@ class Trial:
     def wait(self, what: str, met: Callable[[], bool]) -> None:
         end = time.monotonic() + LONGEST
         while not met():
+            self.federation.restart_ended(self.nodes)
             if time.monotonic() > end:
                 logs = (self.folder / "log.txt", self.federation.folder / "run.log")
                 told = "\n".join(f"{log.name}: {tail(log, 3000)}" for log in logs)
                 raise TimeoutError(f"{what}: not within {LONGEST:g} s\n{told}")
             time.sleep(0.1)
+
+    def returned(self) -> int:
+        """How often a restarted node was connected again."""
+        logs = self.federation.folder.glob("node-*/log.txt")
+        return sum(log.read_text(errors="replace").count("SuperNode ID") for log in logs) - NODES
 
     def in_round(self, round: int) -> None:
         """Node 1 is at work on its part of the round."""
@@ -180,7 +186,7 @@ def storm(trial: Trial) -> None:
 
 def kill_node(trial: Trial, number: int) -> None:
     trial.federation.processes.kill(trial.nodes[number])
-    trial.nodes[number] = trial.federation.start_node(number)
+    trial.nodes[number] = trial.federation.start_node(number)  # and again, until Flower admits it
 
 
 def kill_link(trial: Trial) -> None:
@@ -256,6 +262,7 @@ def trial(
         tried = Trial(federation, folder, superlink, nodes, federation.submit(), rng, kills)
         event.play(tried)
     happened = ", ".join(f"{count} of a {part}" for part, count in sorted(tried.killed.items()))
+    happened += f"; nodes connected again {tried.returned()} times" * bool(happened)
     wrong = []
     if read_run(folder).rounds < rounds:
         wrong.append(f"only {read_run(folder).rounds} rounds")

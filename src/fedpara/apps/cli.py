@@ -125,7 +125,7 @@ def main() -> None:
     try:
         if "WORLD_SIZE" in os.environ:  # torchrun sets it; a single process imports torch later
             with starting():
-                from fedpara.engines.distributed.process_group import join, place
+                from fedpara.engines.distributed.process_group import is_joined, join, place
             first_rank = place()[0] == 0
             group = join()
         try:
@@ -144,7 +144,7 @@ def main() -> None:
     except NotStarted:
         code, started = INTERRUPTED, False
     except FedParaError as error:
-        if first_rank or (group and group.over):  # rank 0 may have died
+        if first_rank or (group.over if group else not is_joined()):  # rank 0 may have died
             say(f"fedpara: {error}")
         code = 2 if isinstance(error, UsageError) else 1
     except BrokenPipeError:  # the reader of stdout, such as `head`, has closed it

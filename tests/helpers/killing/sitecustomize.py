@@ -1,7 +1,8 @@
 """Kills a real SuperNode in the middle of a stage. Python imports this file at its start, if it is on its path.
 
 KILL_AT lists stage:client, such as masked:1. The process that Flower started for the request ends with its SuperNode,
-both by SIGKILL, before it answers; a file in KILL_LOG tells the test.
+both by SIGKILL, before it answers; a file in KILL_LOG tells the test. HEARTBEAT is the seconds between the heartbeats
+of a SuperNode, 30 without it; the SuperLink counts a node as connected for twice as long.
 """
 
 import os
@@ -54,3 +55,7 @@ def ancestors():
 
 if "KILL_AT" in os.environ:
     sys.meta_path.insert(0, Killing())
+if "HEARTBEAT" in os.environ:
+    import flwr.common.constant
+
+    flwr.common.constant.HEARTBEAT_DEFAULT_INTERVAL = int(os.environ["HEARTBEAT"])

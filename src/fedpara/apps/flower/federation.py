@@ -23,6 +23,8 @@ from fedpara.errors import RunError
 NAME = "federation"
 LOOPBACK = "127.0.0.1"
 Child = subprocess.Popen[bytes]
+RESTART = 5.0
+"""Seconds between two starts of a node that ends."""
 
 
 class Federation:
@@ -48,6 +50,7 @@ class Federation:
         self.certificates = folder / "certificates"
         self._env = dict(env or {})
         self.secure = secure
+        self._started: dict[int, float] = {}
         make_certificates(self.certificates, [LOOPBACK, "localhost"], nodes)
         keys = {"keys": str(self.certificates / FILE)} if secure else {}
         write_app(folder / "app", {**keys, **given}, sources)
@@ -89,6 +92,7 @@ class Federation:
         more: str = "",
     ) -> Child:
         """Start node `i`. `port`, `key` and `ca` replace the federation's; `more` is appended to the node's config."""
+        self._started[i] = time.monotonic()
         home = self.folder / f"node-{i}"
         home.mkdir(exist_ok=True)
         config = f'partition-id={i} num-partitions={self.nodes} memory="{home / "memory"}" {more}'
@@ -102,6 +106,17 @@ class Federation:
             log=home / "log.txt",
             home=home / "flwr",
         )
+
+    def restart_ended(self, nodes: list[Child]) -> None:
+        """Start each of the nodes 0, 1, ... again that has ended. Call it repeatedly, as a service manager does.
+
+        A killed node counts as connected until its heartbeat is overdue, for up to 60 s. Until then the SuperLink
+        refuses its key, and the restarted node exits.
+        """
+        for i, node in enumerate(nodes):
+            if node.poll() is not None and time.monotonic() >= self._started[i] + RESTART:
+                self.processes.kill(node)  # what it left behind
+                nodes[i] = self.start_node(i)
 
     def submit(self, run_config: str = "") -> Child:
         words = ["--run-config", run_config] if run_config else []

@@ -10,7 +10,7 @@ import re
 import secrets
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
@@ -127,8 +127,12 @@ def follow(
     output: Path,
     rounds: int | None,
     on_round: OnRound | None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Summary:
-    """Show the folder's progress until its run is done. RunError if it stopped or Flower ended earlier."""
+    """Show the folder's progress until its run is done. RunError if it stopped or Flower ended earlier.
+
+    Calls `meanwhile` again and again.
+    """
     log = path / "log.txt"
     shown, log_start = read_run(path).rounds, log.stat().st_size if log.exists() else 0
     read = log_start
@@ -142,6 +146,7 @@ def follow(
             return read_run(path)
         if ended:
             raise RunError(_why(log, output))
+        meanwhile()
         time.sleep(LOOK)
 
 

@@ -77,10 +77,15 @@ def _federate(
         federation = Federation(processes.folder(), nodes, processes, given, env, sources=sources)
         federation.start_link()
         federation.register()
-        for i in range(nodes):
-            federation.start_node(i)
-        submitted = federation.submit()
-        return follow(out, submitted, federation.folder / "run.log", experiment.rounds, show)
+        started = [federation.start_node(i) for i in range(nodes)]
+        return follow(
+            out,
+            federation.submit(),
+            federation.folder / "run.log",
+            experiment.rounds,
+            show,
+            lambda: federation.restart_ended(started),
+        )
 
 
 def _is_finished(out: Path, rounds: int, data_dir: Path | None) -> bool:

@@ -19,10 +19,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fedpara import errors
 from fedpara.errors import ConfigError, FedParaError, RunError
 
+JOIN_TIMEOUT = timedelta(minutes=5)
+"""How long to wait for ranks that have not joined: until then there is no connection that a dead rank would close.
+
+torch tries to reach rank 0 for up to twice this time.
+"""
 RANK_TIMEOUT = timedelta(hours=1)
 """How long to wait for a rank that hangs. A rank that dies closes its connections, which is noticed at once."""
 
@@ -126,6 +132,11 @@ def place() -> tuple[int, int]:
     return (int(os.environ["RANK"]), size) if size > 1 and "RANK" in os.environ else (0, 1)
 
 
+def is_joined() -> bool:
+    """Whether this process has met the other ranks."""
+    return dist.is_initialized()
+
+
 @cache
 def join() -> ProcessGroup:
     """The group that torchrun's environment describes, joined once; without torchrun a group of one.
@@ -145,7 +156,13 @@ def join() -> ProcessGroup:
     import_module("torch.distributed.nn.functional")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=RANK_TIMEOUT)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=JOIN_TIMEOUT)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        seconds = JOIN_TIMEOUT.total_seconds()
+        raise RunError(
+            f"rank {rank} could not reach all {size} ranks within {seconds:g} s ({_cause(error)}): a "
+            "process has ended or did not start. Start all ranks together, with torchrun."
+        ) from error
     except (RuntimeError, ValueError) as error:
         raise RunError(
             f"the {size} ranks could not be joined: {_cause(error)}. Start them with torchrun."
@@ -156,6 +173,7 @@ def join() -> ProcessGroup:
     group = ProcessGroup(rank, size)
     group.gather("the start", lambda: _claim_gpu(rank, local, gpus))
     group.device = torch.device("cuda", local) if gpus else None
+    _set_pg_timeout(RANK_TIMEOUT)
     return group
 
 

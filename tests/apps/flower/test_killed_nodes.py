@@ -1,0 +1,49 @@
+"""A real SuperNode that is killed and restarted: half a minute, so `make test-deploy` runs it."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
+
+import fedpara
+from fedpara.apps.flower.federation import Federation, ended
+from fedpara.apps.flower.processes import Processes
+
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(300)]
+
+KILLING = Path(__file__).parents[2] / "helpers" / "killing"
+HEARTBEAT = 10
+"""Seconds, the shortest that Flower accepts."""
+
+
+def test_a_killed_node_and_a_killed_superlink_are_connected_again(tmp_path):
+    """Flower refuses a node that is restarted at once. If it no longer does, `restart_ended` has less to do."""
+    source = Path(fedpara.__file__).parents[1]
+    env = {"PYTHONPATH": os.pathsep.join([str(KILLING), str(source)]), "HEARTBEAT": str(HEARTBEAT)}
+    log = tmp_path / "federation" / "node-0" / "log.txt"
+
+    def wait_for(words, times=1):
+        end = time.monotonic() + 120
+        while log.read_text().count(words) < times:
+            federation.restart_ended(nodes)
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.1)
+
+    with Processes() as processes:
+        federation = Federation(tmp_path / "federation", 1, processes, {}, env)
+        link = federation.start_link()
+        federation.register()
+        nodes = [federation.start_node(0)]
+        wait_for("SuperNode ID")
+        processes.kill(nodes[0])
+        nodes = [federation.start_node(0)]
+        assert ended(nodes[0], 60)
+        assert "Failed to activate SuperNode" in log.read_text()
+        wait_for("SuperNode ID", times=2)
+        processes.kill(link)
+        federation.start_link()
+        wait_for("Connection successful")
+        assert nodes[0].poll() is None
