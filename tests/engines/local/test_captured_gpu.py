@@ -137,7 +137,7 @@ def test_the_librarys_models_are_captured(name):
         held = fp.data.Examples(torch.arange(44 * 80).view(44, 80) % 80, held.targets, 5)
 
     def build():
-        return models.build(name, classes=5, shape=shape)
+        return models.build(name, classes=80 if name == "lstm" else 5, shape=shape)
 
     plain, captured = (on_gpu(build, method, recorder, examples=held) for recorder in (None, graphs()))
     assert captured[2].why.endswith("captured")

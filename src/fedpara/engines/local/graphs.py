@@ -81,6 +81,7 @@ class CudaGraphs:
             index = self._scratch.device.index
             torch._C._cuda_endAllocateToPool(index, self._pool)
             torch._C._cuda_releasePool(index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()  # torch refuses to record to the old one again
         another = torch.cuda.CUDAGraph()
         another.capture_begin(capture_error_mode="thread_local")
         self._scratch.zero_()
