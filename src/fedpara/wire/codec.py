@@ -184,10 +184,10 @@ def decode(
     return header, _restore(payload, dtype, exact)
 
 
-def precision_of(message: bytes) -> str:
-    """The encoding that the header of a message states."""
+def header_of(message: bytes) -> tuple[Header, str]:
+    """(the header of a message, the encoding that it states)"""
     view = _unsealed(message)
-    return _parse(bytes(view[8 : 8 + int.from_bytes(view[4:8], "little")]))[1]
+    return _parse(bytes(view[8 : 8 + int.from_bytes(view[4:8], "little")]))
 
 
 def split_messages(body: bytes) -> list[bytes]:
