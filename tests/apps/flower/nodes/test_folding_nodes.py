@@ -21,22 +21,23 @@ from fedpara.experiments.storage.checkpoint import final_checkpoint
 FOLDING = replace(BASE, fold_every=2, scheme="lowrank", engine="flower", rounds=8, cohort=2, lr=0.3)
 CASES = {
     "lowrank": {},
-    "fedpara, copies of the base": {"scheme": "fedpara", "fold_every": 1, "link_down": "float16"},
+    "fedpara, copies of the base": {"scheme": "fedpara", "fold_every": 1, "rounds": 12},
     "fixed factors": {"scheme": "kronecker-aad", "ratio": 0.2, "link_down": "int8", "link_up": "int8"},
     "personal scores": {"personal": True, "fold_every": 3},
 }
 
 
 class Counting(Nodes):
-    """Counts the bytes of each request."""
+    """Counts the bytes of each request, and the copies of a base."""
 
     def __init__(self, *words, **options):
         super().__init__(*words, **options)
-        self.sent = Counter()
+        self.sent, self.copies = Counter(), 0
 
     def send(self, packets, seconds):
         requests = [from_packet(packet, Request, 1 << 30) for _, packet in packets]
         self.sent.update({(r.kind, r.round, r.client): len(r.message) for r in requests})
+        self.copies += sum(b"fc1.weight.base" in request.message for request in requests)
         return super().send(packets, seconds)
 
 
@@ -53,6 +54,7 @@ def test_flower_equals_the_sequential_engine_and_sends_the_bytes_it_counts(tmp_p
     if experiment.personal:
         scored = [n for (kind, *_), n in transport.sent.items() if kind == "score"]
         assert sum(scored) == metrics[-1]["everyone"]["bytes_down"]
+    assert (transport.copies > 0) is ("copies" in case)
     folds = final_checkpoint(tmp_path / "b").progress.folds
     assert (len(folds.messages) < len(folds.sizes)) is ("copies" in case), "older folds are no longer needed"
 
