@@ -34,6 +34,14 @@ class PerClient(Message):
         """What this client receives in the message's round."""
         raise NotImplementedError
 
+    def to(self, client: int) -> tuple[AnyMessage, ...]:
+        """The messages that this client receives; their lengths add up to `bytes_to`."""
+        raise NotImplementedError
+
+    def last(self, client: int) -> int:
+        """The round of what the client has; 0 before its first one."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, eq=False)
 class Differences(PerClient):
@@ -48,7 +56,6 @@ class Differences(PerClient):
         return min(len(self.copy), self._missed(client) + len(self))
 
     def to(self, client: int) -> tuple[AnyMessage, ...]:
-        """The messages that this client receives; their lengths add up to `bytes_to`."""
         if self._missed(client) + len(self) >= len(self.copy):
             return (self.copy,)
         count = len(self.known.sizes) - self.last(client)
@@ -72,11 +79,16 @@ def known_after(message: Message, accepted: Sequence[int]) -> Known | None:
     if not isinstance(message, Differences):
         return None
     known = message.known
-    sizes, kept, later = (*known.sizes, len(message)), (*known.messages, bytes(message)), 0
-    for count, one in enumerate(reversed(kept)):
-        if later > len(message.copy):  # a client that lacks this one gets a copy
-            kept = kept[-count:]
-            break
-        later += len(one)
+    sizes, kept = (*known.sizes, len(message)), needed((*known.messages, bytes(message)), len(message.copy))
     state = {name: message.received[name] for name in known.state}
     return Known(state, sizes, {**known.last, **dict.fromkeys(accepted, len(sizes))}, kept)
+
+
+def needed(messages: tuple[bytes, ...], copy: int) -> tuple[bytes, ...]:
+    """The last of the messages: a client that lacks an earlier one gets a copy, of so many bytes."""
+    later = 0
+    for count, one in enumerate(reversed(messages)):
+        if later > copy:
+            return messages[-count:]
+        later += len(one)
+    return messages

@@ -19,7 +19,7 @@ from fedpara.privacy import Privacy, User
 from fedpara.privacy.randomness import fresh_key
 from fedpara.state import State
 from fedpara.wire import AnyMessage, Header, Link, Spec, admit, pack, spec_of, split_messages, unpack
-from fedpara.wire.codec import precision_of
+from fedpara.wire.codec import header_of
 from fedpara.wire.encoders import Encoding
 
 PRIVATE = "private"
@@ -33,6 +33,8 @@ RESIDUE = "link.residue"
 """The name under which it holds what its messages left out, if the uplink has error feedback."""
 KNOWN = "link.known"
 """The name under which a Flower node holds a client's x^ (`differences.py`). In one process the server's serves all."""
+FOLDED = "base"
+"""The name under which a Flower node holds a client's base (`setup/folding.py`)."""
 _SLOTS = (SLOT, PERSONAL_SLOT)
 
 
@@ -144,7 +146,7 @@ class Session:
     def add_differences(self, body: bytes, round: int, known: State | None, since: int) -> State:
         """x^_round of a client that has x^_since: from the messages of all rounds after `since`, or from one copy."""
         messages = split_messages(body)
-        if len(messages) == 1 and precision_of(messages[0]) == "float32":
+        if len(messages) == 1 and header_of(messages[0])[1] == "float32":
             return self.admit_down(messages[0], round, "float32")
         if len(messages) != round - since:
             raise WireError(
@@ -155,6 +157,40 @@ class Session:
             state = self.plus(known, self.admit_down(message, t, self.link.down))
             known = {name: state[name] for name in known}
         return state
+
+    @cached_property
+    def copied(self) -> Spec:
+        """The spec of a copy of the base, in a run that folds."""
+        names = self.folding.bases if self.folding is not None else ()
+        return spec_of({name: self.program.initial[name] for name in names})
+
+    def add_folds(
+        self, body: bytes, round: int, base: State | None, since: int
+    ) -> tuple[tuple[State, Variables], State]:
+        """(what `read_down` gives, the base) of a client whose base has the folds up to the end of round `since`."""
+        folding, initial = self.folding, self.program.initial
+        assert folding is not None
+        *way, own = split_messages(body) or [b""]
+        done, folds = since // folding.every, folding.folds(round)
+        bases = {name: initial[name] for name in folding.bases} if base is None else base
+        if len(way) == 1 and header_of(way[0])[0].round == round:
+            bases = self._admit(way[0], self.copied, round, "float32")
+            done = folds
+        elif len(way) != folds - done:
+            raise WireError(f"{len(way)} folds: expected those from number {done + 1} to {folds}.")
+        factors = {name: initial[name] for name in sorted(folding.factors)}
+        spec = spec_of(factors, self.link.downlink.text)
+        for fold, message in enumerate(way[: folds - done], done + 1):
+            received = self._admit(message, spec, fold * folding.every, self.link.down)
+            bases = folding.folded({**folding.start(fold - 1), **bases}, received)
+        model, variables = self.read_down(own, round)
+        return ({**model, **folding.beside(bases, round)}, variables), bases
+
+    def _admit(self, message: bytes, spec: Spec, round: int, link: str) -> State:
+        """A part of the model, in its own types."""
+        method, scheme = self.algorithm.name, self.program.scheme
+        _, state = admit(message, spec=spec, round=round, method=method, scheme=scheme, link=link)
+        return {name: tensor.to(self.program.initial[name]) for name, tensor in state.items()}
 
     def plus(self, known: State, difference: State) -> State:
         """x^ + what a message decodes to; tensors that every message holds in full replace the old ones."""
@@ -221,6 +257,11 @@ class Session:
         """Whether the server sends differences (`differences.py`)."""
         downlink = self.link.downlink
         return downlink.sends_differences and bool(self._lossy(downlink, self.down))
+
+    @property
+    def on_nodes(self) -> bool:
+        """Whether Flower's nodes store anything between rounds."""
+        return self.stateful or self.differences or self.folding is not None
 
     @cached_property
     def cohort_seed(self) -> int:

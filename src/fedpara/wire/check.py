@@ -74,7 +74,7 @@ def admit_row(
     message: RowMessage, *, spec: Spec, round: int, method: str, scheme: str, examples: int
 ) -> Header:
     """The same checks of a message in `Rows`, without taking it apart. The link is "float32", without max_norm."""
-    header = header_of(message)
+    header, _ = header_of(message)
     _check_header(header, round, method, scheme, examples)
     rows, row = message.rows, message.row
     if rows.spec != spec or not rows.finite[row] or rows.negative[row]:

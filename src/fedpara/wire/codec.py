@@ -176,7 +176,7 @@ def decode(
     holds no names: it needs both `link` and `spec`.
     """
     encoding = None if link is None else parse_encoding(link, "link")
-    view = memoryview(message.head) if isinstance(message, Message) else _unsealed(message)
+    view = _start(message)
     header, dtype, length = _read_header(view)
     if encoding is not None and encoding.text != dtype:
         raise WireError(f"a message of precision {shown(dtype)}: expected {encoding.text}, that of the link.")
@@ -191,13 +191,10 @@ def decode(
     return header, _restore(payload, dtype, exact)
 
 
-def precision_of(message: bytes) -> str:
-    """The encoding that the header of a message states."""
-    return _read_header(_unsealed(message))[1]
-
-
-def header_of(message: Message) -> Header:
-    return _read_header(memoryview(message.head))[0]
+def header_of(message: AnyMessage) -> tuple[Header, str]:
+    """(the header of a message, the encoding that it states)"""
+    header, dtype, _ = _read_header(_start(message))
+    return header, dtype
 
 
 def split_messages(body: bytes) -> list[bytes]:
@@ -215,6 +212,11 @@ def split_messages(body: bytes) -> list[bytes]:
         found.append(bytes(view[:end]))
         view = view[end:]
     return found
+
+
+def _start(message: AnyMessage) -> memoryview:
+    """The message without its digest, or at least everything before its data."""
+    return memoryview(message.head) if isinstance(message, Message) else _unsealed(message)
 
 
 def _unsealed(message: bytes) -> memoryview:

@@ -25,6 +25,7 @@ CASES = {
     "scaffold": replace(BASE, algorithm="scaffold"),
     "feddyn": replace(BASE, algorithm="feddyn"),
     "pfedpara": replace(BASE, scheme="pfedpara", personal=True, link_up="float16"),
+    "folded": replace(BASE, scheme="lowrank", fold_every=1, link_down="float16"),
 }
 FEDPARA = "from fedpara.apps.cli import main; main()"
 

@@ -49,7 +49,7 @@ def host_on(
             transport,
             policy,
             experiment=to_toml(replace(folder.experiment, engine="flower")),
-            run=_run_name(folder) if session.stateful or session.differences else "0",
+            run=_run_name(folder) if session.on_nodes else "0",
             version=version,
             clients=schedule.clients,
             cohort=schedule.cohort,

@@ -26,7 +26,7 @@ from fedpara.engines.flower.rpc import Hello, Packet, Request, Response, from_pa
 from fedpara.engines.flower.secure import SECURE_KINDS
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import make_program
-from fedpara.engines.session import KNOWN, Session
+from fedpara.engines.session import FOLDED, KNOWN, Session
 from fedpara.engines.settings import check_device
 from fedpara.engines.setup.private_run import open_session
 from fedpara.errors import ConfigError, FedParaError, RunError, WireError
@@ -142,7 +142,7 @@ def train_client(request: Request, node_config: NodeConfig) -> tuple[Site, State
         client=request.client,
         test=test,
     )
-    begun.memory.put(request.round, {**new_memory, **begun.known}, request.accepted)
+    begun.memory.put(begun.stored_as, {**new_memory, **begun.known}, request.accepted)
     return site, model, reply
 
 
@@ -165,7 +165,8 @@ class _Begun:
     received: tuple[State, Variables]  # the server's decoded message
     memory: NodeMemory
     stored: Variables | None  # what the memory holds of the last accepted round
-    known: Variables  # x^ after this message, if the server sends differences
+    known: Variables  # x^ after this message, if the server sends differences; the base, if the run folds
+    stored_as: int  # the round whose memory this request makes
 
 
 def _begin(request: Request, node_config: NodeConfig) -> _Begun:
@@ -174,19 +175,24 @@ def _begin(request: Request, node_config: NodeConfig) -> _Begun:
     if request.threads:
         torch.set_num_threads(request.threads)
     site = _site_of(request, node_config)
-    limit = size_limit(site.session.down)
+    limit = size_limit(site.session.down) + size_limit(site.session.copied)
     if len(request.message) > limit:
         raise WireError(f"a broadcast of {len(request.message)} bytes: expected at most {limit}.")
     session = site.session
     memory = NodeMemory(memory_folder(node_config, request.run), request.run, request.client)
-    stored = memory.get(request.accepted) if session.stateful or session.differences else None
+    stored = memory.get(request.accepted) if session.on_nodes else None
+    if session.folding is not None:
+        base = stored.pop(FOLDED) if stored else None
+        received, base = session.add_folds(request.message, request.round, base, request.accepted)
+        fold = session.folding.folds(request.round) * session.folding.every
+        return _Begun(site, received, memory, None, {FOLDED: base} if fold else {}, fold)
     if not session.differences:
         received = session.read_down(request.message, request.round)
-        return _Begun(site, received, memory, stored, {})
+        return _Begun(site, received, memory, stored, {}, request.round)
     before = stored.pop(KNOWN) if stored else None
     state = session.add_differences(request.message, request.round, before, request.accepted)
     known = {KNOWN: {name: state[name] for name in session.first_known()}}
-    return _Begun(site, session.as_model(state, request.round), memory, stored, known)
+    return _Begun(site, session.as_model(state, request.round), memory, stored, known, request.round)
 
 
 def place(node_config: NodeConfig) -> tuple[int, int]:
@@ -241,6 +247,7 @@ def _site(experiment_toml: str, node_config: tuple[tuple[str, Any], ...]) -> Sit
         privacy=build_privacy(experiment),
         privacy_seed=experiment.privacy_seed,
         rotate=experiment.rotate,
+        fold_every=experiment.fold_every,
         recycle=experiment.recycle,
     )
     return Site(session, Worker(program, parts.task, node_device(config, experiment.device)), parts, own)

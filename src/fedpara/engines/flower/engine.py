@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fedpara.engines.client import Reply
-from fedpara.engines.differences import Differences
+from fedpara.engines.differences import PerClient
 from fedpara.engines.flower.example_counts import ExampleCounts
 from fedpara.engines.flower.policy import Policy
 from fedpara.engines.flower.roster import Keys, Roster
@@ -173,7 +173,7 @@ class Flower:
 
     def _own_part(self, message: Message | Mapping[int, bytes], client: int) -> dict[str, Any]:
         """What differs between the requests of a round: the round of the client's memory, and what it has missed."""
-        if isinstance(message, Differences):
+        if isinstance(message, PerClient):
             return {"accepted": message.last(client), "message": b"".join(map(bytes, message.to(client)))}
         own = {"message": message[client]} if isinstance(message, Mapping) else {}
         return {"accepted": self._accepted(client), **own}

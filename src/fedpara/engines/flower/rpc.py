@@ -47,6 +47,7 @@ class Transport(Protocol):
 @dataclass(frozen=True)
 class Request:
     """`accepted` is the last round in which the server accepted the client's update; its memory belongs to that round.
+    In a run that folds, it is the round after which the client's base was folded.
 
     `run` names the run on the node's disk; `seconds` is how long the server waits for the response.
     """

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fedpara.engines.differences import needed
 from fedpara.engines.progress import Progress
 from fedpara.engines.rng import torch_rng
 from fedpara.engines.session import Session
 from fedpara.engines.setup.folding import Folds, OntoBase
 from fedpara.errors import RunError, UpdateRejected
-from fedpara.state import finite
+from fedpara.state import State, finite
 from fedpara.wire import Message, decode, make_message
 
 
@@ -38,7 +39,9 @@ def begun(session: Session, progress: Progress) -> Progress:
             f"the base holds NaN or infinity after the fold before round {round}: lower the learning rate."
         )
     x = {name: start.get(name, tensor) for name, tensor in progress.x.items()}
-    return replace(progress, x=x, folds=replace(folds, state=state, sizes=(*folds.sizes, len(message))))
+    kept = needed((*folds.messages, bytes(message)), len(_copy(session, state, round)))
+    folds = replace(folds, state=state, sizes=(*folds.sizes, len(message)), messages=kept)
+    return replace(progress, x=x, folds=folds)
 
 
 def onto_base(session: Session, progress: Progress, message: Message, round: int) -> Message:
@@ -48,8 +51,13 @@ def onto_base(session: Session, progress: Progress, message: Message, round: int
         return message
     start = folding.factors if folding.restarts(round) else ()
     beside = {**folds.state, **{name: progress.x[name] for name in start}}
-    copy = make_message({name: folds.state[name] for name in folding.bases}, session.header(round))
-    return OntoBase(message.head, message.tensors, beside, folds, copy)
+    copy = _copy(session, folds.state, round)
+    return OntoBase(message.head, message.tensors, beside, folds, copy, folding.every)
+
+
+def _copy(session: Session, state: State, round: int) -> Message:
+    """The base in float32."""
+    return make_message({name: state[name] for name in session.copied}, session.header(round))
 
 
 def folds_after(progress: Progress, accepted: Sequence[int]) -> Folds | None:

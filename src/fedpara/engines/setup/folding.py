@@ -12,7 +12,8 @@ In the first round of a period the factors are start(k), so the server's message
 A fold is one message: the factors F^, in the downlink's encoding. A client has the base of the last round in which the
 server accepted its update. In round t it receives every fold since then, or a float32 copy of the base in their place,
 whichever takes fewer bytes, and then the round's own message. All of them count as bytes sent down. B_0 costs nothing:
-every client builds it from the experiment's seed.
+every client builds it from the experiment's seed. In one process the server's base serves all clients; on Flower each
+node folds the base of its clients, and stores it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,7 @@ from fedpara.parameterization import Form, covered, initialise, inits
 from fedpara.parameterization.factors import CUSTOM
 from fedpara.parameterization.naming import BASE
 from fedpara.state import State
-from fedpara.wire import Link, Message
+from fedpara.wire import AnyMessage, Link, Message
 
 REFUSED = ("gammas", "robust", "attack", "privacy", "secure", "rotate", "aggregation_error")
 """Settings that read or move factors in their own way."""
@@ -42,6 +43,7 @@ class Folds:
     state: State  # the base of each adapter, and the fixed factors of this period
     sizes: tuple[int, ...] = ()  # the bytes of each fold's message
     last: Mapping[int, int] = field(default_factory=dict)  # how many folds each client has; 0 if not here
+    messages: tuple[bytes, ...] = ()  # the last folds, as many as a client may need
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +53,24 @@ class OntoBase(PerClient):
     beside: State
     folds: Folds
     copy: Message  # the base in float32
+    every: int
 
     def bytes_to(self, client: int) -> int:
         """The round's message, and the client's way to this round's base."""
-        missed = sum(self.folds.sizes[self.folds.last.get(client, 0) :])
-        return len(self) + min(missed, len(self.copy))
+        return len(self) + min(self._missed(client), len(self.copy))
+
+    def to(self, client: int) -> tuple[AnyMessage, ...]:
+        if self._missed(client) > len(self.copy):
+            return self.copy, self
+        count = len(self.folds.sizes) - self.folds.last.get(client, 0)
+        return (*self.folds.messages[len(self.folds.messages) - count :], self)
+
+    def last(self, client: int) -> int:
+        """The round after which the client's base was folded."""
+        return self.every * self.folds.last.get(client, 0)
+
+    def _missed(self, client: int) -> int:
+        return sum(self.folds.sizes[self.folds.last.get(client, 0) :])
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +112,10 @@ class Folding:
 
     def start(self, fold: int) -> State:
         """All factors at the beginning of the period after this fold."""
+        if not fold:
+            return {
+                name: self.initial[name] for w, form in self.forms.items() for name in factors_of(w, form)
+            }
         generator = torch_rng(self.seed, "restart", fold)
         found: State = {}
         for weight, form in self.forms.items():
@@ -106,6 +125,12 @@ class Folding:
             for factor, tensor in zip(form.factors, made, strict=True):
                 found[f"{weight}.{factor}"] = tensor.to(self.initial[f"{weight}.{factor}"])
         return found
+
+    def beside(self, bases: State, round: int) -> State:
+        """What a client has beside the message of a round: the base, the fixed factors and, after a restart, all."""
+        start = self.start(self.folds(round))
+        known = start.keys() if self.restarts(round) else start.keys() - self.factors
+        return {**bases, **{name: start[name] for name in sorted(known)}}
 
     def folded(self, state: State, received: State) -> State:
         """The bases after a fold of the received factors. `state` holds the bases and the fixed factors before it."""
@@ -158,10 +183,6 @@ def refuse_with_folding(settings: Settings) -> None:
     """ConfigError for settings that do not work in a run that folds."""
     if settings.fold_every is None:
         return
-    if settings.engine == "flower":
-        raise ConfigError(
-            "fold_every needs a base that all clients share in one process: use another engine."
-        )
     if settings.products != "mean":
         raise ConfigError("fold_every and products each decide where a product goes: leave one of them out.")
     if taken := next((name for name in REFUSED if getattr(settings, name)), ""):

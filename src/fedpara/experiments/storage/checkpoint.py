@@ -3,7 +3,7 @@
     x/NAME  buffers/NAME  server/VARIABLE/NAME  the model and the server's variables
     known/NAME  known.sizes  known.last  known.messages
                                                 on a downlink that sends differences: what the clients know
-    base/NAME  folds.sizes  folds.last          in a run that folds: the base, and what each client has of it
+    base/NAME  folds.sizes  folds.last  folds.messages    in a run that folds: the base, and what each client has of it
     clients                                     (client, round) of each client memory
     digests                                     the SHA-256 of each memory file, in the same order
 
@@ -13,7 +13,7 @@ and the SHA-256 of the lines of metrics.jsonl up to the round. Checkpoints of ea
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +35,7 @@ NEXT = ".checkpoint.part.safetensors"
 """The next checkpoint while it is written. `sweep` removes a leftover one."""
 CLIENTS, DIGESTS = "clients", "digests"
 SIZES, LAST, MESSAGES = "known.sizes", "known.last", "known.messages"
-FOLD_SIZES, FOLD_LAST = "folds.sizes", "folds.last"
+FOLD_SIZES, FOLD_LAST, FOLD_MESSAGES = "folds.sizes", "folds.last", "folds.messages"
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +150,7 @@ def _flatten(progress: Progress) -> tuple[State, dict[str, str]]:
         state |= {f"base/{name}": tensor for name, tensor in progress.folds.state.items()}
         state[FOLD_SIZES] = torch.tensor(progress.folds.sizes, dtype=torch.int64)
         state[FOLD_LAST] = _pairs(progress.folds.last)
+        state[FOLD_MESSAGES] = _joined(progress.folds.messages)
     numbers: dict[str, float] = {
         "round": progress.round,
         "bytes_up": progress.bytes_up,
@@ -181,7 +182,8 @@ def _unflatten(state: State, metadata: dict[str, str]) -> Progress:
 
 
 def _folds(base: State, all_: State) -> Folds:
-    return Folds(base, tuple(all_[FOLD_SIZES].tolist()), dict(all_[FOLD_LAST].tolist()))
+    sizes, joined = all_[FOLD_SIZES].tolist(), all_.get(FOLD_MESSAGES, torch.empty(0, dtype=torch.uint8))
+    return Folds(base, tuple(sizes), dict(all_[FOLD_LAST].tolist()), _parted(sizes, joined))
 
 
 def _pairs(of: Mapping[int, int]) -> torch.Tensor:
@@ -190,16 +192,26 @@ def _pairs(of: Mapping[int, int]) -> torch.Tensor:
 
 def _flatten_known(known: Known) -> State:
     last = _pairs(known.last)
-    messages = torch.frombuffer(bytearray(b"".join(known.messages)), dtype=torch.uint8)
     state = {f"known/{name}": tensor for name, tensor in known.state.items()}
-    return {**state, SIZES: torch.tensor(known.sizes), LAST: last, MESSAGES: messages}
+    return {**state, SIZES: torch.tensor(known.sizes), LAST: last, MESSAGES: _joined(known.messages)}
 
 
 def _unflatten_known(state: State, all_: State) -> Known:
-    sizes, body, messages = tuple(all_[SIZES].tolist()), all_[MESSAGES].numpy().tobytes(), []
-    for size in reversed(sizes):  # the newest message is the last one
+    sizes = tuple(all_[SIZES].tolist())
+    return Known(state, sizes, dict(all_[LAST].tolist()), _parted(sizes, all_[MESSAGES]))
+
+
+def _joined(messages: Sequence[bytes]) -> torch.Tensor:
+    body = bytearray(b"".join(messages))
+    return torch.frombuffer(body, dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
+
+
+def _parted(sizes: Sequence[int], joined: torch.Tensor) -> tuple[bytes, ...]:
+    """The newest messages, as many as there are bytes of; `sizes` are those of all messages."""
+    body, messages = joined.numpy().tobytes(), list[bytes]()
+    for size in reversed(sizes):
         if not body:
             break
         messages.append(body[-size:])
         body = body[:-size]
-    return Known(state, sizes, dict(all_[LAST].tolist()), tuple(reversed(messages)))
+    return tuple(reversed(messages))

@@ -118,8 +118,10 @@ class RunFolder:
 
     @property
     def holds_memories(self) -> bool:
-        """Whether client memories are in this folder, and not on Flower's nodes."""
-        return bool(self._memories) and not (self.path / NODES).exists()
+        """Whether client memories, or what the clients know, are in this folder, and not on Flower's nodes."""
+        known, folds = (self.progress.known, self.progress.folds) if self.progress else (None, None)
+        has = self._memories or (known and known.last) or (folds and any(folds.last.values()))
+        return bool(has) and not (self.path / NODES).exists()
 
     def log(self, text: str) -> None:
         """Append a line with the time to log.txt."""

@@ -204,7 +204,6 @@ BAD = {
     "jacobian": ({"jacobian": 1.0}, "jacobian reads the old ones"),
     "feedback": ({"link_up": "topk(0.1, feedback=True)"}, "use links without feedback"),
     "differences": ({"link_down": "sign"}, "int8 or more down"),
-    "flower": ({"engine": "flower"}, "use another engine"),
     "refit": ({"products": "refit"}, "fold_every and products"),
     "robust": ({"robust": "median"}, "that robust follows"),
     "rotate": ({"rotate": True}, "that rotate follows"),

@@ -14,7 +14,7 @@ from fedpara.apps.flower.processes import Processes
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(300)]
 
-KILLING = Path(__file__).parents[2] / "helpers" / "killing"
+KILLING = Path(__file__).parents[3] / "helpers" / "killing"
 HEARTBEAT = 10
 """Seconds, the shortest that Flower accepts."""
 
