@@ -86,15 +86,15 @@ def trained(model: nn.Module, x: State, clients: int, steps: int) -> list[State]
 
 
 def timed(work: Callable[[], Any], device: str, runs: int) -> float:
-    """The median of the runs after the first, which warms up."""
+    """The median of the runs."""
     seconds = []
-    for _ in range(runs + 1):
+    for _ in range(runs):
         started = time.perf_counter()
         work()
         if device.startswith("cuda"):
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])
+    return statistics.median(seconds)
 
 
 def left(blocks: Blocks, x: State, weights: State, refitted: State) -> list[float]:
@@ -125,12 +125,13 @@ def main(device: str, clients: int, runs: int, steps: int, defences: list[str]) 
         def defend(defence: Any = defence) -> Any:
             return robust_mean(defence, blocks, x, updates, [{}] * clients, FromMean(step))
 
+        defend()  # warms up
         whole = timed(defend, device, runs)
         weights = blocks.__dict__["weights"]
         with exact_products(), torch.no_grad():
-            alone = timed(partial(blocks.refit, x, weights), device, runs)
             with Kernels() as kernels:
                 refitted = blocks.refit(x, weights)
+            alone = timed(partial(blocks.refit, x, weights), device, runs)
             shares = left(blocks, x, weights, refitted)
         print(
             f"| {name} | {whole:.3f} | {alone:.3f} | {kernels.launched} | {kernels.waited} | "

@@ -71,7 +71,7 @@ def test_a_weight_comes_as_near_alone_as_in_a_batch(kind):
     form = FORMS[kind]
     start = drawn(form, 0, weights=3)
     w = composed(form, drawn(form, 1, size=0.01, around=start))
-    w = w + 0.01 * torch.randn(w.shape, generator=torch.Generator().manual_seed(2), dtype=w.dtype)
+    w = w + 0.001 * torch.randn(w.shape, generator=torch.Generator().manual_seed(2), dtype=w.dtype)
     together = distances(form, w, refit(form.compose, w, start))
     for i in range(3):
         one = [t[i : i + 1] for t in start]
