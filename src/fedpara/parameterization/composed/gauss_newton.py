@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-STEPS, ITERATIONS = 8, 20
+STEPS, ITERATIONS = 8, 40
 """The largest number of Gauss-Newton steps, and of iterations in a step."""
 ENOUGH = 0.01
 """A weight is fitted at this share of the distance that its start has."""
@@ -34,6 +34,8 @@ WORTHWHILE = 0.9
 """The steps end when the last one reduced no weight's distance to this share."""
 STALLED = 0.9998
 """The iterations of a step end when the last one reduced no weight's ||r - J d|| to this share."""
+RADIUS = 0.3
+"""A step changes the factors by no more than this share of their root mean square. J describes no longer ones."""
 TRIALS = 6
 """t is 1, 1/2, ..., 1/32."""
 SUFFICIENT = 0.25
@@ -72,18 +74,22 @@ def refit(
 def _direction(composed: Compose, f: Tensor, r: Tensor, scale: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
     """(d, ||r - J d||), which is <= goal or near its least value. Scaled, d is orthogonal to what J does not see."""
     forward, backward = _products(composed, f)
-    size, tiny = _norm(r), torch.finfo(r.dtype).tiny
+    size, eps, tiny = _norm(r), torch.finfo(r.dtype).eps, torch.finfo(r.dtype).tiny
     goal, left = goal / size.clamp_min(tiny), r / size.clamp_min(tiny)
+    longest = RADIUS * f.shape[1] ** 0.5 / size.clamp_min(tiny)
     d = p = torch.zeros_like(f)
-    last = after = torch.ones_like(size)
+    last, after, steepest = torch.ones_like(size), torch.ones_like(size), torch.zeros_like(size)
     gradients = f.new_empty(len(f), ITERATIONS, f.shape[1])
     for k in range(ITERATIONS):
         s = _orthogonal(scale * backward(left), gradients[:, :k])
         slope, before = _norm(s), after
+        steepest = torch.maximum(steepest, slope)
         gradients[:, k] = s / slope.clamp_min(tiny)
         p = torch.addcmul(s, (slope / last.clamp_min(tiny)).square(), p)
         q = forward(scale * p)
-        a = (slope / _norm(q).clamp_min(tiny)).square()
+        a = (slope / _norm(q).clamp_min(tiny)).square() * (slope > eps * steepest)  # below it is rounding
+        length = _norm(torch.addcmul(d, a, p))
+        a = torch.where(length > longest, a * longest / length if k == 0 else 0, a)
         d, left = torch.addcmul(d, a, p), torch.addcmul(left, a, q, value=-1)
         last, after = slope, _norm(left)
         if not ((after > goal) & (after < STALLED * before)).any():
