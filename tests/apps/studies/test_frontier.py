@@ -97,7 +97,7 @@ def test_fedmuds_protocol_has_sections_of_its_own(cli, tmp_path):
         "mud": "10,388 (12.22%)",
     }
     found = tmp_path / "results" / "frontier" / "fedmud-digits" / "validation"
-    assert len(list(found.iterdir())) == 2 * 4
+    assert len(list(found.iterdir())) == 2 * 7
 
 
 def test_the_list_needs_no_run(cli, tmp_path):

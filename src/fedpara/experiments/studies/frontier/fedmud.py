@@ -66,7 +66,7 @@ _CIFAR10 = Scale(
     validation=0.1,
     trial_rounds=60,
     trial_target=0.45,
-    rates=(0.03, 0.1, 0.3, 1.0, 3.0),
+    rates=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
     ratio=1 / 32,
 )
 
@@ -91,7 +91,7 @@ _DIGITS = Scale(
     validation=0.2,
     trial_rounds=15,
     trial_target=0.85,
-    rates=(0.1, 0.3, 1.0, 3.0),
+    rates=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
     ratio=1 / 8,
 )
 
