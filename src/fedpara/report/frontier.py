@@ -52,7 +52,7 @@ miniature that also clips gradients.
 | `mud+bkd+aad` | the same with sums that average exactly |
 
 Sizes follow FedMUD's code: all trained parameters, with the dense ones, are at most the ratio plus 0.001 of FedAvg's.
-On CIFAR-10 the first and the last layer stay dense. Four things differ from FedMUD. Its network has ten 3 × 3
+The first and the last layer stay dense. Four things differ from FedMUD. Its network has ten 3 × 3
 convolutions of 32 to 512 channels with BatchNorm and one linear layer; the nearest one here is `vgg16-half`, a VGG16
 of half the width with GroupNorm. Here every method has the same trials of its learning rate, by validation; FedMUD also
 tunes the size of the random factors. Here the score is that of the last round and not the best on the test set. And

@@ -93,11 +93,11 @@ def test_fedmuds_protocol_has_sections_of_its_own(cli, tmp_path):
     assert code == 0, err
     rows = {row["combination"]: row for row in last_json(text)["rows"]}
     assert {name: row["parameters"] for name, row in rows.items()} == {
-        "fedavg": "85,002 (100.00%)",
-        "mud": "10,388 (12.22%)",
+        "fedavg": "216,586 (100.00%)",
+        "mud": "26,122 (12.06%)",
     }
     found = tmp_path / "results" / "frontier" / "fedmud-digits" / "validation"
-    assert len(list(found.iterdir())) == 2 * 4
+    assert len(list(found.iterdir())) == 2 * 7
 
 
 def test_the_list_needs_no_run(cli, tmp_path):

@@ -54,10 +54,12 @@ def _sent(e: Experiment, shape: tuple[int, ...], rounds: int) -> tuple[float, fl
 
 def parameters(scale: Scale, combination: str) -> int:
     """How many numbers of the model a combination trains and sends."""
-    return _shared(_program(scale.experiment(combination), models.usual_shape(scale.base.model)))
+    model = scale.base.model
+    shape = models.usual_shape(model) if model in models.names() else None
+    return _shared(_program(scale.experiment(combination), shape))
 
 
-def _program(e: Experiment, shape: tuple[int, ...]) -> Program:
+def _program(e: Experiment, shape: tuple[int, ...] | None) -> Program:
     return make_program(build_model(e, CLASSES, shape, build_scheme(e)))
 
 
