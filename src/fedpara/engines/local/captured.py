@@ -190,7 +190,7 @@ class CapturedSteps:
         inputs = batch.inputs if batch.crops is None else crop_flip(batch.inputs, batch.crops)
         slots, loss = step(inputs, batch.targets, fixed.training, fixed.slots, fixed.eta)
         if slots is not fixed.slots:
-            if describe(slots) == describe(fixed.slots):
+            if _alike(slots, fixed.slots):
                 _overwrite(fixed.slots, map_tree(torch.clone, slots))  # it may return one slot as another
             else:
                 fixed.slots = slots
@@ -253,6 +253,17 @@ def uncapturable(model: nn.Module, parameters: State) -> str:
 def _key(training: Training) -> tuple[int, str, str]:
     """Training with the same key can share fixed tensors. These hold the algorithm, so its id stays its own."""
     return id(training.algorithm), describe(training.down), describe(training.client)
+
+
+def _alike(slots: Slots, others: Slots) -> bool:
+    """Whether they have the same names, shapes and types, in any order."""
+    return slots.keys() == others.keys() and all(
+        state.keys() == others[slot].keys()
+        and all(
+            (t.shape, t.dtype) == (others[slot][n].shape, others[slot][n].dtype) for n, t in state.items()
+        )
+        for slot, state in slots.items()
+    )
 
 
 def _overwrite(here: Tree, there: Tree) -> None:
