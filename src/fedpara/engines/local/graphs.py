@@ -14,6 +14,8 @@ import torch
 from fedpara.errors import RunError
 
 Replay = Callable[[], None]
+_ABANDONED: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose recording failed. torch's allocators may still ask them, so they are kept until the process ends."""
 
 
 class Recorder(Protocol):
@@ -85,6 +87,8 @@ class CudaGraphs:
             index = self._scratch.device.index
             torch._C._cuda_endAllocateToPool(index, self._pool)
             torch._C._cuda_releasePool(index, self._pool)
+        _ABANDONED.append(graph)
+        self._pool = torch.cuda.graph_pool_handle()
         another = torch.cuda.CUDAGraph()
         another.capture_begin(capture_error_mode="thread_local")
         self._scratch.zero_()
