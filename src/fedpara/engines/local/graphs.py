@@ -87,6 +87,7 @@ class CudaGraphs:
             index = self._scratch.device.index
             torch._C._cuda_endAllocateToPool(index, self._pool)
             torch._C._cuda_releasePool(index, self._pool)
+        graph.reset()
         _ABANDONED.append(graph)
         self._pool = torch.cuda.graph_pool_handle()
         another = torch.cuda.CUDAGraph()
