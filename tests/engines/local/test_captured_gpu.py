@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedpara as fp
 from fedpara import algorithms, models
-from fedpara.data import Examples
 from fedpara.engines.local.graphs import CudaGraphs
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import make_program
@@ -131,18 +130,18 @@ def test_factors(scheme):
 
 @pytest.mark.parametrize("name", ["vgg16-tiny", "resnet18", "resnet18-gn", "lstm"])
 def test_the_librarys_models_are_captured(name):
-    """In float64: BatchNorm on a batch of one example amplifies rounding errors."""
-    method = algorithms.fedavg(lr=1e-3, batch_size=4)
-    shape, held = (3, 32, 32), images(shape=(3, 32, 32), dtype=torch.float64)
+    method = algorithms.fedavg(lr=1e-3, batch_size=4, epochs=2)
+    shape = (80,) if name == "lstm" else (3, 32, 32)
+    held = images(shape=shape)
     if name == "lstm":
-        shape, held = (80,), Examples(torch.arange(44 * 80).view(44, 80) % 80, torch.arange(44) % 80, 80)
+        held = fp.data.Examples(torch.arange(44 * 80).view(44, 80) % 80, held.targets, 5)
 
     def build():
-        return models.build(name, classes=held.classes, shape=shape).double()
+        return models.build(name, classes=80 if name == "lstm" else 5, shape=shape)
 
     plain, captured = (on_gpu(build, method, recorder, examples=held) for recorder in (None, graphs()))
     assert captured[2].why.endswith("captured")
-    assert_near(plain, captured, 1e-6)
+    assert_near(plain, captured, 1e-3)
 
 
 class DrawsTorch(Around):

@@ -81,16 +81,16 @@ class CudaGraphs:
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Ends a recording that failed. torch leaves its allocator and its generator as if it still went on."""
+        _ABANDONED.append(graph)
         with suppress(RuntimeError):
             graph.capture_end()
         with suppress(RuntimeError):  # raises if the recording has ended properly
             index = self._scratch.device.index
             torch._C._cuda_endAllocateToPool(index, self._pool)
             torch._C._cuda_releasePool(index, self._pool)
-        graph.reset()
-        _ABANDONED.append(graph)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle()  # torch refuses to record to the old one again
         another = torch.cuda.CUDAGraph()
         another.capture_begin(capture_error_mode="thread_local")
         self._scratch.zero_()
         another.capture_end()
+        graph.reset()
