@@ -25,9 +25,10 @@ KINDS = {
     shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=4),
     mixed=st.booleans(),
     lr=st.sampled_from([0.1, 3e-4, 1.0]),
+    as_tensor=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_steps_in_place_have_the_bits_of_the_formula(kind, shapes, mixed, lr, seed):
+def test_steps_in_place_have_the_bits_of_the_formula(kind, shapes, mixed, lr, as_tensor, seed):
     torch.manual_seed(seed)
     optimizer = KINDS[kind]()
     y = {
@@ -35,10 +36,11 @@ def test_steps_in_place_have_the_bits_of_the_formula(kind, shapes, mixed, lr, se
         for i, shape in enumerate(shapes)
     }
     changed, slots, changed_slots = clone(y), optimizer.init(y), optimizer.init(y)
+    rate = torch.tensor(lr, dtype=torch.float64 if mixed else torch.float32) if as_tensor else lr
     for step in range(4):
         g = {name: torch.randn_like(tensor) * 10.0**-step for name, tensor in y.items()}
         y, slots = optimizer.step(y, g, slots, lr)
-        optimizer.in_place(changed, g, changed_slots, lr)
+        optimizer.in_place(changed, g, changed_slots, rate)
     for name, tensor in y.items():
         assert torch.equal(tensor, changed[name]), name
     for slot, state in slots.items():

@@ -35,6 +35,7 @@ def network(width=4, channels=3):
         nn.ReLU(),
         nn.Dropout(0.3),
         nn.Flatten(),
+        nn.Dropout(0.1),
         nn.Linear(64 * width, 5),
     )
 

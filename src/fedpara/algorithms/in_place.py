@@ -65,7 +65,7 @@ def _descend(tensors: list[Tensor], direction: list[Tensor], lr: Rate) -> None:
     elif lr.is_cuda:  # addcmul with a single number would be one launch per tensor
         torch._foreach_sub_(tensors, torch._foreach_mul(direction, lr))
     else:
-        torch._foreach_addcmul_(tensors, direction, [lr] * len(tensors), value=-1)
+        torch._foreach_addcmul_(tensors, direction, [lr.to(t.dtype) for t in tensors], value=-1)
 
 
 def _by_type(y: State) -> list[list[str]]:

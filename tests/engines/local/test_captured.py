@@ -176,6 +176,51 @@ def test_what_is_known_not_to_be_captured(build, method, options, said):
     assert_same(plain, replayed)
 
 
+class Annealed:
+    """A loss that counts its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, output, target):
+        self.calls += 1
+        return nn.functional.cross_entropy(output, target, reduction="none") / self.calls
+
+    def method(self, output, target):
+        return self(output, target)
+
+
+def annealed():
+    calls = 0
+
+    def loss(output, target):
+        nonlocal calls
+        calls += 1
+        return nn.functional.cross_entropy(output, target, reduction="none") / calls
+
+    return loss
+
+
+LOSSES = {"object": Annealed, "method": lambda: Annealed().method, "closure": annealed}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_loss_with_a_state_is_not_captured(kind):
+    model = made(network)
+    worker = Worker(make_program(model), fp.Task(model, loss=LOSSES[kind]()), recorder=Tape())
+    state = {name: tensor.clone() for name, tensor in worker.program.initial.items()}
+    worker.train(state, images(), METHODS["sgd"](), state, {}, {}, seed=0, round=1, who=0)
+    assert worker.captured.notes == ["not captured: a step sets the loss.calls"]
+
+
+def test_hooks_are_called_in_every_step():
+    model, calls = made(network), []
+    model[0].register_forward_hook(lambda *given: calls.append(1))
+    run = played(model, METHODS["sgd"](), tape := Tape())
+    assert run[2].why.endswith("not captured: 0 has hooks")
+    assert not tape.recorded
+
+
 def test_narrow_parameters_are_not_captured():
     model = made(lambda: models.mlp(4, 4, 2)).bfloat16()
     assert captured.uncapturable(model, dict(model.named_parameters())) == "fc1.weight is bfloat16"
@@ -237,6 +282,11 @@ def test_attributes_count_by_value_and_tensors_by_identity():
     module.parts[1]["a"] = (3,)
     assert changed(first, attributes(module.named_modules())) == "parts.1.a.0"
     module.parts[1]["a"] = (2,)
+    module.array = np.zeros(2)
+    first = attributes(module.named_modules())
+    module.array[1] = 1
+    assert changed(first, attributes(module.named_modules())) == "array"
+    module.array[1] = 0
     module.child.weight = nn.Parameter(module.child.weight.detach())
     assert changed(first, attributes(module.named_modules())) == "child.weight"
 

@@ -9,8 +9,8 @@ the model's tensors; the batch, the learning rate and the dropout seeds, which a
 down, the client's variables and the optimizer's slots, which are copied in for each client.
 
 A replay runs no Python. A step that changes anything on the host (`host_state.py`), or waits for the device, is not
-captured: the engine then says why, and the steps run one by one. What is not noticed: code outside the model's modules
-that keeps its own state, such as a loss that counts its calls.
+captured: the engine then says why, and the steps run one by one. What is not noticed: state that is neither in a
+module, nor in the loss, nor in a generator, such as a global counter.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from fedpara.algorithms.optimizers import Slots
 from fedpara.engines.local.augment import crop_flip
 from fedpara.engines.local.dropout import SeededDropout, layer_seed, step_seed
 from fedpara.engines.local.graphs import Recorder, Replay
-from fedpara.engines.local.host_state import HostState, attributes, changed, generators
+from fedpara.engines.local.host_state import HostState, attributes, changed, generators, with_parts
 from fedpara.engines.local.training import Plan, Training
 from fedpara.errors import in_a_line
 from fedpara.state import State
@@ -36,6 +36,7 @@ TRIES = 4
 """After this many steps on batches of a shape, a step must leave the host as it was: the first may set things up."""
 GRAPHS, KINDS = 32, 4
 """At most this many recorded steps, and sets of fixed tensors."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Step = Callable[[Tree, Tree, Training, Slots, Tensor], tuple[Slots, Tensor]]
 """(inputs, targets, training, slots, eta) -> the new slots, the loss"""
@@ -78,12 +79,12 @@ class CapturedSteps:
         model: nn.Module,
         parameters: State,
         dropouts: Sequence[SeededDropout],
-        others: Sequence[object],
+        loss: object,
         recorder: Recorder,
     ) -> None:
-        """`parameters` are those of the model that train. `others` takes part in a step too, such as the loss."""
+        """`parameters` are those of the model that train."""
         self._parameters, self._dropouts, self._recorder = parameters, dropouts, recorder
-        self._modules = [*model.named_modules(), *(("loss", m) for m in others if isinstance(m, nn.Module))]
+        self._watched = [*with_parts("", model), *with_parts("the loss", loss)]
         self._on_gpu = any(tensor.is_cuda for tensor in parameters.values())
         self._fixed: dict[tuple[int, str, str], _Fixed] = {}
         self._runs = self.recorded = 0
@@ -174,7 +175,7 @@ class CapturedSteps:
     def _do(self, step: Callable[[], None], batch: _Batch) -> None:
         """One step: replayed, or recorded and replayed, or run."""
         if batch.wanted and batch.replay is None and not self.problem:
-            sets = batch.sets or changed(batch.seen, attributes(self._modules))
+            sets = batch.sets or changed(batch.seen, attributes(self._watched))
             if self._runs < WARM_UP or not batch.runs or (sets and batch.runs < TRIES):
                 self._warm_up(step, batch)
                 return
@@ -190,7 +191,7 @@ class CapturedSteps:
         inputs = batch.inputs if batch.crops is None else crop_flip(batch.inputs, batch.crops)
         slots, loss = step(inputs, batch.targets, fixed.training, fixed.slots, fixed.eta)
         if slots is not fixed.slots:
-            if describe(slots) == describe(fixed.slots):
+            if _alike(slots, fixed.slots):
                 _overwrite(fixed.slots, map_tree(torch.clone, slots))  # it may return one slot as another
             else:
                 fixed.slots = slots
@@ -198,9 +199,9 @@ class CapturedSteps:
         fixed.total.add_(loss)
 
     def _warm_up(self, step: Callable[[], None], batch: _Batch) -> None:
-        before, drawn = attributes(self._modules), generators(self._on_gpu)
+        before, drawn = attributes(self._watched), generators(self._on_gpu)
         self._recorder.warm_up(step)
-        batch.seen = attributes(self._modules)
+        batch.seen = attributes(self._watched)
         batch.sets = changed(before, batch.seen)
         batch.runs += 1
         self._runs += 1
@@ -214,7 +215,7 @@ class CapturedSteps:
         except Exception as error:
             self._refuse(in_a_line(error).rstrip("."))
             return None
-        if what := changed(seen, attributes(self._modules)):
+        if what := changed(seen, attributes(self._watched)):
             self._refuse(f"a step sets {what}")
         if self.problem:
             return None
@@ -239,6 +240,8 @@ class CapturedSteps:
 def uncapturable(model: nn.Module, parameters: State) -> str:
     """Why no step of the model can be captured, as far as its layers tell, or ""."""
     for name, module in model.named_modules():
+        if any(getattr(module, kind) for kind in HOOKS):
+            return f"{name or 'the model'} has hooks"
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             return f"{name or 'the model'} has sparse gradients"
         if isinstance(module, nn.RNNBase) and module.dropout:
@@ -253,6 +256,17 @@ def uncapturable(model: nn.Module, parameters: State) -> str:
 def _key(training: Training) -> tuple[int, str, str]:
     """Training with the same key can share fixed tensors. These hold the algorithm, so its id stays its own."""
     return id(training.algorithm), describe(training.down), describe(training.client)
+
+
+def _alike(slots: Slots, others: Slots) -> bool:
+    """Whether they have the same names, shapes and types, in any order."""
+    return slots.keys() == others.keys() and all(
+        state.keys() == others[slot].keys()
+        and all(
+            (t.shape, t.dtype) == (others[slot][n].shape, others[slot][n].dtype) for n, t in state.items()
+        )
+        for slot, state in slots.items()
+    )
 
 
 def _overwrite(here: Tree, there: Tree) -> None:

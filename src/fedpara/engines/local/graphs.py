@@ -14,6 +14,8 @@ import torch
 from fedpara.errors import RunError
 
 Replay = Callable[[], None]
+_ABANDONED: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose recording failed. torch's allocators may still ask them, so they are kept until the process ends."""
 
 
 class Recorder(Protocol):
@@ -33,7 +35,7 @@ class CudaGraphs:
     """Graphs of one device. They share a pool of memory, so no tensor that a step creates may be used after it."""
 
     def __init__(self, device: torch.device, spare: bool = False) -> None:
-        """With `spare`, refuses to record unless as much memory as the process used so far stays free."""
+        """With `spare`, refuses to record unless twice the memory that torch has cached is free."""
         self.device, self.spare = device, spare
         # Libraries allocate their workspace per stream: the warm-up allocates that of the recording.
         self._stream = torch.cuda.Stream(device)
@@ -48,9 +50,7 @@ class CudaGraphs:
         here.wait_stream(self._stream)
 
     def record(self, step: Callable[[], None]) -> Replay:
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
-        self._expect_memory()
+        self._free_memory()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             # Other threads may use the GPU meanwhile.
@@ -64,17 +64,24 @@ class CudaGraphs:
 
         return graph.replay
 
-    def _expect_memory(self) -> None:
-        """Raises RunError if the pool might take memory that the rest of the process needs."""
-        used = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+    def _free_memory(self) -> None:
+        """Empties torch's cache. With `spare`, RunError if the pool might take memory that later steps need.
+
+        The cache shows what the warm-up needed beside the tensors that stay.
+        """
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_reserved(self.device)
+        torch.cuda.empty_cache()
+        needed = before - torch.cuda.memory_reserved(self.device)
         free, _ = torch.cuda.mem_get_info(self.device)
-        if self.spare and free < 2 * used:
+        if self.spare and free < 2 * needed:
             raise RunError(
-                f"{free / 1e9:.1f} GB of the GPU's memory are free, and a step takes {used / 1e9:.1f}"
+                f"{free / 1e9:.1f} GB of the GPU's memory are free, and a step takes {needed / 1e9:.1f}"
             )
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Ends a recording that failed. torch leaves its allocator and its generator as if it still went on."""
+        _ABANDONED.append(graph)
         with suppress(RuntimeError):
             graph.capture_end()
         with suppress(RuntimeError):  # raises if the recording has ended properly
@@ -86,3 +93,4 @@ class CudaGraphs:
         another.capture_begin(capture_error_mode="thread_local")
         self._scratch.zero_()
         another.capture_end()
+        graph.reset()

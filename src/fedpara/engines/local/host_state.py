@@ -1,7 +1,9 @@
 """What a step changes on the host. A replay runs no Python, so such a step cannot be replayed."""
 
 import random
+from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -27,14 +29,37 @@ def generators(on_gpu: bool) -> HostState:
     return state
 
 
-def attributes(modules: Iterable[tuple[str, nn.Module]]) -> HostState:
-    """The attributes of the modules. Tensors count by identity, and the result keeps them alive."""
+def attributes(things: Iterable[tuple[str, object]]) -> HostState:
+    """The attributes of modules and other objects, and the variables around a function.
+
+    Tensors count by identity, and the result keeps them alive.
+    """
     state: HostState = {}
-    for name, module in modules:
-        for attribute, value in vars(module).items():
-            if not (attribute == "calls" and isinstance(module, SeededDropout)):  # set before each step
+    for name, thing in things:
+        for attribute, value in _own(thing):
+            if not (attribute == "calls" and isinstance(thing, SeededDropout)):  # set before each step
                 state |= dict(_parts(f"{name}.{attribute}".lstrip("."), value, DEPTH))
     return state
+
+
+def with_parts(name: str, thing: object) -> list[tuple[str, object]]:
+    """The object, and if it is a module, all modules in it, by name."""
+    if isinstance(thing, nn.Module):
+        return [(f"{name}.{part}".strip("."), module) for part, module in thing.named_modules()]
+    return [(name, thing)]
+
+
+def _own(thing: object) -> Iterator[tuple[str, Any]]:
+    yield from getattr(thing, "__dict__", {}).items()
+    for name in ("__self__", "func"):  # of a method, of a partial
+        if hasattr(thing, name):
+            yield name, getattr(thing, name)
+    code: Any = getattr(thing, "__code__", None)
+    for name, cell in zip(
+        code.co_freevars if code else (), getattr(thing, "__closure__", None) or (), strict=True
+    ):
+        with suppress(ValueError):  # not assigned yet
+            yield name, cell.cell_contents
 
 
 def changed(before: HostState, after: HostState) -> str:
@@ -46,7 +71,8 @@ def changed(before: HostState, after: HostState) -> str:
 
 
 def _readable(path: str) -> str:
-    return ".".join(part for part in path.split(".") if part not in ("_buffers", "_parameters", "_modules"))
+    hidden = ("_buffers", "_parameters", "_modules", "__self__", "func")
+    return ".".join(part for part in path.split(".") if part not in hidden)
 
 
 class _Same:
@@ -70,9 +96,11 @@ def _parts(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
         yield path, repr(value.bit_generator.state)
     elif isinstance(value, random.Random):
         yield path, value.getstate()
+    elif isinstance(value, np.ndarray) and value.size <= LENGTH and not value.dtype.hasobject:
+        yield path, value.tobytes()
     elif isinstance(value, Tensor | nn.Module | type) or not depth:
         yield path, _Same(value)
-    elif isinstance(value, dict | list | tuple | set | frozenset):
+    elif isinstance(value, dict | list | tuple | set | frozenset | deque):
         yield path, len(value)
         items = value.items() if isinstance(value, dict) else enumerate(value)
         if len(value) <= LENGTH:

@@ -90,7 +90,7 @@ class Worker:
         self.captured: CapturedSteps | None = None
         if recorder is not None:
             self.captured = CapturedSteps(
-                self.model, self.parameters, self.dropouts, [task.objective], recorder
+                self.model, self.parameters, self.dropouts, task.objective, recorder
             )
 
     def train(
