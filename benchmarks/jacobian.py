@@ -58,7 +58,7 @@ def by_definition(
         def penalty(*factors: Tensor, form: Form = form, j_w: Tensor = j_w) -> Tensor:
             w, pull = vjp(lambda *f: form.compose(f), *factors)  # type: ignore[misc]
             stepped = form.compose([f - eta * j for f, j in zip(factors, pull(j_w), strict=True)])
-            return (stepped - (w - eta * j_w)).square().sum().sqrt() / 2
+            return torch.linalg.vector_norm(stepped - (w - eta * j_w)) / 2  # type: ignore[no-any-return]
 
         factors = [state[name] for name in names]
         found = grad(penalty, argnums=tuple(range(len(factors))))(*factors)

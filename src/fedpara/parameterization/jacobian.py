@@ -107,11 +107,11 @@ class _Layer:
         each = 3 if form.is_kernel else 2
         self.form, self.f = form, tuple(torch.stack(factors[letter::each]) for letter in range(each))
         self.v, self.to_factors = vjp(lambda *f: _inner(form, f), *self.f)  # type: ignore[misc]
-        self.w, self.to_inner = vjp(lambda v: form.joined(_in_shape(form, v), base), self.v)  # type: ignore[misc]
+        self.w, self.to_inner = vjp(lambda *v: form.joined(_in_shape(form, v), base), *self.v.unbind())  # type: ignore[misc]
 
     def gradient(self, j_w: Tensor) -> list[Tensor]:
         """J_F"""
-        self.j_w, self.j_v = j_w, self.to_inner(j_w)[0]
+        self.j_w, self.j_v = j_w, torch.stack(self.to_inner(j_w))
         self.j_f = self.to_factors(self.j_v)
         return _unstacked(self.j_f)
 
@@ -121,22 +121,23 @@ class _Layer:
         wide = torch.promote_types(narrow, torch.float32)
         j_w = _as_products(form, self.j_w, self.v).to(wide)
 
-        def distance(v: Tensor, d: Tensor) -> Tensor:
-            v, d = v.to(wide), d.to(wide)
-            return (form.joined((v + d).unbind()) - form.joined(v.unbind()) + eta * j_w).to(narrow)
+        def distance(*vd: Tensor) -> Tensor:
+            v, d = _halves([tensor.to(wide) for tensor in vd])
+            moved = [one + change for one, change in zip(v, d, strict=True)]
+            return (form.joined(moved) - form.joined(v) + eta * j_w).to(narrow)
 
-        def j_v(v: Tensor) -> Tensor:
-            return vjp(lambda v: form.joined(v.unbind()), v.to(wide))[1](j_w)[0]  # type: ignore[no-any-return]
+        def j_v(*v: Tensor) -> tuple[Tensor, ...]:
+            return vjp(lambda *v: form.joined(v), *(tensor.to(wide) for tensor in v))[1](j_w)  # type: ignore[no-any-return]
 
         a = tuple(-eta * j for j in self.j_f)
         d, to_both = vjp(lambda *fa: _change(form, *_halves(fa)), *self.f, *a)  # type: ignore[misc]
-        distances, to_inner = vjp(distance, self.v, d)  # type: ignore[misc]
-        v, b = to_inner(distances)
-        f, u = _halves(to_both(b))
+        distances, to_inner = vjp(distance, *self.v.unbind(), *d.unbind())  # type: ignore[misc]
+        v, b = _halves(to_inner(distances))
+        f, u = _halves(to_both(torch.stack(b)))
         w, to_these = vjp(lambda *f: _derivative(form, f, u), *self.f)  # type: ignore[misc]
-        (q,) = vjp(j_v, self.v)[1](w.to(wide))
-        through, along = self.to_factors(v - (eta * q).to(narrow)), to_these(self.j_v)
-        total = [x + y - eta * z for x, y, z in zip(f, through, along, strict=True)]
+        q = vjp(j_v, *self.v.unbind())[1](tuple(one.to(wide) for one in w.unbind()))
+        j = torch.stack([x - (eta * y).to(narrow) for x, y in zip(v, q, strict=True)])
+        total = [x + y - eta * z for x, y, z in zip(f, self.to_factors(j), to_these(self.j_v), strict=True)]
         return _unstacked(total), distances.to(wide).square().sum()
 
 
@@ -154,11 +155,10 @@ def _is_matrix(form: Form) -> bool:
     return type(form.scheme).product is Scheme.product
 
 
-def _in_shape(form: Form, v: Tensor) -> list[Tensor]:
+def _in_shape(form: Form, v: Sequence[Tensor]) -> list[Tensor]:
     """The inner weights in the shape of W."""
-    if form.is_kernel and form.channels_last:
-        return [w.movedim(-1, 1) for w in v.unbind()]
-    return [w.reshape(form.shape) for w in v.unbind()]
+    last = form.is_kernel and form.channels_last
+    return [w.movedim(-1, 1) if last else w.reshape(form.shape) for w in v]
 
 
 def _as_products(form: Form, w: Tensor, v: Tensor) -> Tensor:
@@ -193,8 +193,8 @@ def _telescoped(form: Form, at: Sequence[Tensor], by: Sequence[Tensor], then: Se
     return _inner(form, blocks)
 
 
-def _halves(both: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    return both[: len(both) // 2], both[len(both) // 2 :]
+def _halves(both: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    return list(both[: len(both) // 2]), list(both[len(both) // 2 :])
 
 
 def _unstacked(f: Sequence[Tensor]) -> list[Tensor]:
