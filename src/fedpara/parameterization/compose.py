@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 from torch.nn.functional import pad
 
 Nonlinearity = Callable[[Tensor], Tensor]
@@ -56,7 +57,9 @@ def kernels(parts: Sequence[Sequence[Tensor]], channels_last: bool = False) -> l
     if not channels_last:
         return [_contiguous(x, y, t) for x, y, t in parts]
     if parts[0][0].is_cuda:
-        return _channels_last_batched(parts)
+        x, y, t = (torch.stack(list(same)) for same in zip(*parts, strict=True))
+        # Unbound before their axes move, so that autograd stacks gradients in the order that the products read.
+        return [w.movedim(-1, 1) for w in _channels_last_batched(x, y, t).unbind()]
     return [_channels_last(x, y, t) for x, y, t in parts]
 
 
@@ -74,12 +77,15 @@ def _channels_last(x: Tensor, y: Tensor, t: Tensor) -> Tensor:
     return (x @ z.reshape(r, -1)).reshape(x.shape[0], *t.shape[2:], y.shape[0]).movedim(-1, 1)
 
 
-def _channels_last_batched(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def stacked_kernels(x: Tensor, y: Tensor, t: Tensor, channels_last: bool) -> Tensor:
+    """The kernels of stacked factors as [inner weight, o, i, k...], or [inner weight, o, k..., i] if channels-last."""
+    return _channels_last_batched(x, y, t) if channels_last else vmap(_contiguous)(x, y, t)
+
+
+def _channels_last_batched(x: Tensor, y: Tensor, t: Tensor) -> Tensor:
     """All inner weights of a layer in two batched GEMMs, with the rank padded to a multiple of 8 for tensor cores."""
-    x, y, t = (torch.stack(list(same)) for same in zip(*parts, strict=True))
     k, spare = t.shape[3:], -t.shape[1] % 8
     x, y = pad(x, (0, spare)), pad(y, (0, spare))
     core = pad(t.flatten(3).transpose(2, 3), (0, spare, 0, 0, 0, spare))
-    inner = (x @ core.flatten(2)).reshape(len(parts), -1, core.shape[3]) @ y.mT
-    # Unbound before its axes move, so that autograd stacks the gradients in the order that the products read.
-    return [w.movedim(-1, 1) for w in inner.reshape(len(parts), x.shape[1], *k, y.shape[1]).unbind()]
+    inner = (x @ core.flatten(2)).reshape(len(x), -1, core.shape[3]) @ y.mT
+    return inner.reshape(*x.shape[:2], *k, y.shape[1])

@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value, vjp
 
+from fedpara.parameterization import compose
 from fedpara.parameterization.naming import BASE
 from fedpara.parameterization.schemes import Form, Scheme
 from fedpara.state import State
 
 Norm = Literal["plain", "squared", "network"]
-Tensors = tuple[Tensor, ...]
 T = TypeVar("T")
 
 
@@ -78,11 +78,11 @@ def corrected_backward(
     with autocast():
         for weight, form in forms.items():
             base = state.get(bases[weight], form.base)
-            layers[weight] = _Layer(form, tuple(state[name] for name in names[weight]), base)
+            layers[weight] = _Layer(form, [state[name] for name in names[weight]], base)
             plain[weight] = layers[weight].w
     j_plain, beside = backward(plain)
     gradient = {**j_plain, **{base: j_plain[weight] for weight, base in bases.items()}}
-    found: dict[str, tuple[Tensors, Tensor]] = {}
+    found: dict[str, tuple[list[Tensor], Tensor]] = {}
     with autocast():
         for weight, layer in layers.items():
             gradient |= zip(names[weight], layer.gradient(j_plain[weight]), strict=True)
@@ -98,83 +98,108 @@ def corrected_backward(
 
 
 class _Layer:
-    """One weight, composed in the steps that its gradient and its correction share."""
+    """One weight, composed in the steps that its gradient and its correction share.
 
-    def __init__(self, form: Form, factors: Tensors, base: Tensor | None) -> None:
-        self.form, self.factors = form, factors
-        self.v, self.to_factors = vjp(lambda *f: tuple(form.inner(f)), *factors)  # type: ignore[misc]
-        self.w, self.to_inner = vjp(lambda *v: form.joined(v, base), *self.v)  # type: ignore[misc]
+    Factors, inner weights and their gradients are stacked: [inner weight, ...].
+    """
 
-    def gradient(self, j_w: Tensor) -> Tensors:
+    def __init__(self, form: Form, factors: list[Tensor], base: Tensor | None) -> None:
+        each = 3 if form.is_kernel else 2
+        self.form, self.f = form, tuple(torch.stack(factors[letter::each]) for letter in range(each))
+        self.v, self.to_factors = vjp(lambda *f: _inner(form, f), *self.f)  # type: ignore[misc]
+        self.w, self.to_inner = vjp(lambda *v: form.joined(_in_shape(form, v), base), *self.v.unbind())  # type: ignore[misc]
+
+    def gradient(self, j_w: Tensor) -> list[Tensor]:
         """J_F"""
-        self.j_w, self.j_v = j_w, self.to_inner(j_w)
+        self.j_w, self.j_v = j_w, torch.stack(self.to_inner(j_w))
         self.j_f = self.to_factors(self.j_v)
-        return self.j_f  # type: ignore[no-any-return]
+        return _unstacked(self.j_f)
 
-    def correction(self, eta: float | Tensor) -> tuple[Tensors, Tensor]:
+    def correction(self, eta: float | Tensor) -> tuple[list[Tensor], Tensor]:
         """(the gradient of |D|^2 / 2, |D|^2), after `gradient`"""
-        form, factors = self.form, self.factors
-        narrow = self.v[0].dtype
+        form, narrow = self.form, self.v.dtype
         wide = torch.promote_types(narrow, torch.float32)
-        j_w = self.j_w.to(wide)
+        j_w = _as_products(form, self.j_w, self.v).to(wide)
 
         def distance(*vd: Tensor) -> Tensor:
             v, d = _halves([tensor.to(wide) for tensor in vd])
             moved = [one + change for one, change in zip(v, d, strict=True)]
             return (form.joined(moved) - form.joined(v) + eta * j_w).to(narrow)
 
-        def j_v(*v: Tensor) -> Tensors:
-            return vjp(form.joined, tuple(tensor.to(wide) for tensor in v))[1](j_w)[0]  # type: ignore[no-any-return]
+        def j_v(*v: Tensor) -> tuple[Tensor, ...]:
+            return vjp(lambda *v: form.joined(v), *(tensor.to(wide) for tensor in v))[1](j_w)  # type: ignore[no-any-return]
 
         a = tuple(-eta * j for j in self.j_f)
-        d, to_both = vjp(lambda *fa: _change(form, *_halves(fa)), *factors, *a)  # type: ignore[misc]
-        distances, to_vd = vjp(distance, *self.v, *d)  # type: ignore[misc]
-        v, b = _halves(to_vd(distances))
-        f, u = _halves(to_both(b))
-        w, to_these = vjp(lambda *f: _derivative(form, f, u), *factors)  # type: ignore[misc]
-        q = vjp(j_v, *self.v)[1](tuple(one.to(wide) for one in w))
-        through = self.to_factors(tuple(x - (eta * y).to(narrow) for x, y in zip(v, q, strict=True)))
-        along = to_these(self.j_v)
-        parts = zip(f, through, along, strict=True)
-        return tuple(x + y - eta * z for x, y, z in parts), distances.to(wide).square().sum()
+        d, to_both = vjp(lambda *fa: _change(form, *_halves(fa)), *self.f, *a)  # type: ignore[misc]
+        distances, to_inner = vjp(distance, *self.v.unbind(), *d.unbind())  # type: ignore[misc]
+        v, b = _halves(to_inner(distances))
+        f, u = _halves(to_both(torch.stack(b)))
+        w, to_these = vjp(lambda *f: _derivative(form, f, u), *self.f)  # type: ignore[misc]
+        q = vjp(j_v, *self.v.unbind())[1](tuple(one.to(wide) for one in w.unbind()))
+        j = torch.stack([x - (eta * y).to(narrow) for x, y in zip(v, q, strict=True)])
+        total = [x + y - eta * z for x, y, z in zip(f, self.to_factors(j), to_these(self.j_v), strict=True)]
+        return _unstacked(total), distances.to(wide).square().sum()
 
 
-def _change(form: Form, at: Sequence[Tensor], by: Sequence[Tensor]) -> Tensors:
+def _inner(form: Form, f: Sequence[Tensor]) -> Tensor:
+    """The inner weights, with their axes in the order in which the products write them."""
+    if form.is_kernel:
+        return compose.stacked_kernels(f[0], f[1], f[2], form.channels_last)
+    if _is_matrix(form):
+        return f[0] @ f[1].mT
+    return torch.stack([form.scheme.product(x, y, form.shape) for x, y in zip(*f, strict=True)])
+
+
+def _is_matrix(form: Form) -> bool:
+    """Whether an inner weight is X Y^T."""
+    return type(form.scheme).product is Scheme.product
+
+
+def _in_shape(form: Form, v: Sequence[Tensor]) -> list[Tensor]:
+    """The inner weights in the shape of W."""
+    last = form.is_kernel and form.channels_last
+    return [w.movedim(-1, 1) if last else w.reshape(form.shape) for w in v]
+
+
+def _as_products(form: Form, w: Tensor, v: Tensor) -> Tensor:
+    """A tensor in the shape of W, with its axes in the order of the stacked inner weights v."""
+    return w.movedim(1, -1) if form.is_kernel and form.channels_last else w.reshape(v.shape[1:])
+
+
+def _change(form: Form, at: Sequence[Tensor], by: Sequence[Tensor]) -> Tensor:
     """inner(at + by) - inner(at)"""
     return _telescoped(form, at, by, [one + change for one, change in zip(at, by, strict=True)])
 
 
-def _derivative(form: Form, at: Sequence[Tensor], by: Sequence[Tensor]) -> Tensors:
+def _derivative(form: Form, at: Sequence[Tensor], by: Sequence[Tensor]) -> Tensor:
     """(d inner / dF) by, at F = `at`"""
     return _telescoped(form, at, by, at)
 
 
-def _telescoped(form: Form, at: Sequence[Tensor], by: Sequence[Tensor], then: Sequence[Tensor]) -> Tensors:
+def _telescoped(form: Form, at: Sequence[Tensor], by: Sequence[Tensor], then: Sequence[Tensor]) -> Tensor:
     """The sum of the products with one factor from `by`, the factors before it from `then`, those after it from `at`.
 
         dX Y^T + X' dY^T = [dX X'] [Y dY]^T,   and with the core [T 0; dT T'] for a kernel
 
     This is one product of twice the rank, which writes the large matrix once.
     """
-    each = 3 if form.is_kernel else 2
-    bilinear = not form.is_kernel and type(form.scheme).product is not Scheme.product
-    found: list[Tensor] = []
-    blocks: list[Tensor] = []
-    for i in range(0, len(at), each):
-        (_, y, *t), (dx, dy, *dt), (x, _, *moved) = (factors[i : i + each] for factors in (at, by, then))
-        if bilinear:
-            product = form.scheme.product
-            found.append(product(dx, y, form.shape) + product(x, dy, form.shape))
-            continue
-        blocks += [torch.cat([dx, x], 1), torch.cat([y, dy], 1)]
-        if t:
-            rows = (torch.cat([t[0], torch.zeros_like(t[0])], 1), torch.cat([dt[0], moved[0]], 1))
-            blocks.append(torch.cat(rows))
-    return tuple(found or form.inner(blocks))
+    (_, y, *t), (dx, dy, *dt), (x, _, *moved) = at, by, then
+    if not form.is_kernel and not _is_matrix(form):
+        return _inner(form, (dx, y)) + _inner(form, (x, dy))
+    blocks = [torch.cat([dx, x], 2), torch.cat([y, dy], 2)]
+    for old, change, new in zip(t, dt, moved, strict=True):
+        rows = torch.cat([old, torch.zeros_like(old)], 2), torch.cat([change, new], 2)
+        blocks.append(torch.cat(rows, 1))
+    return _inner(form, blocks)
 
 
-def _halves(both: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    return both[: len(both) // 2], both[len(both) // 2 :]
+def _halves(both: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    return list(both[: len(both) // 2]), list(both[len(both) // 2 :])
+
+
+def _unstacked(f: Sequence[Tensor]) -> list[Tensor]:
+    """The factors in the order of `form.factors`."""
+    return [factor for inner in zip(*(one.unbind() for one in f), strict=True) for factor in inner]
 
 
 def _inverse_root(squared: Tensor) -> Tensor:
