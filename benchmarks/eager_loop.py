@@ -1,7 +1,8 @@
-"""Client updates per second on one GPU: a plain eager loop, the sequential engine and the batched engine.
+"""Client updates per second: a plain eager loop, the sequential engine and the batched engine.
 
-    python benchmarks/eager_loop.py --out rows.jsonl        every row, about ten minutes on an H200
+    python benchmarks/eager_loop.py --out rows.jsonl        on a GPU, every row: about five minutes on an H200
     python benchmarks/eager_loop.py --only 'resnet.*uneven' the rows whose names match
+    python benchmarks/eager_loop.py --device cpu            float32 on the CPU, smaller clients, what `auto` chooses
     python benchmarks/eager_loop.py --tiny                  on the CPU, tiny models: only that it runs
 
 A row is case/way/precision. All ways train the same model with the same optimizer and batch size on clients of the same
@@ -9,6 +10,7 @@ sizes; 16 clients per round, one epoch each. The ways:
     eager        PyTorch as one writes it: torch.optim, one client after another, data and averaging on the GPU
     sequential   `fp.simulate(engine="sequential")`
     batched      `fp.simulate(engine="batched")`, at its default precision
+    auto         `fp.simulate()`: the engine that the library chooses (on the CPU)
 The engines' rounds include the server: messages, checks, aggregation. `ratio` compares with the eager loop at the same
 precision. Attention is written as matrix products, in every way.
 """
@@ -174,8 +176,18 @@ TINY = {
 }
 
 
+ON_CPU = {
+    "mlp": Case(lambda: models.build("mlp", classes=10, shape=(3, 32, 32)), 128, 32),
+    "cnn": Case(lambda: models.build("cnn", classes=10, shape=(3, 32, 32)), 128, 32),
+    "vgg16": Case(lambda: models.vgg16(10), 32, 32),
+    "resnet18": Case(lambda: models.resnet18(10), 32, 32),
+}
+
+
 def names(cases: dict[str, Case]) -> list[str]:
     """case/way/precision; the eager loop first, because the others are compared with it."""
+    if cases is ON_CPU:
+        return [f"{case}/{way}/float32" for case in cases for way in ("eager", "auto")]
     ways = [
         "eager/float32",
         "eager/bfloat16",
@@ -272,8 +284,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append the rows to this file")
     parser.add_argument("--seconds", type=float, default=8.0, help="per row, after the warm-up")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     given = parser.parse_args()
-    cases, device = (TINY, "cpu") if given.tiny else (CASES, "cuda")
+    cases, device = (CASES, "cuda") if given.device == "cuda" else (ON_CPU, "cpu")
+    if given.tiny:
+        cases, device = TINY, "cpu"
     seconds = 0.0 if given.tiny else given.seconds
     speed: dict[str, float] = {}
     for name in names(cases):
