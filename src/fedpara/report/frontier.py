@@ -54,9 +54,10 @@ gradients.
 Sizes follow FedMUD's code: all trained parameters, with the dense ones, are at most the ratio plus 0.001 of FedAvg's.
 The first and the last layer stay dense. Four things differ from FedMUD:
 
-- Its network has ten 3 × 3 convolutions of 32 to 512 channels with BatchNorm, and one linear layer. The nearest one here
-  is `vgg16-half`, a VGG16 of half the width with GroupNorm.
-- Every method has the same trials of its learning rate, by validation. FedMUD also tunes the size of the random factors.
+- Its network has ten 3 × 3 convolutions of 32 to 512 channels with BatchNorm, and one linear layer. The nearest one
+  here is `vgg16-half`, a VGG16 of half the width with GroupNorm.
+- Every method has the same trials of its learning rate, by validation. FedMUD also tunes the size of the random
+  factors.
 - The score is that of the last round, not the best one on the test set.
 - Clients that missed folds receive them. These bytes count: with a fold after every round, they are most of what is
   sent down.
