@@ -39,8 +39,8 @@ ABOUT_FEDMUD = """\
 
 [FedMUD](https://arxiv.org/abs/2505.23176) (ICML 2025) compares methods that train a small share of the parameters:
 CIFAR-10, 100 clients, 10 per round, labels by Dirichlet 0.3, 3 epochs, batch 64, 200 rounds, plain SGD with a constant
-rate, 1/32 of the parameters. `fedpara reproduce fedmud` runs it. `--scale digits` is a
-miniature that also clips gradients.
+rate, 1/32 of the parameters. `fedpara reproduce fedmud` runs it. `--scale digits` is a miniature that also clips
+gradients.
 
 | method | |
 | --- | --- |
@@ -52,12 +52,17 @@ miniature that also clips gradients.
 | `mud+bkd+aad` | the same with sums that average exactly |
 
 Sizes follow FedMUD's code: all trained parameters, with the dense ones, are at most the ratio plus 0.001 of FedAvg's.
-The first and the last layer stay dense. Four things differ from FedMUD. Its network has ten 3 × 3
-convolutions of 32 to 512 channels with BatchNorm and one linear layer; the nearest one here is `vgg16-half`, a VGG16
-of half the width with GroupNorm. Here every method has the same trials of its learning rate, by validation; FedMUD also
-tunes the size of the random factors. Here the score is that of the last round and not the best on the test set. And
-clients that missed folds receive them: these bytes count, and with a fold in every round they are most of what is sent
-down. "Times fewer" compares with `fedavg`."""
+The first and the last layer stay dense. Four things differ from FedMUD:
+
+- Its network has ten 3 × 3 convolutions of 32 to 512 channels with BatchNorm, and one linear layer. The nearest one
+  here is `vgg16-half`, a VGG16 of half the width with GroupNorm.
+- Every method has the same trials of its learning rate, by validation. FedMUD also tunes the size of the random
+  factors.
+- The score is that of the last round, not the best one on the test set.
+- Clients that missed folds receive them. These bytes count: with a fold after every round, they are most of what is
+  sent down.
+
+"Times fewer" compares with `fedavg`."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class Section:
 
     @property
     def title(self) -> str:
-        what = f"{data_of(self.scale.base)}, {self.scale.base.model}"
+        what = f"{data_of(self.scale.base)}, {self.scale.base.model.rpartition(':')[2]}"
         protocol = "FedMUD's protocol, " * (self.scale.ratio is not None)
         return f"{protocol}{what}, {self.stage}, {self.rounds} rounds"
 
