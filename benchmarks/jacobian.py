@@ -1,6 +1,6 @@
 """What the Jacobian correction costs and how exact it is, against its definition differentiated twice.
 
-    python benchmarks/jacobian.py            both tables, on the CPU; about 5 minutes
+    python benchmarks/jacobian.py            all tables, on the CPU; about 10 minutes
     python benchmarks/jacobian.py --smoke    smaller networks, one turn: only that it runs
 
 `gpu.py --only 'fedpara.*compiled/bfloat16/16'` has the corrected step of stacked clients on a GPU.
@@ -15,14 +15,22 @@ import argparse
 import platform
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._inductor import config, standalone_compile
+from torch._inductor.exc import InductorError
+from torch._inductor.graph import GraphLowering
 from torch.func import functional_call, grad, grad_and_value, vjp
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -31,7 +39,7 @@ from fedpara import models
 from fedpara.algorithms import Local
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import make_program
-from fedpara.parameterization import Form, compose_state, corrected_backward, forms
+from fedpara.parameterization import Form, compose_state, corrected_backward, forms, write
 from fedpara.state import State
 
 GAMMA = 0.1
@@ -153,8 +161,8 @@ def step_table(smoke: bool) -> None:
     if not smoke:
         cases["MLP 784-1024-1024-10, batch 32"] = mlp(784, 1024, 1024, 10), (32, 1, 28, 28), 15
         resnet = convolutional(models.resnet18(10, norm="batch", shrink=4))
-        cases["ResNet18 with BatchNorm, a quarter as wide, batch 16"] = resnet, (16, 3, 32, 32), 5
-        cases["VGG16, batch 8"] = convolutional(models.vgg16(10)), (8, 3, 32, 32), 5
+        cases["ResNet18 with BatchNorm, a quarter as wide, batch 16"] = resnet, (16, 3, 32, 32), 3
+        cases["VGG16, batch 8"] = convolutional(models.vgg16(10)), (8, 3, 32, 32), 3
     print("\nOne gradient, float32, one thread: ms of CPU time (against plain), GFLOP (against plain)\n")
     print("| | plain | by the definition | corrected |\n|---|---|---|---|")
     for name, (model, shape, turns) in cases.items():
@@ -200,6 +208,76 @@ def ways(worker: Worker, x: Tensor, y: Tensor) -> dict[str, Callable[[], object]
     }
 
 
+class Counted(Exception):
+    """The bytes are known, and no code needs to be compiled."""
+
+
+def traffic() -> None:
+    """What torch's compiler makes of composing one kernel and going back: bytes and operations, without the network.
+
+    Counted after fusion for a CPU, where the compiler fuses less than for a GPU.
+    """
+    contiguous = write(fp.FedPara(gamma=GAMMA), (256, 256, 3, 3))
+    form = replace(contiguous, channels_last=True)
+    state = {f"w.{factor}": torch.randn(sides) for factor, sides in form.factors.items()}
+    j_w = torch.randn(form.shape).bfloat16()
+    number = torch.Size(form.shape).numel()
+    print(
+        "\nOne kernel, 256 x 256 x 3 x 3, bfloat16: bytes in reads or writes of W, and products of rank r\n"
+    )
+    print("| | reads and writes | products |\n|---|---|---|")
+    ways: dict[str, Callable[[Backward, State], State]] = {
+        "plain": lambda b, s: corrected(b, s, {"w": form}, 0.1, 0.0, narrow=True),
+        "by the definition, in float32": lambda b, s: by_definition(b, s, {"w": contiguous}, 0.1, 1.0),
+        "corrected": lambda b, s: corrected(b, s, {"w": form}, 0.1, 1.0, narrow=True),
+    }
+    for name, way in ways.items():
+        last = torch.contiguous_format if name.startswith("by") else torch.channels_last
+        j_w = j_w.contiguous(memory_format=last)
+        graph = make_fx(_composed_and_back(way), tracing_mode="fake", _allow_non_fake_inputs=True)(state, j_w)
+        graph.graph.eliminate_dead_code()
+        work = sum(
+            2 * node.meta["val"].numel() * node.args[0].meta["val"].shape[-1]
+            for node in graph.graph.nodes
+            if node.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+        )
+        moved = bytes_of(graph, [*state.values(), j_w])
+        print(f"| {name} | {moved / (2 * number):.1f} | {work / (2 * number * form.rank):.1f} |", flush=True)
+
+
+def _composed_and_back(way: Callable[[Backward, State], State]) -> Callable[[State, Tensor], object]:
+    """A function of the factors and J_W: the gradient, and W in bfloat16."""
+
+    def whole(state: State, j_w: Tensor) -> tuple[State, Tensor]:
+        used: list[Tensor] = []
+
+        def backward(plain: State) -> tuple[State, None]:
+            used.append(plain["w"].bfloat16())
+            return {"w": j_w.to(plain["w"].dtype)}, None
+
+        return way(backward, state), used[0]
+
+    return whole
+
+
+def bytes_of(graph: GraphModule, inputs: list[Any]) -> int:
+    """Bytes that the compiled program reads and writes."""
+    found: list[int] = []
+
+    def count(self: GraphLowering) -> None:
+        self._update_scheduler()
+        found.append(self.count_bytes()[0])
+        raise Counted
+
+    with (
+        patch.object(GraphLowering, "codegen", count),
+        config.patch(force_disable_caches=True),
+        suppress(InductorError),
+    ):
+        standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs")
+    return found[0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -208,8 +286,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{platform.machine()}; Python {platform.python_version()}, torch {torch.__version__}")
-    step_table(args.smoke)
+    traffic()
     exactness()
+    step_table(args.smoke)
 
 
 if __name__ == "__main__":
