@@ -9,7 +9,7 @@ makes a weight worse.
 d comes from a few iterations of conjugate gradients for least squares (CGLS; Hestenes and Stiefel, 1952). They need
 only the products J v and J^T u. Autograd computes both, so every scheme works.
 
-Each factor is scaled to a root mean square of 1 before the iterations, which halves their number. Also, the scales of
+Each factor is scaled to a root mean square of 1 before the iterations: fewer are needed. Also, the scales of
 the factors that one has, (c X, Y / c), do not change the weight that is found.
 
 Exact iterations have orthogonal gradients s = J^T (r - J d). Rounding ends that after some iterations, and from then on
