@@ -108,16 +108,13 @@ def ready(name: str, device: str) -> Callable[[], None]:
 def _eager(session: Session, held: fp.FederatedData, precision: str, device: str) -> Callable[[], None]:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "float32"
     torch.backends.cudnn.benchmark = True
-    worker, local = (
-        Worker(session.program, Task(session.program.model), torch.device(device)),
-        session.algorithm.local,
-    )
+    task, local = Task(session.program.model), session.algorithm.local
+    worker = Worker(session.program, task, torch.device(device), precision)  # type: ignore[arg-type]
     images = data.normalise(held.train.inputs[:BATCH], held.train.mean, held.train.std).to(device)
     labels = held.train.targets[:BATCH].to(device)
 
     def step() -> None:
-        with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16", cache_enabled=False):
-            gradient, _ = worker.gradient(images, labels, local, 1e-3)
+        gradient, _ = worker.gradient(images, labels, local, 1e-3)
         worker._step(sgd(), gradient, {}, 1e-3)
 
     return step
