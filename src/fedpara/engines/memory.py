@@ -126,6 +126,11 @@ class CohortMemories:
             self._read = dict(zip(clients, self.of(clients), strict=True))
         self._empty = None if size else first()
 
+    @property
+    def are_empty(self) -> bool:
+        """Whether clients keep nothing."""
+        return self._empty is not None
+
     def of(self, clients: Sequence[int]) -> list[Variables]:
         """One memory per client; a client without one gets the initial memory."""
         missing = [client for client in clients if client not in self._read]

@@ -69,7 +69,7 @@ class LanePass:
 
     def owned(self, memories: CohortMemories, clients: Sequence[int], lane_state: LaneState) -> Owned:
         """What these clients bring into their lanes, stacked."""
-        if not self.session.stateful:
+        if memories.are_empty:
             return {}, {}
         parts, device = [memory_of(m, self.training) for m in memories.of(clients)], lane_state.losses.device
         stacked = {name: stack_on([part[name] for part in parts], device) for name in parts[0]}
