@@ -5,12 +5,10 @@ Run as a script, this file is one rank: it writes its results into the given fol
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from two_ranks import ENVIRONMENT, ended, ranks
 
 import fedpara as fp
 from fedpara import algorithms, data, models
@@ -29,7 +28,6 @@ from fedpara.experiments.config_file import to_toml
 from fedpara.experiments.storage.tensor_files import read_tensors
 
 BIN = Path(sys.executable).parent
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 CLIENTS = 7
 
 CASES = {
@@ -162,32 +160,6 @@ def commands():
     cli.app(["run", "--config", "tiny.toml", "--json"], standalone_mode=False)
     sys.argv = ["fedpara", "run", "--out", "runs"]
     cli.main()
-
-
-@contextmanager
-def ranks(*words, cwd):
-    """Two processes that find each other like torchrun's. If one dies, nothing stops the other."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {**ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": cwd}
-    started = [
-        subprocess.Popen([sys.executable, *words], env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, **pipes)
-        for r in range(2)
-    ]
-    try:
-        yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
-
-
-def ended(processes):
-    """(exit code, stdout, stderr) of each."""
-    texts = [process.communicate(timeout=120) for process in processes]
-    return [(process.returncode, *text) for process, text in zip(processes, texts, strict=True)]
 
 
 def await_rounds(folder, count, processes):
@@ -353,71 +325,6 @@ def test_gpus_exchange_bytes_with_nccl(tmp_path):
         assert all_gather(content, 1, torch.device("cuda", 0)) == [content]
     finally:
         dist.destroy_process_group()
-
-
-ONE_GPU = """
-import sys, torch
-import torch.distributed as dist
-torch.cuda.is_available, torch.cuda.device_count, torch.cuda.set_device = (lambda: True), (lambda: 1), (lambda n: None)
-start = dist.init_process_group
-dist.init_process_group = lambda backend, **options: start("gloo", **options)
-from fedpara.apps import cli
-sys.argv = ["fedpara", "run", "--out", "run"]
-cli.main()
-"""
-
-
-def test_more_ranks_than_gpus_are_rejected_on_all_ranks(tmp_path):
-    """The rank that has a GPU also fails: it must not wait for the other one."""
-    with ranks("-c", ONE_GPU, cwd=tmp_path) as processes:
-        first, second = ended(processes)
-    assert first[0] == second[0] == 2, (first, second)
-    assert first[2].startswith("fedpara: rank 1 has no GPU: its machine has 1.")
-    assert not (tmp_path / "run").exists()
-
-
-ALONE = """
-import os, sys
-from datetime import timedelta
-from torch.distributed.rendezvous import rendezvous
-from fedpara.apps import cli
-from fedpara.engines.distributed import process_group
-wait, dies, when = timedelta(seconds=2), int(sys.argv[1]), sys.argv[2]
-if int(os.environ["RANK"]) == dies:
-    store = next(iter(rendezvous("env://", timeout=wait))) if when == "late" else None
-    os._exit(7)
-process_group.JOIN_TIMEOUT = wait
-sys.argv = ["fedpara", "run", "--out", "run"]
-cli.main()
-"""
-
-
-@pytest.mark.parametrize(("dies", "when"), [(1, "late"), (0, "early")])
-def test_a_rank_whose_peer_died_before_they_met_ends_in_a_bounded_time(dies, when, tmp_path):
-    """Early: before it has reached the other rank; late: before the two have a connection to exchange messages."""
-    with ranks("-c", ALONE, str(dies), when, cwd=tmp_path) as processes:
-        found = ended(processes)
-    assert found[dies][0] == 7
-    code, _, output = found[1 - dies]
-    assert code == 1, output
-    assert f"fedpara: rank {1 - dies} could not reach all 2 ranks within 2 s" in output.splitlines()[-1]
-    assert "Traceback" not in output
-    assert not (tmp_path / "run").exists()
-
-
-def test_connected_ranks_wait_longer_than_ranks_that_join(tmp_path):
-    """A rank that trains for longer than the joining may take is not given up."""
-    script = """
-import os, time
-from datetime import timedelta
-from fedpara.engines.distributed import process_group
-process_group.JOIN_TIMEOUT = timedelta(seconds=2)
-group = process_group.join()
-time.sleep(4 * group.rank)
-group.gather("the test")
-"""
-    with ranks("-c", script, cwd=tmp_path) as processes:
-        assert [code for code, *_ in ended(processes)] == [0, 0]
 
 
 if __name__ == "__main__":

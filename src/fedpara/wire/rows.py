@@ -27,9 +27,10 @@ class Rows:
     """Several messages of the same names, types and shapes, which `spec` gives."""
 
     spec: Spec
-    blocks: (
-        State  # [message, numbers] by type, such as "torch.float32": its tensors side by side, by their names
-    )
+    blocks: State
+    """[message, numbers] by type, such as "torch.float32": the tensors of that type side by side, by their names"""
+    checked: bool = False
+    """whether all numbers are known to be finite"""
 
     @classmethod
     def of(cls, stacked: Mapping[str, Tensor], spec: Spec) -> "Rows":
@@ -55,7 +56,7 @@ class Rows:
     def finite(self) -> Sequence[bool]:
         """Whether each message is without NaN and infinity. Waits for the device once, unless a number is huge."""
         floats = [whole for whole in self.blocks.values() if whole.is_floating_point() and whole.numel()]
-        if not floats:
+        if self.checked or not floats:
             return [True] * len(next(iter(self.blocks.values())))
         squares = torch.stack(
             [torch.stack([torch.dot(row, row) for row in whole]).double() for whole in floats]

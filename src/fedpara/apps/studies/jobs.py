@@ -113,9 +113,8 @@ def _play(
 
 def _interrupt(processes: list[subprocess.Popen[bytes]]) -> None:
     """Ctrl-C for each process. Those that do not end are killed with the block of `Processes`."""
-    ignored = (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    )  # by a shell that started the command with `&`
+    # A shell that starts a command with `&` lets it and its children ignore Ctrl-C.
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     for process in processes:
         process.send_signal(signal.SIGTERM if ignored else signal.SIGINT)
     limit = time.monotonic() + PATIENCE

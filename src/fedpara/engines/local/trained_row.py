@@ -47,12 +47,12 @@ class TrainedRow(Trained):
 
 def as_row(session: Session, trained: Trained) -> Trained:
     """The trained client as a row, if it stays on a GPU and is sent as it is."""
-    spec = {name: (tensor.dtype, tensor.shape) for name, tensor in trained.state.items()}
-    if not trained.blocks or not session.sends_trained or spec != session.up:
+    if not trained.blocks or not session.sends_trained:
         return trained
-    rows = Rows(session.up, {kind: block[None] for kind, block in trained.blocks.items()})
-    if trained.finite:
-        vars(rows).update(finite=[True])  # checked with the loss
+    if session.up != {name: (tensor.dtype, tensor.shape) for name, tensor in trained.state.items()}:
+        return trained
+    blocks = {kind: block[None] for kind, block in trained.blocks.items()}
+    rows = Rows(session.up, blocks, checked=bool(trained.finite))
     return TrainedRow(session, rows, 0, trained.loss, trained.steps)
 
 

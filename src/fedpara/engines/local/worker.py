@@ -49,9 +49,7 @@ class Trained:
     steps: int
     finite: bool | None = None  # set if the engine has checked it
     slots: Slots = field(default_factory=dict)  # the optimizer's, after the last step
-    blocks: State = field(
-        default_factory=dict
-    )  # if it stays on a GPU: all tensors of each type, side by side
+    blocks: State = field(default_factory=dict)  # on a GPU, if it stays: the tensors of each type as one
 
     @property
     def state(self) -> State:
@@ -247,12 +245,16 @@ class Worker:
             return self._jacobian_gradient(inputs, targets, local, eta)
         with self._autocast():
             output = self.output(inputs)
+        return self._backward(output, targets, self.parameters)
+
+    def _backward(self, output: Tree, targets: Tree, leaves: State) -> tuple[State, Tensor]:
+        """(the gradient of the loss with respect to the leaves, the loss)"""
         loss = mean_loss(self.task.objective(widened(output), targets))
         gradients = torch.autograd.grad(
-            loss, list(self.parameters.values()), allow_unused=True, materialize_grads=True
+            loss, list(leaves.values()), allow_unused=True, materialize_grads=True
         )
         dense = (g.to_dense() if g.is_sparse else g for g in gradients)  # an embedding's may be sparse
-        return dict(zip(self.parameters, dense, strict=True)), loss.detach()
+        return dict(zip(leaves, dense, strict=True)), loss.detach()
 
     def _jacobian_gradient(
         self, inputs: Tree, targets: Tree, local: Local, eta: Rate
@@ -265,13 +267,8 @@ class Worker:
             given = {name: plain[name].detach().requires_grad_() for name in forms}
             with parameterization.composed_once(self.model, given), self._autocast():
                 output = self.output(inputs)
-            loss = mean_loss(self.task.objective(widened(output), targets))
             leaves = {name: given[name] if name in given else self.parameters[name] for name in plain}
-            gradients = torch.autograd.grad(
-                loss, list(leaves.values()), allow_unused=True, materialize_grads=True
-            )
-            dense = (g.to_dense() if g.is_sparse else g for g in gradients)
-            return dict(zip(leaves, dense, strict=True)), loss.detach()
+            return self._backward(output, targets, leaves)
 
         return parameterization.corrected_backward(
             backward,
