@@ -93,6 +93,8 @@ def longer(name):
         ("topk(0.5)", put("__positions__", 0, 255), "the bitmap of positions"),
         ("topk(0.05)", put("__low__", slice(0, 10), 255), "not ascending, or beyond"),
         ("topk(0.05)", put("__values__", 0, float("nan")), "a value is infinite"),
+        ("stc(0.05)", put("__positions__", 0, 255), "the bitmap of positions"),
+        ("stc(0.05)", put("__scales__", 0, float("nan")), "a scale is"),
         ("powersgd", put("__p__", 0, float("nan")), "a factor is infinite"),
         ("powersgd", put("__q__", -1, float("inf")), "a factor is infinite"),
     ],
@@ -118,7 +120,7 @@ def test_the_codecs_names_cannot_be_sent():
         make_message({"__codes__": torch.zeros(3)}, HEADER, "int4", torch.Generator())
 
 
-@pytest.mark.parametrize("link", ["int4", "ternary", "sign", "topk(0.05)", "eden", "powersgd"])
+@pytest.mark.parametrize("link", ["int4", "ternary", "sign", "topk(0.05)", "stc(0.05)", "eden", "powersgd"])
 def test_mutated_messages_are_refused_or_finite(link):
     """With a correct digest: whoever can write a message can write its digest."""
     good = bytes(make_message(STATE, HEADER, link, torch.Generator().manual_seed(0)))[:-DIGEST]

@@ -12,7 +12,7 @@ from fedpara.wire.encoders.eden import hadamard, random_signs
 
 HEADER = Header(round=3, method="fedavg", scheme="fedpara", sender="client:17", examples=500)
 LINKS = (
-    *("int4", "int2", "ternary", "sign", "topk(0.01)", "topk(0.4)"),
+    *("int4", "int2", "ternary", "sign", "topk(0.01)", "topk(0.4)", "stc(0.01)"),
     *("eden", "eden(bits=2)", "eden(bits=4, unbiased=False)", "powersgd(rank=2)"),
 )
 each_link = pytest.mark.parametrize("link", LINKS)
@@ -45,6 +45,7 @@ def data_bytes(parts):
         ("sign", 125 + 2 * 4),
         ("topk(0.01)", 2 * 10 + 8 + 4),  # 10 values; 10 times 6 low bits; a bitmap of 10 + 16 - 1
         ("topk(0.4)", 2 * 400 + 125),  # the plain bitmap is smaller
+        ("stc(0.01)", 2 + 2 + 8 + 4),  # 10 signs, one scale, positions as above
         ("eden", 128 + 4 + 4),  # one block of 1,024 with its scale, and the seed
         ("eden(block=256)", 125 + 4 * 4 + 4 + 3),  # 768 + a block of 256, 24 bits more than 1,000
         ("eden(bits=2)", 256 + 4 + 4),
@@ -128,6 +129,13 @@ def test_positions_by_hand():
     assert parts["low"].tolist() == [0x8B, 0x0E]
     assert parts["values"].tolist() == [4.0, -3.0, 2.0, -1.0]
     assert torch.equal(through("topk(0.1)", x), x)
+    ternary = encoder("stc(0.1)").encode([x], seeded(0))
+    assert {name: ternary[name].tolist() for name in ("positions", "low")} == {
+        name: parts[name].tolist() for name in ("positions", "low")
+    }
+    assert ternary["signs"].tolist() == [0b0101]
+    assert ternary["scales"].tolist() == [2.5]
+    assert torch.equal(through("stc(0.1)", x), 2.5 * x.sign())
 
 
 @pytest.mark.parametrize("fraction", [0.003, 0.01, 0.1, 0.3, 0.6, 0.97])
@@ -138,6 +146,16 @@ def test_topk_keeps_the_largest(fraction):
     largest = x.abs().flatten().sort(descending=True).values[k - 1]
     torch.testing.assert_close(back, torch.where(x.abs() >= largest, x, 0.0), rtol=2**-8, atol=0)
     assert int((back != 0).sum()) == k
+
+
+def test_stc_has_a_scale_per_tensor():
+    one, tensors = (
+        encoder("stc(0.25)"),
+        [torch.tensor([1.0, -8.0, 2.0, 0.5]), torch.tensor([0.1, 0.2, -0.4, 0.3] * 2)],
+    )
+    back = one.decode(one.encode(tensors, seeded(0)), [t.shape for t in tensors])
+    assert back[0].tolist() == [0.0, -8.0, 0.0, 0.0]
+    torch.testing.assert_close(back[1], torch.tensor([0.0, 0.0, -0.4, 0.0] * 2), rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("link", ["int4(block=64)", "int2(block=64)", "ternary(block=64)"])
@@ -242,7 +260,7 @@ def test_a_generator_is_needed_and_decides_everything(link):
         make_message(state, HEADER, link)
     first, second, third = (bytes(make_message(state, HEADER, link, seeded(s))) for s in (1, 1, 2))
     assert first == second
-    assert (first == third) == link.startswith(("sign", "topk"))
+    assert (first == third) == link.startswith(("sign", "topk", "stc"))
 
 
 @pytest.mark.parametrize(

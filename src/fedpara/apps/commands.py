@@ -193,8 +193,8 @@ def run(
     link_up: Annotated[
         str | None,
         typer.Option(
-            help="Encoding of uploads: float32, float16, bfloat16, int8, int4, int2, ternary, sign, topk(0.01), eden, "
-            "powersgd; with error feedback: topk(0.01, feedback=True)."
+            help="Encoding of uploads: float32, float16, bfloat16, int8, int4, int2, ternary, sign, topk(0.01), "
+            "stc(0.01), eden, powersgd; with error feedback: topk(0.01, feedback=True)."
         ),
     ] = None,
     link_down: Annotated[

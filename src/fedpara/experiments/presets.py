@@ -7,7 +7,7 @@ from fedpara.errors import ConfigError, among
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.studies.frontier.combinations import SCALES
 
-LEAN = ("digits", "fedpara0 eden/sign", 0.4)
+LEAN = ("digits", "fedpara0 eden/stc5", 0.2)
 """The preset `lean`: a scale of the frontier, the combination that its validation chose, and the learning rate."""
 
 
@@ -82,7 +82,9 @@ PRESETS = {
     "personal-mnist": Preset(
         "MNIST, ten clients of two classes: pFedPara, FedPer, FedAvg and Local", _personal_mnist()
     ),
-    "lean": Preset("few bytes: FedPara, one bit per number up, signs of differences down", _lean()),
+    "lean": Preset(
+        "few bytes: FedPara, one bit per number up, signs of the largest differences down", _lean()
+    ),
 }
 
 

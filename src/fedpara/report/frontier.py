@@ -25,7 +25,7 @@ HEADINGS = ("combination", "accuracy [%]", "seeds", "rate", "up", "down", "to th
 
 ABOUT = """\
 A combination is a network, the link up / the link down, and options. `fedpara0.1 eden/int8` is FedPara with γ 0.1, EDEN
-with one bit up and int8 down. `topk5` sends the largest 5%, and `+` is error feedback.
+with one bit up and int8 down. `topk5` sends the largest 5%, `stc5` their signs, and `+` is error feedback.
 [Send fewer bytes](guides/compression.md) describes the links. The learning rate of every combination is chosen by
 validation. `fedpara reproduce frontier` runs all of this.
 

@@ -3,7 +3,7 @@
     float32, float16, bfloat16, int8    each tensor in this type (`encoders/rounding.py`)
     int4, int2, ternary                 stochastic rounding to 15, 4 or 3 levels, one scale per block
     sign                                the sign, and one scale per block
-    topk(0.01)                          the largest 1% and their positions
+    topk(0.01), stc(0.01)               the largest 1%, or their signs, and their positions
     eden                                a random rotation, then 1, 2 or 4 bits
     powersgd(rank=2)                    two factors of a matrix of this rank
 

@@ -158,7 +158,19 @@ def test_a_message_on_the_gpu_has_the_same_bytes():
 
 
 @pytest.mark.parametrize(
-    "link", ["float16", "bfloat16", "int8", "int4", "int2", "ternary", "topk(0.05)", "sign", "eden(bits=2)"]
+    "link",
+    [
+        "float16",
+        "bfloat16",
+        "int8",
+        "int4",
+        "int2",
+        "ternary",
+        "topk(0.05)",
+        "stc(0.05)",
+        "sign",
+        "eden(bits=2)",
+    ],
 )
 def test_a_lossy_message_is_the_same_on_the_gpu(link):
     """Equal bytes where an encoder adds nothing up; otherwise the same layout, and values within rounding."""

@@ -22,7 +22,18 @@ from fedpara.wire.encoders.draws import uniform
 
 CLIENTS = 4
 LINKS = (
-    *("float32", "float16", "int8", "int4", "ternary", "sign", "topk(0.1)", "eden(bits=2)", "powersgd"),
+    *(
+        "float32",
+        "float16",
+        "int8",
+        "int4",
+        "ternary",
+        "sign",
+        "topk(0.1)",
+        "stc(0.1)",
+        "eden(bits=2)",
+        "powersgd",
+    ),
     *("int8(feedback=True)", "int4(feedback=True)"),
 )
 

@@ -13,7 +13,7 @@ from fedpara.experiments.storage.checkpoint import final_checkpoint
 
 LINKS = (
     *("int8(feedback=True)", "int4", "int2(feedback=True)", "ternary", "sign(feedback=True)"),
-    *("topk(0.05, feedback=True)", "eden", "powersgd(rank=1, feedback=True)"),
+    *("topk(0.05, feedback=True)", "stc(0.05, feedback=True)", "eden", "powersgd(rank=1, feedback=True)"),
 )
 SCHEMES = ("original", "lowrank", "fedpara", "pfedpara")
 ALGORITHMS = tuple(algorithms.names())

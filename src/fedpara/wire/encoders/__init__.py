@@ -12,6 +12,7 @@ from fedpara.wire.encoders.levels import Levels
 from fedpara.wire.encoders.powersgd import PowerSGD
 from fedpara.wire.encoders.rounding import PRECISIONS
 from fedpara.wire.encoders.sign import Sign
+from fedpara.wire.encoders.stc import SparseTernary
 from fedpara.wire.encoders.topk import TopK
 
 __all__ = ["ENCODINGS", "PRECISIONS", "SMALL", "Encoder", "Encoding", "codes"]
@@ -86,9 +87,11 @@ def sign(block: int = 256, feedback: bool = False) -> Encoding:
 
 
 def topk(fraction: float, feedback: bool = False) -> Encoding:
-    if type(fraction) not in (int, float) or not 0 < fraction < 1:
-        raise ConfigError(f"fraction is {fraction!r}: expected a number above 0 and below 1, such as 0.01.")
-    return _coded(TopK(float(fraction)), feedback)
+    return _coded(TopK(_fraction(fraction)), feedback)
+
+
+def stc(fraction: float, feedback: bool = False) -> Encoding:
+    return _coded(SparseTernary(_fraction(fraction)), feedback)
 
 
 def eden(bits: int = 1, block: int = 1024, unbiased: bool = True, feedback: bool = False) -> Encoding:
@@ -107,12 +110,18 @@ def powersgd(rank: int = 2, feedback: bool = False) -> Encoding:
 
 ENCODINGS: dict[str, Callable[..., Encoding]] = {
     made.__name__: made
-    for made in (float32, float16, bfloat16, int8, int4, int2, ternary, sign, topk, eden, powersgd)
+    for made in (float32, float16, bfloat16, int8, int4, int2, ternary, sign, topk, stc, eden, powersgd)
 }
 
 
 def _coded(encoder: Encoder, feedback: bool) -> Encoding:
     return Encoding(encoder.text, encoder, feedback)
+
+
+def _fraction(fraction: float) -> float:
+    if type(fraction) not in (int, float) or not 0 < fraction < 1:
+        raise ConfigError(f"fraction is {fraction!r}: expected a number above 0 and below 1, such as 0.01.")
+    return float(fraction)
 
 
 def _block(block: int) -> int:

@@ -29,8 +29,10 @@ LINKS = {
     "eden+": "eden(unbiased=False, feedback=True)",
     **{f"topk{percent}": f"topk({percent / 100})" for percent in (1, 2, 3, 5)},
     **{f"topk{percent}+": f"topk({percent / 100}, feedback=True)" for percent in (1, 2, 3, 5)},
+    **{f"stc{percent}": f"stc({percent / 100})" for percent in (1, 3, 5, 10)},
+    **{f"stc{percent}+": f"stc({percent / 100}, feedback=True)" for percent in (1, 3, 5, 10)},
 }
-"""Links by their words in a combination; topk5 sends the largest 5%."""
+"""Links by their words in a combination; topk5 sends the largest 5%, stc5 their signs."""
 
 OPTIONS: dict[str, Values] = {
     "rotate": {"rotate": True, "weight_decay": 0.0},
@@ -121,6 +123,13 @@ _DIGITS = Scale(
         *("fedpara0 eden/sign", "fedpara0 eden/topk5", "fedpara0 topk5+/topk5", "fedpara0 topk2+/topk2"),
         *("fedpara0 eden/int8 rotate", "fedpara0.1 f32/f32", "fedpara0.1 eden/topk5", "fedpara0.3 f32/f32"),
         *("original f32/f32 recycle1", "fedpara0 eden/int8 recycle1"),
+        *(
+            "fedpara0 eden/stc5",
+            "fedpara0 stc5+/stc5",
+            "fedpara0.1 eden/stc5",
+            "dense64 eden/stc5",
+            "original stc1+/stc1",
+        ),
     ),
     target=0.93,
     validation=0.2,
@@ -155,6 +164,7 @@ _CIFAR10 = Scale(
     combinations=(
         "original f32/f32",
         # By promise: the bytes of 105 rounds are within 1.64 GB and those of 200 within 3.3 GB (`--list`).
+        *("fedpara0.1 eden/stc5", "fedpara0.1 eden/stc10", "fedpara0.1 stc5+/stc5", "fedpara0.2 eden/stc5"),
         *("fedpara0.1 eden/topk3", "fedpara0.05all eden/int8", "fedpara0 eden/int8", "fedpara0 eden/topk5"),
         *(
             "fedpara0.1 eden/topk2",
@@ -202,7 +212,9 @@ _CIFAR10 = Scale(
             "lowrank int4+/int8",
             "lowrank eden/int8",
             "lowrank eden/topk2",
+            "lowrank eden/stc5",
         ),
+        *("original eden/stc1", "original stc1+/stc1", "dense20 eden/stc5"),
     ),
     target=0.80,
     validation=0.104,
