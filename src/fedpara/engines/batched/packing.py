@@ -7,8 +7,11 @@ The longest client comes first; each goes to the lane that is shortest so far. T
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 
 ACCEPTED_WASTE = 0.10
+ROUNDING = 1e-9
+"""More than the rounding error of a mean of wastes."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,12 @@ class Segment:
 
 def pack(steps: Sequence[int], lanes: int) -> list[Segment]:
     """The segments, ordered by their end."""
-    lengths = [0] * lanes
+    ends = [(0, lane) for lane in range(lanes)]  # a heap: the shortest lane comes first
     segments = []
-    for client in sorted(range(len(steps)), key=lambda i: (-steps[i], i)):
-        lane = min(range(lanes), key=lambda i: (lengths[i], i))
-        segments.append(Segment(client, lane, lengths[lane], steps[client]))
-        lengths[lane] += steps[client]
+    for client in sorted(range(len(steps)), key=lambda i: -steps[i]):
+        start, lane = ends[0]
+        segments.append(Segment(client, lane, start, steps[client]))
+        heapreplace(ends, (start + steps[client], lane))
     return sorted(segments, key=lambda s: (s.end, s.lane))
 
 
@@ -41,14 +44,25 @@ def length(segments: Sequence[Segment]) -> int:
 
 
 def waste(segments: Sequence[Segment], lanes: int) -> float:
-    whole = lanes * length(segments)
-    return 1 - sum(segment.steps for segment in segments) / whole if whole else 0.0
+    return _waste(sum(segment.steps for segment in segments), lanes * length(segments))
 
 
 def choose(cohorts: Sequence[Sequence[int]], most: int) -> int:
     """The largest number of lanes whose mean waste over these cohorts is acceptable."""
+    totals, longest = [sum(steps) for steps in cohorts], [max(steps, default=0) for steps in cohorts]
+
+    def mean_waste(lanes: int, lengths: Sequence[int]) -> float:
+        wastes = (_waste(total, lanes * length) for total, length in zip(totals, lengths, strict=True))
+        return sum(wastes) / len(cohorts)
+
     for lanes in range(most, 1, -1):
-        mean = sum(waste(pack(steps, lanes), lanes) for steps in cohorts) / len(cohorts)
-        if mean <= ACCEPTED_WASTE:
+        # The longest lane is at least as long as the longest client. Most numbers of lanes are too many for that.
+        if mean_waste(lanes, longest) > ACCEPTED_WASTE + ROUNDING:
+            continue
+        if mean_waste(lanes, [length(pack(steps, lanes)) for steps in cohorts]) <= ACCEPTED_WASTE:
             return lanes
     return 1
+
+
+def _waste(steps: int, whole: int) -> float:
+    return 1 - steps / whole if whole else 0.0
