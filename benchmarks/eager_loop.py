@@ -2,7 +2,7 @@
 
     python benchmarks/eager_loop.py --out rows.jsonl        on a GPU, every row: about five minutes on an H200
     python benchmarks/eager_loop.py --only 'resnet.*uneven' the rows whose names match
-    python benchmarks/eager_loop.py --device cpu            float32 on the CPU, smaller clients, what `auto` chooses
+    python benchmarks/eager_loop.py --device cpu --turns 3  float32 on the CPU, smaller clients, what `auto` chooses
     python benchmarks/eager_loop.py --tiny                  on the CPU, tiny models: only that it runs
 
 A row is case/way/precision. All ways train the same model with the same optimizer and batch size on clients of the same
@@ -12,7 +12,8 @@ sizes; 16 clients per round, one epoch each. The ways:
     batched      `fp.simulate(engine="batched")`, at its default precision
     auto         `fp.simulate()`: the engine that the library chooses (on the CPU)
 The engines' rounds include the server: messages, checks, aggregation. `ratio` compares with the eager loop at the same
-precision. Attention is written as matrix products, in every way.
+precision in the same turn, `cpu_ratio` by CPU time, which varies less on a shared machine. Attention is written as
+matrix products, in every way.
 """
 
 from __future__ import annotations
@@ -143,6 +144,11 @@ class Case:
         spread = self.examples // 2
         return [self.examples - spread + (2 * spread * i) // (CLIENTS - 1) + 2 for i in range(CLIENTS)]
 
+    @property
+    def steps(self) -> int:
+        """Of all clients in a round."""
+        return sum(-(-n // self.batch) for n in self.sizes)
+
     def federation(self) -> fp.FederatedData:
         generator = torch.Generator().manual_seed(0)
         count, owners = sum(self.sizes), torch.arange(CLIENTS).repeat_interleave(torch.tensor(self.sizes))
@@ -250,12 +256,13 @@ def engine(way: str, case: Case, precision: str, device: str, rounds_done: Calla
 
 def measured(name: str, cases: dict[str, Case], device: str, seconds: float) -> dict[str, Any]:
     label, way, precision = name.split("/")
-    case, times = cases[label], [time.perf_counter()]
+    case, times, cpu = cases[label], [time.perf_counter()], [time.process_time()]
 
     def rounds_done() -> bool:
         if device == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter())
+        cpu.append(time.process_time())
         return len(times) > WARM_UP + 1 and times[-1] - times[WARM_UP] >= seconds
 
     if device == "cuda":
@@ -266,7 +273,8 @@ def measured(name: str, cases: dict[str, Case], device: str, seconds: float) -> 
     return {
         "row": name,
         "updates_per_s": round(CLIENTS * rounds / took, 2),
-        "ms_per_step": round(1e3 * took / rounds / sum(-(-n // case.batch) for n in case.sizes), 3),
+        "ms_per_step": round(1e3 * took / rounds / case.steps, 3),
+        "cpu_ms_per_step": round(1e3 * (cpu[-1] - cpu[WARM_UP]) / rounds / case.steps, 3),
         "rounds": rounds,
         "seconds": round(took, 2),
         "warm_up_s": round(times[WARM_UP] - times[0], 2),
@@ -283,6 +291,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a regular expression for the names of rows")
     parser.add_argument("--out", type=Path, help="append the rows to this file")
     parser.add_argument("--seconds", type=float, default=8.0, help="per row, after the warm-up")
+    parser.add_argument("--turns", type=int, default=1, help="how often the ways of a case take turns")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     given = parser.parse_args()
@@ -290,16 +299,24 @@ def main() -> None:
     if given.tiny:
         cases, device = TINY, "cpu"
     seconds = 0.0 if given.tiny else given.seconds
-    speed: dict[str, float] = {}
-    for name in names(cases):
+    loops: dict[str, dict[str, Any]] = {}  # the last row of each case and precision
+    for name in [
+        name
+        for case in cases
+        for _ in range(given.turns)
+        for name in names(cases)
+        if name.startswith(f"{case}/")
+    ]:
         if not re.search(given.only, name):
             continue
         try:
             row = measured(name, cases, device, seconds)
-            speed[name] = row["updates_per_s"]
-            label, _, precision = name.split("/")
-            if base := speed.get(f"{label}/eager/{precision}"):
-                row["ratio"] = round(row["updates_per_s"] / base, 2)
+            label, way, precision = name.split("/")
+            if way == "eager":
+                loops[f"{label}/{precision}"] = row
+            if base := loops.get(f"{label}/{precision}"):
+                row["ratio"] = round(row["updates_per_s"] / base["updates_per_s"], 2)
+                row["cpu_ratio"] = round(base["cpu_ms_per_step"] / row["cpu_ms_per_step"], 2)
         except Exception as error:
             row = {"row": name, "error": f"{type(error).__name__}: {error}"[:500]}
             traceback.print_exc()

@@ -54,8 +54,10 @@ class PrivateSum:
         x = self._known[device.type]
         d, norm = clip_update({name: (update.y[name] - x[name]).double() for name in self._names}, self.bound)
         self._below += is_below(norm, self.bound) - 0.5
-        for name, tensor in d.items():
-            self._sum[name] = self._sum[name] + tensor if name in self._sum else tensor
+        if not self._sum:
+            self._sum = d  # its tensors were made here
+        else:
+            torch._foreach_add_([self._sum[name] for name in d], list(d.values()))
 
     def aggregate(self, server: Variables, clients: int, round: int) -> tuple[State, Variables, State]:
         """(the next x, the server's variables, no buffers), all on the host."""
