@@ -7,7 +7,7 @@ from fedpara.experiments.paper.recipe import SCENARIOS, experiment
 from fedpara.experiments.paper.sizes import shared_parameters
 from fedpara.experiments.paper.study import Cell, Study
 
-_METHODS: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {
     "Local": {"scheme": "original", "share": "none"},
     "FedAvg": {"scheme": "original"},
     "FedPer": {"scheme": "original", "share": "fedper"},
@@ -18,7 +18,7 @@ _FEWER = {"FedPer": 1.07, "pFedPara": 3.4}
 
 def _fewer(method: str) -> float:
     whole, one = (
-        shared_parameters(experiment("Scenario 1", "mlp", **_METHODS[name])) for name in ("FedAvg", method)
+        shared_parameters(experiment("Scenario 1", "mlp", **METHODS[name])) for name in ("FedAvg", method)
     )
     return whole / one
 
@@ -30,7 +30,7 @@ PERSONALIZATION = Study(
     (
         *(
             Cell(method, f"{scenario}, {when}", None, (experiment(scenario, "mlp", **changes),), measure)
-            for method, changes in _METHODS.items()
+            for method, changes in METHODS.items()
             for scenario in SCENARIOS
             for when, measure in (("before", before), ("after", after))
         ),

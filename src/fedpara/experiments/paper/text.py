@@ -7,7 +7,7 @@ from fedpara.experiments.paper.recipe import TEXTS, experiment
 from fedpara.experiments.paper.sizes import parameters
 from fedpara.experiments.paper.study import Cell, Study
 
-_MODELS: dict[str, tuple[float, float, float, dict[str, Any]]] = {
+MODELS: dict[str, tuple[float, float, float, dict[str, Any]]] = {
     "original": (60.17, 52.66, 1.0, {"scheme": "original"}),
     "low-rank": (54.59, 51.24, 0.16, {"scheme": "lowrank", "ratio": 0.13}),
     "FedPara, γ 0": (63.65, 51.56, 0.19, {"gamma": 0.0}),
@@ -16,9 +16,9 @@ _MODELS: dict[str, tuple[float, float, float, dict[str, Any]]] = {
 
 def _accuracies(rows: tuple[str, ...]) -> tuple[Cell, ...]:
     return tuple(
-        Cell(row, setting, printed, (experiment(setting, "lstm", **_MODELS[row][3]),), accuracy)
+        Cell(row, setting, printed, (experiment(setting, "lstm", **MODELS[row][3]),), accuracy)
         for row in rows
-        for setting, printed in zip(TEXTS, _MODELS[row][:2], strict=True)
+        for setting, printed in zip(TEXTS, MODELS[row][:2], strict=True)
     )
 
 
@@ -47,10 +47,10 @@ LSTM = Study(
     "LSTM: with the original",
     "appendix D.2",
     (
-        *_accuracies(tuple(_MODELS)),
+        *_accuracies(tuple(MODELS)),
         *(
             Cell(row, "parameters", share, (), lambda changes=changes: _share(changes), "2")
-            for row, (_, _, share, changes) in _MODELS.items()
+            for row, (_, _, share, changes) in MODELS.items()
         ),
     ),
     notes=_NOTES,

@@ -37,7 +37,7 @@ _CAPACITY = {
     "low-rank": (77.62, 67.75, 34.16, 30.30, 63.98, 60.80),
     "FedPara": (82.88, 71.35, 45.78, 43.94, 70.35, 64.95),
 }
-_SCHEMES: dict[str, dict[str, Any]] = {
+SCHEMES: dict[str, dict[str, Any]] = {
     "original": {"scheme": "original"},
     "low-rank": {"scheme": "lowrank", "gamma": 0.1},
     "FedPara": {"scheme": "fedpara", "gamma": 0.1},
@@ -48,7 +48,7 @@ CAPACITY_CNN = Study(
     "Accuracy at a tenth of the parameters",
     "Table 2a",
     tuple(
-        Cell(row, setting, printed, (vgg(setting, **_SCHEMES[row]),), accuracy)
+        Cell(row, setting, printed, (vgg(setting, **SCHEMES[row]),), accuracy)
         for row, numbers in _CAPACITY.items()
         for setting, printed in zip(IMAGES, numbers, strict=True)
     ),
