@@ -25,10 +25,12 @@ Change = Callable[[Experiment], Experiment]
 COMPARISONS = ("capacity-cnn", "communication", "gamma-sweep", "training-time")
 """Studies whose rows are methods, each with its own chosen setting. The others vary one recipe: their numbers are tuned
 only if all of them are."""
-TRIALS = "A cell with a number of trials is tuned: so many settings of its method were compared by validation."
+TRIALS = (
+    "A cell with a number of trials is tuned: so many settings of its method were compared by validation."
+)
 REUSED = (
-    "A reused setting was not tuned for the cell itself: it is the one that validation chose for the same method on the "
-    "same data (for FedPara at γ 0.1)."
+    "A reused setting was not tuned for the cell itself: it is the one that validation chose for the same method on "
+    "the same data (for FedPara at γ 0.1)."
 )
 NOT_RUN = "not run here"
 TO_RUN_AGAIN = "to be run again"
@@ -123,7 +125,9 @@ class Entry:
             return ""
         (sample, *more) = self.samples
         seeds = [] if more or sample.count != str(sample.seeds) else [_count(sample.seeds, "seed")]
-        trials = [("reused setting of " if self.reused else "") + _count(self.trials, "trial")] * bool(self.trials)
+        trials = [("reused setting of " if self.reused else "") + _count(self.trials, "trial")] * bool(
+            self.trials
+        )
         return ", ".join(seeds + trials)
 
     @property

@@ -237,6 +237,8 @@ def replacements(studies: Sequence[TunedStudy], scale: str = "paper") -> Tuned:
         if direct is not None:
             return direct
         setting, applied = setting_for(experiment, known)
-        return None if setting is None else Replacement(applied, FINAL_SEEDS, setting.trials, reused=True)
+        if setting is None or applied is None:
+            return None
+        return Replacement(applied, FINAL_SEEDS, setting.trials, reused=True)
 
     return of

@@ -113,9 +113,7 @@ def trials_table(study: TunedStudy, library: Library) -> Table:
             value = None if outcome.score is None else metric.scaled(outcome.score)
             entry = _number(row, title, value, style, runs)
             cells.append(replace(entry, note=f" ({', '.join(own)})" if own else "", chosen=best))
-    return _table(
-        f"trials-{study.name}", f"Trials: {study.title}", cells, _trial_notes(study), "std"
-    )
+    return _table(f"trials-{study.name}", f"Trials: {study.title}", cells, _trial_notes(study), "std")
 
 
 def _best_word(method: Method) -> str:

@@ -15,18 +15,18 @@ import typer
 from fedpara.apps.run import run_all
 from fedpara.apps.studies.jobs import player
 from fedpara.apps.studies.tune import json_of_tuned, print_tuned
+from fedpara.choices import TUNED
 from fedpara.engines.distributed.process_group import join
 from fedpara.errors import ConfigError, FedParaError, RunError
 from fedpara.experiments import Experiment, Summary
 from fedpara.experiments.config_file import with_values
 from fedpara.experiments.paper import run_name
-from fedpara.experiments.paper.sizes import gpu_minutes
 from fedpara.experiments.storage.catalog import Library
 from fedpara.experiments.studies.reproduce import Job, archive_finished, matches, run_jobs
 from fedpara.experiments.studies.tune import Play, Tuned, final_runs, trial_runs, tune
 from fedpara.experiments.studies.tuned.archive import archive_tuning, restore, restore_choice
 from fedpara.experiments.studies.tuned.plan import Plan, Setting, Tuning, setting_for
-from fedpara.experiments.studies.tuned.plans import PLANS, PREFIX, plan_of, tuning_of
+from fedpara.experiments.studies.tuned.plans import PLANS, plan_of
 from fedpara.report.tuned_studies import settings, tuned_studies
 
 PAPER = "paper"
@@ -80,8 +80,10 @@ def tuned(
                     typer.echo(f"{tuning.name}: {place.out / tuning.name}")
                     print_tuned(found)
             if plan.reused and not failed:
-                runs = _run_reused(plan, place, values, plan.seeds if seeds is None else range(1, seeds + 1), scale, play)
-                shown[f"{PREFIX}{plan.name}"] = {run.path.name: run.final for run in runs}
+                runs = _run_reused(
+                    plan, place, values, plan.seeds if seeds is None else range(1, seeds + 1), scale, play
+                )
+                shown[f"{TUNED}{plan.name}"] = {run.path.name: run.final for run in runs}
                 if not as_json and not join().rank:
                     for run in runs:
                         score = "no score" if run.final is None else run.metric.text(run.final)
@@ -160,7 +162,9 @@ def _run_reused(
 def _with_setting(experiment: Experiment, known: Sequence[Setting], plan: Plan) -> Experiment:
     _, applied = setting_for(experiment, known)
     if applied is None:
-        first = next(f"{PREFIX}{p.name}" for p in PLANS.values() if any(t.name in plan.needs for t in p.tunings))
+        first = next(
+            f"{TUNED}{p.name}" for p in PLANS.values() if any(t.name in plan.needs for t in p.tunings)
+        )
         raise ConfigError(
             f"{run_name(experiment)} reuses the setting of its method, which is not chosen yet: run {first} first."
         )
@@ -178,16 +182,3 @@ def _kept(plan: Plan, place: Place) -> Iterator[None]:
                 archive_tuning(tuning.name, place.out / tuning.name, place.keep)
             if plan.reused:
                 archive_finished(place.out / PAPER, place.keep / PAPER)
-
-
-def cost(plan: Plan, seeds: int | None = None) -> dict[str, Any]:
-    """The number of trials, of final runs and of GPU minutes, if every run ran alone."""
-    trials = [
-        e
-        for tuning in plan.tunings
-        for e in trial_runs(tuning.trials, tuning.seeds).values()
-    ]
-    finals = [e for t in plan.tunings for e in t.methods.values() for _ in t.finals(seeds)]
-    finals += [e for e in plan.reused for _ in plan.seeds[:seeds]]
-    minutes = sum(map(gpu_minutes, (*trials, *finals)))
-    return {"title": plan.title, "trials": len(trials), "final_runs": len(finals), "gpu_minutes": round(minutes, 1)}

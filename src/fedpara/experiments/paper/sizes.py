@@ -30,8 +30,8 @@ EXAMPLES = {
 OWNERS = {"femnist": 300, "shakespeare": 1_129, "shakespeare-100": 100}
 
 STEP_MS = {"vgg16": 0.58, "resnet18": 0.99, "lstm": 0.73, "mlp": 0.03}
-"""GPU milliseconds per client and step of one run alone, in bfloat16. All but the last are measured on one H200 with 16
-clients (FedPara, whole rounds; ResNet18 and LSTM on one occasion). The last is an estimate, good enough for planning."""
+"""GPU milliseconds per client and step of one run alone, in bfloat16, for planning. All but the last are measured: one
+H200, 16 clients, FedPara, whole rounds (ResNet18 and LSTM on one occasion). The last is an estimate."""
 
 
 @dataclass(frozen=True)

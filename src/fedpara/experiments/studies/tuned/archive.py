@@ -1,8 +1,8 @@
 """The runs of a tuning in an archive, such as results/: what a lost machine had finished is not run again.
 
-    tuning/NAME/NAME-METHOD-K-seedS    finished trials, and the diverged ones once the choice is made
-    tuning/NAME/chosen.json            the choice, with grid.json
-    final/NAME/METHOD-seedS            finished final runs
+tuning/NAME/NAME-METHOD-K-seedS    finished trials, and the diverged ones once the choice is made
+tuning/NAME/chosen.json            the choice, with grid.json
+final/NAME/METHOD-seedS            finished final runs
 """
 
 import json

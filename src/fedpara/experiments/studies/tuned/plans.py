@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from fedpara.choices import TUNED
 from fedpara.errors import ConfigError, among
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.paper import STUDIES
@@ -19,8 +20,6 @@ from fedpara.experiments.paper.text import MODELS as TEXT_MODELS
 from fedpara.experiments.paper.vision import MAIN, SCHEMES, vgg
 from fedpara.experiments.studies.tuned.plan import Plan, Tuning, miniature, unique
 
-PREFIX = "tuned-"
-"""Of the names of prepared studies."""
 RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
 THREE = (100, 101, 102)
 """Trial seeds where one seed holds out few examples."""
@@ -225,7 +224,9 @@ _LISTED = (
         "Pufferfish, quantization, other algorithms",
         reused=_without(
             tuple(
-                unique((*_cells("pufferfish", column="accuracy"), *_cells("quantization"), *_cells("optimizers")))
+                unique(
+                    (*_cells("pufferfish", column="accuracy"), *_cells("quantization"), *_cells("optimizers"))
+                )
             ),
             _IID,
         ),
@@ -242,7 +243,7 @@ _LISTED = (
     Plan("resnet", "ResNet18", (_RESNET,), _without(_cells("resnet"), _RESNET), (_RESNET.name,)),
 )
 
-PLANS = {f"{PREFIX}{plan.name}": plan for plan in _LISTED}
+PLANS = {f"{TUNED}{plan.name}": plan for plan in _LISTED}
 TUNINGS = {tuning.name: tuning for plan in _LISTED for tuning in plan.tunings}
 
 
@@ -258,5 +259,9 @@ def tuning_of(name: str, scale: str = "paper") -> Tuning | None:
     """The tuning whose folders have this name, if it is one of these."""
     if name not in TUNINGS:
         return None
-    (found,) = (t for t in miniature(Plan("", "", (TUNINGS[name],))).tunings) if scale == "tiny" else (TUNINGS[name],)
+    (found,) = (
+        (t for t in miniature(Plan("", "", (TUNINGS[name],))).tunings)
+        if scale == "tiny"
+        else (TUNINGS[name],)
+    )
     return found
