@@ -215,8 +215,7 @@ def _is_complete(study: TunedStudy, tuning: Tuning) -> bool:
 def replacements(studies: Sequence[TunedStudy], scale: str = "paper") -> Tuned:
     """Gives an experiment of the paper its chosen setting, if a prepared study has one.
 
-    It is that of the study that the experiment stands in for and whose final runs exist, or else the setting that
-    another experiment of its method reuses.
+    It is the one whose final runs stand for the experiment, or else the one that its method has on the same data.
     """
     filled = {}
     for study in studies:
@@ -239,6 +238,7 @@ def replacements(studies: Sequence[TunedStudy], scale: str = "paper") -> Tuned:
         setting, applied = setting_for(experiment, known)
         if setting is None or applied is None:
             return None
-        return Replacement(applied, FINAL_SEEDS, setting.trials, reused=True)
+        own = replace(setting.method, seed=0).identity == experiment.identity
+        return Replacement(applied, FINAL_SEEDS, setting.trials, reused=not own)
 
     return of
