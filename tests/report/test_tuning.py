@@ -1,15 +1,14 @@
 """Tuned methods in reports: trials, the chosen one and its final runs, from where the run folders lie."""
 
-import json
 import shutil
 from dataclasses import replace
 
 import pytest
+from finished_runs import write_run as write
 
 from fedpara.apps import report as command
 from fedpara.apps.report import report
 from fedpara.experiments import Experiment, paper
-from fedpara.experiments.config_file import to_toml
 from fedpara.experiments.storage.catalog import Library
 from fedpara.report.document import BEGIN, END, HEADLINE
 from fedpara.report.own import Unit
@@ -37,18 +36,6 @@ OWN = {
 TRIED = {"original": (70, 60, 71), "lowrank": (65, 50, 64), "fedpara": (69, 66, 68), "narrow": (60, 62, 61)}
 """Validation accuracies of the base, lr 0.2, and the method's own value."""
 OTHER_LR = 0.2
-
-
-def write(folder, experiment, accuracy, sent=2**30):
-    folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(to_toml(experiment))
-    nothing = dict.fromkeys(("accuracy", "loss", "before", "after", "train_loss"))
-    same = {**nothing, "up": 0, "down": 0, "clients": 16, "refused": [], "notes": []}
-    same |= {"total_up": sent, "total_down": sent}
-    lines = [{"round": number + 1, **same} for number in range(experiment.rounds)]
-    lines[-1]["accuracy"] = accuracy
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "timing.jsonl").write_text("")
 
 
 def write_trials(root, study="cifar10-iid"):
