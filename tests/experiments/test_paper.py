@@ -73,7 +73,7 @@ def test_personal_runs_train_ten_clients_in_every_round():
 def test_our_choices_are_the_same_for_every_scheme():
     """Two runs of the same setting and network differ only in what their study compares."""
     own = {"scheme", "gamma", "ratio", "conv", "where", "init", "nonlinearity", "jacobian", "share"}
-    own |= {"algorithm", "options", "link_up", "rounds"}
+    own |= {"algorithm", "options", "link_up", "rounds", "jacobian_norm"}
     groups: dict[tuple, set[str]] = {}
     for e in EVERY:
         if e.algorithm != "fedadam":  # it has its own learning rate

@@ -71,21 +71,20 @@ def fake(monkeypatch):
 def archive(tmp_path_factory):
     """Every run of every prepared study, as --keep archives them; trials with a rate of 0.3 have diverged."""
     results = tmp_path_factory.mktemp("all") / "results"
-    for name in PLANS:
-        plan = plan_of(name, "tiny")
-        for tuning in plan.tunings:
-            there = results / "tuning" / tuning.name
-            for run, e in trial_runs(tuning.trials, tuning.seeds).items():
-                write_run(there / f"{tuning.name}-{run}", e, scored(e), rounds=0 if e.lr == 0.3 else None)
-            (there / "chosen.json").write_text("{}")
-            for method, listed in tuning.trials.items():
-                best = max((one.experiment for one in listed if one.experiment.lr != 0.3), key=scored)
-                final = replace(best, validation=0.0, seed=1, rounds=tuning.methods[method].rounds)
-                write_run(results / "final" / tuning.name / f"{method}-seed1", final, scored(final))
-        known = settings(tuned_studies(Library.of(results)), "tiny") if plan.reused else []
-        for e in plan.reused:
-            applied = replace(setting_for(e, known)[1], seed=1)
-            write_run(results / "paper" / run_name(applied), applied, scored(applied))
+    plans = [plan_of(name, "tiny") for name in PLANS]
+    for tuning in (tuning for plan in plans for tuning in plan.tunings):
+        there, trials = results / "tuning" / tuning.name, tuning.trials
+        for run, e in trial_runs(trials, tuning.seeds).items():
+            write_run(there / f"{tuning.name}-{run}", e, scored(e), rounds=0 if e.lr == 0.3 else None)
+        (there / "chosen.json").write_text("{}")
+        for method, listed in trials.items():
+            best = max((one.experiment for one in listed if one.experiment.lr != 0.3), key=scored)
+            final = replace(best, validation=0.0, seed=1, rounds=tuning.methods[method].rounds)
+            write_run(results / "final" / tuning.name / f"{method}-seed1", final, scored(final))
+    known = settings(tuned_studies(Library.of(results)), "tiny")
+    for e in (e for plan in plans for e in plan.reused):
+        applied = replace(setting_for(e, known)[1], seed=1)
+        write_run(results / "paper" / run_name(applied), applied, scored(applied))
     return results
 
 
