@@ -40,6 +40,8 @@ CLASSES = 10
 PAPER_RUNS = Path("runs/paper")
 PAPER_RESULTS = Path("results/paper")
 ROBUSTNESS = Path("results/robustness")
+TUNED, TUNED_RUNS = "tuned-", Path("runs/tuned")
+"""Prefix of the prepared studies' names, and the folder of their runs."""
 FRONTIER_RUNS = Path("runs/frontier")
 RESULTS = Path("results")
 

@@ -11,7 +11,7 @@ import fedpara as fp
 from fedpara import models
 from fedpara.errors import SchemeError
 from fedpara.parameterization import calibrated, fan_out, forms, he, write
-from fedpara.parameterization.initialise import PRIVATE_SCALE
+from fedpara.parameterization.initialise import PRIVATE_SCALE, named
 
 KINDS = {
     "fedpara": lambda gamma: fp.FedPara(gamma=gamma),
@@ -53,6 +53,17 @@ def test_calibrated_composes_at_he_scale_for_every_shape_of_the_models(kind, gam
         for seed in range(1 if form.dense_parameters > 2**15 else 3):
             w = form.compose(calibrated(form, seeded(seed)))
             assert rms(w) == pytest.approx(he, rel=0.1), (shape, seed)
+
+
+def test_the_deviation_of_the_private_weight_can_be_chosen():
+    form = write(fp.PFedPara(gamma=0.5), (62, 256))
+    for scale in (0.3, 2.0):
+        factors = named(f"private:{scale}")(form, seeded())
+        assert rms(form.inner(list(factors))[1]) == pytest.approx(scale, rel=1e-3)
+        assert rms(form.compose(factors)) == pytest.approx(sqrt(2 / 256), rel=0.01)
+    for wrong in ("private", "private:0", "private:1,2"):
+        with pytest.raises(SchemeError, match="starts pFedPara's W2"):
+            named(wrong)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,19 +1,18 @@
 """Tuned methods in reports: trials, the chosen one and its final runs, from where the run folders lie."""
 
-import json
 import shutil
 from dataclasses import replace
 
 import pytest
+from finished_runs import write_run as write
 
 from fedpara.apps import report as command
 from fedpara.apps.report import report
 from fedpara.experiments import Experiment, paper
-from fedpara.experiments.config_file import to_toml
 from fedpara.experiments.storage.catalog import Library
 from fedpara.report.document import BEGIN, END, HEADLINE
 from fedpara.report.own import Unit
-from fedpara.report.tables import NOT_RUN, NOT_SCORED, table_of
+from fedpara.report.tables import NOT_RUN, NOT_SCORED, TRIALS, table_of
 from fedpara.report.tuned_studies import replacements, tuned_studies
 from fedpara.report.tuning import final_table, trials_table
 
@@ -37,18 +36,6 @@ OWN = {
 TRIED = {"original": (70, 60, 71), "lowrank": (65, 50, 64), "fedpara": (69, 66, 68), "narrow": (60, 62, 61)}
 """Validation accuracies of the base, lr 0.2, and the method's own value."""
 OTHER_LR = 0.2
-
-
-def write(folder, experiment, accuracy, sent=2**30):
-    folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(to_toml(experiment))
-    nothing = dict.fromkeys(("accuracy", "loss", "before", "after", "train_loss"))
-    same = {**nothing, "up": 0, "down": 0, "clients": 16, "refused": [], "notes": []}
-    same |= {"total_up": sent, "total_down": sent}
-    lines = [{"round": number + 1, **same} for number in range(experiment.rounds)]
-    lines[-1]["accuracy"] = accuracy
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "timing.jsonl").write_text("")
 
 
 def write_trials(root, study="cifar10-iid"):
@@ -119,6 +106,8 @@ def test_every_trial_is_shown(results):
 
 
 def test_chosen_settings_fill_the_tables_that_compare_methods(results):
+    paq = replace(RECIPE["original"], link_up="float16", seed=0)
+    write(results / "paper" / "paq", paq, 0.9)
     library, found = studies(results)
     tables = {
         name: table_of(paper.study(name), library, library.seeds, tuned=replacements(found))
@@ -128,7 +117,8 @@ def test_chosen_settings_fill_the_tables_that_compare_methods(results):
     assert (cell.value, cell.seeds, cell.trials) == (pytest.approx(82.0), 3, 3), (
         "and not the 99% of the recipe"
     )
-    assert "original, CIFAR-10 IID" in tables["capacity-cnn"].study.notes[-1]
+    assert cell.origin == "3 seeds, 3 trials"
+    assert tables["capacity-cnn"].study.notes[-1] == TRIALS
     assert tables["communication"].at("CIFAR-10 IID, 80%", "times fewer").trials == 3
     recipe = tables["quantization"].at("FedAvg", "accuracy")
     assert (recipe.value, recipe.trials) == (99.0, 0), "compared with FedPAQ under the same recipe"
@@ -148,7 +138,10 @@ def test_the_document_has_the_protocol_the_trials_and_their_number(results, tmp_
     assert f"| the narrower dense VGG16, non-IID [%] | – | {NOT_RUN} | – | – |" in headline
     assert "| 3.40× | 3.41× | computed | – |" in headline
     assert "| base | 70.00 | **65.00 (chosen)** | **69.00 (chosen)** | 60.00 |" in text
-    assert "## runs: " not in text, "the trials and final runs are in tables of their own"
+    others = text.split("## runs: ")[1]
+    assert others.count("| CIFAR-10") == 1, (
+        "the run of the recipe; trials and final runs are in their own tables"
+    )
     for ending in ("html", "csv", "tex"):
         report([results], tmp_path / f"page.{ending}", None, "paper")
         assert "clip=10" in (tmp_path / f"page.{ending}").read_text()
@@ -167,7 +160,7 @@ def test_runs_of_another_setting_and_unfinished_runs_do_not_count(results):
 def test_an_unfair_study_fills_no_other_table(results):
     shutil.rmtree(results / "tuning" / "cifar10-iid" / "cifar10-iid-narrow-1")
     library, (study,) = studies(results)
-    assert replacements([study]) == {}
+    assert not any(map(replacements([study]), RECIPE.values()))
     assert "equally many trials" in " ".join(final_table(study, library, Unit("GB", 2**30)).study.notes)
     table = trials_table(study, library)
     assert table.at("lr=0.2", "narrow dense VGG16") is None
@@ -178,7 +171,7 @@ def test_without_final_runs_nothing_is_replaced(tmp_path):
     write_trials(tmp_path)
     write(tmp_path / "tuning" / "short" / "cifar10-iid-original-0", METHODS["original"], 0.5)
     library, (study,) = studies(tmp_path)
-    assert replacements([study]) == {}
+    assert not any(map(replacements([study]), RECIPE.values()))
     assert final_table(study, library, Unit("GB", 2**30)).at("FedPara", "test accuracy [%]").text == NOT_RUN
     assert "(best)" in trials_table(study, library).at("base", "FedPara").text
 

@@ -63,7 +63,7 @@ def report(runs: list[Path], out: Path | None, format_: str | None, scale: str) 
         library.refuse_damaged("reported")
         return
     tuned = tuned_studies(library)
-    chosen = replacements(tuned) if scale == "paper" else {}
+    chosen = replacements(tuned, scale)
     tables = [
         table_of(study, library, library.seeds, scale=scale, tuned=chosen) for study in STUDIES.values()
     ]
@@ -92,6 +92,9 @@ def _of_paper(
         "latex": lambda: _all_latex(tables),
     }[kind]()
     _write(library, text, out)
+    of_paper = [table for table in tables if table.of_paper]
+    cells, filled = sum(len(table.entries) for table in of_paper), sum(table.run for table in of_paper)
+    typer.echo(f"{filled} of the paper's {cells} cells have our number.")
 
 
 def _of_frontier(library: Library, out: Path, kind: str, runs: list[Path]) -> None:

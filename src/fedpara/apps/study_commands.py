@@ -7,8 +7,17 @@ import typer
 
 from fedpara.apps.commands import DataDir, Device, Json, Track
 from fedpara.apps.terminal.interrupt import starting
-from fedpara.choices import ENGINES, FRONTIER_RUNS, PAPER_RESULTS, PAPER_RUNS, RESULTS, ROBUSTNESS
-from fedpara.errors import ConfigError
+from fedpara.choices import (
+    ENGINES,
+    FRONTIER_RUNS,
+    PAPER_RESULTS,
+    PAPER_RUNS,
+    RESULTS,
+    ROBUSTNESS,
+    TUNED,
+    TUNED_RUNS,
+)
+from fedpara.errors import ConfigError, UsageError
 
 Jobs = Annotated[int, typer.Option(min=1, help="Number of runs in processes side by side.")]
 Minutes = Annotated[
@@ -16,15 +25,16 @@ Minutes = Annotated[
     typer.Option(min=0, help="Interrupt the runs after so many minutes; the same command continues."),
 ]
 
-PAPER = "a study of the paper"
+PAPER, PREPARED = "a study of the paper", f"{TUNED}*"
 TAKEN_BY = {
     **dict.fromkeys(("attack", "defence", "first_seed", "part"), ("robustness",)),
     "validation": ("robustness", "frontier", "fedmud"),
     "configs": ("frontier", "fedmud"),
     "list": ("frontier", PAPER),
     **dict.fromkeys(
-        ("only", "engine", "precision", "keep", "jobs", "minutes"), ("frontier", "fedmud", PAPER)
+        ("only", "engine", "precision", "keep", "jobs", "minutes"), ("frontier", "fedmud", PAPER, PREPARED)
     ),
+    "rounds": ("robustness", "frontier", "fedmud", PAPER),
 }
 """The studies that read each option of `reproduce`."""
 
@@ -198,6 +208,9 @@ def reproduce(
 ) -> None:
     """Run what a table or figure of the paper needs, print paper | ours, and draw the figure.
 
+    Names that begin with tuned- are prepared studies: settings are chosen by validation, and final runs fill the
+    tables of `fedpara report results`. --seeds limits the final seeds, and --only selects parts.
+
     Other names: robustness, the table of attacks and defences; frontier, accuracy against bytes; fedmud, FedMUD's
     protocol. Their scales are digits and cifar10.
 
@@ -205,8 +218,13 @@ def reproduce(
 
     Example: fedpara reproduce capacity-cnn --only cifar10-iid
     """
+    prepared = [name for name in names or [] if name.startswith(TUNED)]
+    if prepared and len(prepared) < len(names or []):
+        raise UsageError(f"{prepared[0]} is a prepared study: name it in a command without other studies.")
+    study = names[0] if names in (["robustness"], ["frontier"], ["fedmud"]) else PAPER
     _refuse_ignored(
-        names[0] if names in (["robustness"], ["frontier"], ["fedmud"]) else PAPER,
+        PREPARED if prepared else study,
+        rounds=rounds,
         attack=attack,
         defence=defence,
         first_seed=first_seed,
@@ -261,9 +279,20 @@ def reproduce(
             as_json,
         )
         return
+    given = {"engine": engine, "precision": precision, "device": device}
+    if prepared:
+        with starting():
+            from fedpara.apps.studies.tuned import Place, tuned
+        place = Place(
+            TUNED_RUNS if out == PAPER_RUNS else out,
+            RESULTS if results == PAPER_RESULTS else results,
+            keep,
+            data_dir,
+        )
+        tuned(prepared, seeds, only, scale, place, given, jobs, minutes, as_json)
+        return
     with starting():
         from fedpara.apps.studies.reproduce import reproduce as work
-    given = {"engine": engine, "precision": precision, "device": device}
     work(
         names, list_, seeds, rounds, only, scale, out, results, data_dir, given, keep, jobs, minutes, as_json
     )

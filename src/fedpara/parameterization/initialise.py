@@ -2,6 +2,7 @@
 
     fan_out      X, Y ~ N(0, 2/r), T ~ N(0, 2/(k r)): trains well for FedPara's kernels under GroupNorm
     calibrated   scaled so that the composed weight has He's deviation sqrt(2 / fan_in)
+    private:0.5  calibrated, with pFedPara's private W2 at this deviation in place of 1
     he           X ~ N(0, 2/O), Y ~ N(0, 2/I), T ~ N(0, 2/(k r)): He's rule per factor, with torch's fan-out
     adapter      X = 0, Y ~ U(-1/sqrt(n), 1/sqrt(n)) in one inner weight, the others of rms 1: adapters only
 
@@ -12,6 +13,7 @@ An initialiser is a function of a `Form` and a generator that returns the factor
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf, prod, sqrt
 
 import torch
@@ -33,10 +35,12 @@ def fan_out(form: Form, generator: Generator | None = None) -> list[Tensor]:
     return _drawn(form, generator, lambda shape: form.rank * prod(shape[2:]))
 
 
-def calibrated(form: Form, generator: Generator | None = None) -> list[Tensor]:
+def calibrated(
+    form: Form, generator: Generator | None = None, private: float = PRIVATE_SCALE
+) -> list[Tensor]:
     """rms(W) = sqrt(2 / fan_in) in every draw, for any scheme, rank and nonlinearity.
 
-    FedPara's inner weights get the same deviation. pFedPara's W2 starts at PRIVATE_SCALE and W1
+    FedPara's inner weights get the same deviation. pFedPara's W2 starts at `private` and W1
     carries the rest. The factors of an inner weight share its scale equally.
     """
     factors = [_normal(shape, generator) for shape in form.factors.values()]
@@ -46,7 +50,7 @@ def calibrated(form: Form, generator: Generator | None = None) -> list[Tensor]:
     free = [suffix not in form.scheme.private for suffix in form.scheme.suffixes]
 
     def scales(a: float) -> list[float]:
-        return [a if is_free else PRIVATE_SCALE for is_free in free]
+        return [a if is_free else private for is_free in free]
 
     def rms(a: float) -> float:
         return _rms(form.scheme.join([scale * w for scale, w in zip(scales(a), units, strict=True)]))
@@ -135,6 +139,7 @@ def _rms(w: Tensor) -> float:
 
 
 INITS: dict[str, Init] = {"fan_out": fan_out, "calibrated": calibrated, "he": he}
+PRIVATE = "private"
 
 
 def named(text: str) -> Init:
@@ -144,11 +149,15 @@ def named(text: str) -> Init:
         gains = [float(part) for part in rest.split(",")] if colon else [1.0]
     except ValueError:
         gains = []
-    if name not in INITS or len(gains) not in (1, 2) or not all(0 < gain < inf for gain in gains):
+    most = 1 if name == PRIVATE else 2
+    known = name in INITS or (name == PRIVATE and colon)
+    if not known or not 1 <= len(gains) <= most or not all(0 < gain < inf for gain in gains):
         raise SchemeError(
             f"unknown init {text!r}: expected one of {', '.join(INITS)}, fit. fan_out:0.5 halves every factor; "
-            "fan_out:0.5,2 halves X and Y and doubles T."
+            "fan_out:0.5,2 halves X and Y and doubles T; private:0.5 starts pFedPara's W2 at 0.5."
         )
+    if name == PRIVATE:
+        return partial(calibrated, private=gains[0])
     start = INITS[name]
     if not colon:
         return start

@@ -148,9 +148,11 @@ def _slashed(entry: Entry | None) -> str:
 
 
 def _ours(entry: Entry | None) -> str:
+    """The number in bold, then its seeds and trials."""
     if entry is None:
         return ""
-    return entry.text if entry.value is None else f"**{entry.text}**"
+    origin = f" ({entry.origin})" if entry.origin else ""
+    return entry.text if entry.value is None else f"**{entry.text}**{origin}"
 
 
 def _text(entry: Entry | None) -> str:

@@ -9,7 +9,7 @@ t(0.975, n - 1) s / sqrt(n). A ratio is mean(a) / mean(b), each over all seeds o
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
 
@@ -23,7 +23,15 @@ from fedpara.experiments.storage.catalog import Library
 
 Change = Callable[[Experiment], Experiment]
 COMPARISONS = ("capacity-cnn", "communication", "gamma-sweep", "training-time")
-"""Studies whose rows are methods, each with its own chosen setting. The others vary one recipe."""
+"""Studies whose rows are methods, each with its own chosen setting. The others vary one recipe: their numbers are tuned
+only if all of them are."""
+TRIALS = (
+    "A cell with a number of trials is tuned: so many settings of its method were compared by validation."
+)
+REUSED = (
+    "A reused setting was not tuned for the cell itself: it is the one that validation chose for the same method on "
+    "the same data (for FedPara at γ 0.1)."
+)
 NOT_RUN = "not run here"
 TO_RUN_AGAIN = "to be run again"
 """There is a run, but its experiment was corrected later."""
@@ -77,6 +85,7 @@ class Entry:
     aimed: bool = False  # its measure has a target, which may not be reached
     superseded: bool = False  # its only runs belong to an experiment that was corrected later
     trials: int = 0  # how many settings were tried by validation; 0 if it was not tuned
+    reused: bool = False  # the trials are those of another experiment of the same method
     note: str = ""  # follows the number
     chosen: bool = False  # the best trial of a method
 
@@ -110,6 +119,18 @@ class Entry:
         return "computed" if self.computed else " and ".join(sample.count for sample in self.samples)
 
     @property
+    def origin(self) -> str:
+        """The seeds of a trained number and the trials of its setting: 3 seeds, 7 trials."""
+        if self.value is None or not self.seeds:
+            return ""
+        (sample, *more) = self.samples
+        seeds = [] if more or sample.count != str(sample.seeds) else [_count(sample.seeds, "seed")]
+        trials = [("reused setting of " if self.reused else "") + _count(self.trials, "trial")] * bool(
+            self.trials
+        )
+        return ", ".join(seeds + trials)
+
+    @property
     def text(self) -> str:
         """Our number, and its seeds if they differ from those of the table."""
         return self.number_text + ("" if self.value is None else self._counted) + self.note
@@ -126,11 +147,20 @@ class Entry:
 
 @dataclass(frozen=True)
 class Replacement:
-    """The setting that validation chose out of `trials`, with the seeds of its final runs."""
+    """The setting that validation chose out of `trials`, with the seeds of its final runs.
+
+    It is `reused` if the trials are those of another experiment of the same method, such as another gamma.
+    """
 
     experiment: Experiment
     seeds: tuple[int, ...]
     trials: int
+    reused: bool = False
+    note: str = ""
+
+
+Tuned = Callable[[Experiment], Replacement | None]
+"""Maps an experiment of the paper, at seed 0, to its chosen setting."""
 
 
 @dataclass(frozen=True)
@@ -161,44 +191,54 @@ def table_of(
     seeds: Iterable[int],
     rounds: int | None = None,
     scale: str = "paper",
-    tuned: Mapping[str, Replacement] | None = None,
+    tuned: Tuned | None = None,
 ) -> Table:
     """The study with our runs of the given seeds, as far as the library has them.
 
-    `tuned` replaces experiments, by their identity at seed 0, in the studies that compare methods.
+    `tuned` replaces experiments by their chosen settings.
     """
     repeats = [changes(seed, rounds, scale) for seed in seeds]
-    replaced = (tuned or {}) if study.name in COMPARISONS else {}
-    entries = tuple(_tuned_entry(cell, study, library, repeats, replaced) for cell in study.cells)
-    if any(entry.trials for entry in entries):
-        study = replace(study, notes=(*study.notes, _tuned_note(entries)))
-    return Table(study, entries, _caveat(rounds, scale) if any(entry.seeds for entry in entries) else "")
-
-
-def _tuned_note(entries: Iterable[Entry]) -> str:
-    trained = [entry for entry in entries if not entry.computed]
-    listed = "; ".join(f"{entry.row}, {entry.column}" for entry in trained if entry.trials)
-    return f"Tuned by validation: {listed if not all(entry.trials for entry in trained) else 'all cells'}."
+    plain = tuple(_entry(cell, study, library, repeats) for cell in study.cells)
+    found = [_tuned_entry(cell, study, library, scale, tuned) if tuned else None for cell in study.cells]
+    entries = tuple(new[0] if new else old for new, old in zip(found, plain, strict=True))
+    mixed = any(entry.value is not None and not (entry.trials or entry.computed) for entry in entries)
+    if mixed and study.name not in COMPARISONS:
+        entries, found = plain, [None for _ in plain]
+    notes = [note for note in study.notes if note not in study.untuned or mixed or not any(found)]
+    notes += dict.fromkeys(note for new in found if new for note in new[1])
+    caveat = _caveat(rounds, scale) if any(entry.seeds for entry in entries) else ""
+    return Table(replace(study, notes=tuple(notes)), entries, caveat)
 
 
 def _tuned_entry(
-    cell: Cell,
-    study: Study,
-    library: Library,
-    repeats: Sequence[Change],
-    tuned: Mapping[str, Replacement],
-) -> Entry:
-    """The entry of the chosen settings, if all of the cell's experiments were tuned, else of its experiments."""
-    found = [tuned.get(replace(experiment, seed=0).identity) for experiment in cell.experiments]
+    cell: Cell, study: Study, library: Library, scale: str, tuned: Tuned
+) -> tuple[Entry, list[str]] | None:
+    """The entry of the chosen settings with its notes, if all of the cell's experiments have one and were run."""
+    small = changes(0, None, scale)
+    found = [tuned(small(experiment)) for experiment in cell.experiments]
     chosen = [one for one in found if one is not None]
     if not chosen or len(chosen) < len(found):
-        return _entry(cell, study, library, repeats)
+        return None
+    lengths = [small(experiment).rounds for experiment in cell.experiments]
     experiments = tuple(
-        replace(new.experiment, rounds=old.rounds) for new, old in zip(chosen, cell.experiments, strict=True)
+        replace(new.experiment, rounds=rounds) for new, rounds in zip(chosen, lengths, strict=True)
     )
     seeds = sorted({seed for one in chosen for seed in one.seeds})
-    entry = _entry(replace(cell, experiments=experiments), study, library, [changes(seed) for seed in seeds])
-    return replace(entry, trials=chosen[0].trials)
+    repeats = [_seeded(seed) for seed in seeds]
+    entry = _entry(replace(cell, experiments=experiments), study, library, repeats)
+    if not entry.seeds:
+        return None
+    reused = any(one.reused for one in chosen)
+    notes = [TRIALS, *([REUSED] if reused else []), *(one.note for one in chosen if one.note)]
+    return replace(entry, trials=min(one.trials for one in chosen), reused=reused), notes
+
+
+def _seeded(seed: int) -> Change:
+    return lambda experiment: replace(experiment, seed=seed)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
 
 
 def _caveat(rounds: int | None, scale: str) -> str:

@@ -1,7 +1,7 @@
 """Tuned studies: run folders of trials and final runs, recognized by where they lie.
 
-tuning/STUDY/STUDY-METHOD-K    final/STUDY/METHOD-seedS      archived runs, as in results/
-STUDY/trials/METHOD-K-seedS    STUDY/final/METHOD-seedS      a folder of `fedpara tune`
+tuning/STUDY/STUDY-METHOD-K-seedS    final/STUDY/METHOD-seedS    archived runs, as in results/; older ones have no seed
+STUDY/trials/METHOD-K-seedS          STUDY/final/METHOD-seedS    a folder of `fedpara tune`
 """
 
 import re
@@ -17,11 +17,27 @@ from fedpara.experiments.paper.sizes import EXAMPLES
 from fedpara.experiments.seeds import Group
 from fedpara.experiments.storage.catalog import finished
 from fedpara.experiments.studies.trials import Choice, Outcome, Trial
-from fedpara.experiments.studies.tune import held_out_examples
-from fedpara.report.tables import Replacement
+from fedpara.experiments.studies.tune import CHOSEN, held_out_examples
+from fedpara.experiments.studies.tuned.plan import Setting, Tuning, setting_for
+from fedpara.experiments.studies.tuned.plans import TUNINGS, tuning_of
+from fedpara.report.series import data_of
+from fedpara.report.tables import Replacement, Tuned
 
-TITLES = {"original": "original", "lowrank": "low-rank", "fedpara": "FedPara", "narrow": "narrow dense VGG16"}
+TITLES = {
+    "original": "original",
+    "lowrank": "low-rank",
+    "fedpara": "FedPara",
+    "narrow": "narrow dense VGG16",
+    "local": "Local",
+    "fedavg": "FedAvg",
+    "fedper": "FedPer",
+    "pfedpara": "pFedPara",
+    **{f"gamma-{gamma}": f"γ {gamma}" for gamma in ("0.25", "0.5", "0.75")},
+    **{f"w2-{start}": f"γ 0.5, W2 starts at {start}" for start in ("0.3", "2")},
+}
 """How the tables name the methods of the paper's studies, in this order."""
+FINAL_SEEDS = (1, 2, 3, 4, 5)
+"""Seeds that chose nothing. Seed 0 chose the first recipe."""
 _TRIAL = re.compile(r"(?P<method>.+?)-(?P<number>\d+)(?:-seed\d+)?")
 _FINAL = re.compile(r"(?P<method>.+)-seed\d+")
 _SAME = ("seed", "validation", "evaluate_every", *FREE)
@@ -62,8 +78,17 @@ class Method:
 class TunedStudy:
     """The methods that were tuned on the same data."""
 
-    name: str
+    folder: Path
     methods: tuple[Method, ...]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def title(self) -> str:
+        tuning = TUNINGS.get(self.name)
+        return tuning.title if tuning and tuning.title else data_of(self.first)
 
     @property
     def first(self) -> Experiment:
@@ -99,7 +124,7 @@ def tuned_studies(library: Iterable[Summary]) -> list[TunedStudy]:
         names = sorted(methods, key=lambda name: order.index(name) if name in order else len(order))
         found.append(
             TunedStudy(
-                study.name,
+                study,
                 tuple(
                     Method(name, _outcomes(name, methods[name], examples), _by_seed(ends.get(name, [])))
                     for name in names
@@ -113,11 +138,11 @@ def _place(path: Path) -> tuple[Path, str, int | None] | None:
     """(study, method, number of the trial or None for a final run), or None for another run."""
     parent, above = path.parent, path.parent.parent
     if above.name == "tuning":
-        study, name, kind = above.parent / parent.name, path.name.removeprefix(f"{parent.name}-"), _TRIAL
+        study, name, kind = parent, path.name.removeprefix(f"{parent.name}-"), _TRIAL
         if name == path.name:
             return None
     elif above.name == "final":
-        study, name, kind = above.parent / parent.name, path.name, _FINAL
+        study, name, kind = above.parent / "tuning" / parent.name, path.name, _FINAL
     elif parent.name in ("trials", "final"):
         study, name, kind = above, path.name, _TRIAL if parent.name == "trials" else _FINAL
     else:
@@ -164,16 +189,56 @@ def _held_out(experiment: Experiment) -> int | None:
     return round(count * experiment.data_fraction * experiment.validation) if known and count else None
 
 
-def replacements(studies: Iterable[TunedStudy]) -> dict[str, Replacement]:
-    """By the identity of every tried setting: the chosen one, if it has final runs and the study is fair."""
-    return {
-        replace(outcome.trial.experiment, validation=0.0, seed=0).identity: Replacement(
-            method.finals[0].experiment,
-            tuple(run.experiment.seed for run in method.finals),
-            len(method.outcomes),
-        )
-        for study in studies
-        for method in study.methods
-        if study.is_fair and method.finals
-        for outcome in method.outcomes
-    }
+def settings(studies: Iterable[TunedStudy], scale: str = "paper") -> list[Setting]:
+    """The settings that prepared studies have chosen: every method has all of its trials."""
+    found = []
+    for study in studies:
+        tuning = tuning_of(study.name, scale)
+        if tuning is None or not _is_complete(study, tuning):
+            continue
+        for method in study.methods:
+            if method.choice is not None:
+                chosen = method.choice.chosen.trial.experiment
+                found.append(Setting(tuning.name, tuning.methods[method.name], chosen, len(method.outcomes)))
+    return found
+
+
+def _is_complete(study: TunedStudy, tuning: Tuning) -> bool:
+    """A trial without a score has diverged if the choice is made; else it has not ended."""
+    trials = {name: len(listed) for name, listed in tuning.trials.items()}
+    ended = all(outcome.score is not None for method in study.methods for outcome in method.outcomes)
+    return {method.name: len(method.outcomes) for method in study.methods} == trials and (
+        ended or (study.folder / CHOSEN).exists()
+    )
+
+
+def replacements(studies: Sequence[TunedStudy], scale: str = "paper") -> Tuned:
+    """Gives an experiment of the paper its chosen setting, if a prepared study has one.
+
+    It is the one whose final runs stand for the experiment, or else the one that its method has on the same data.
+    """
+    filled = {}
+    for study in studies:
+        tuning = tuning_of(study.name, scale)
+        for method in study.methods if tuning is not None and study.is_fair else ():
+            if method.name in tuning.filled and method.finals:  # type: ignore[union-attr]
+                of_paper = tuning.filled[method.name]  # type: ignore[union-attr]
+                filled[replace(of_paper, seed=0).identity] = Replacement(
+                    method.finals[0].experiment,
+                    tuple(run.experiment.seed for run in method.finals),
+                    len(method.outcomes),
+                    note=tuning.note,  # type: ignore[union-attr]
+                )
+    known = settings(studies, scale)
+
+    def of(experiment: Experiment) -> Replacement | None:
+        direct = filled.get(experiment.identity)
+        if direct is not None:
+            return direct
+        setting, applied = setting_for(experiment, known)
+        if setting is None or applied is None:
+            return None
+        own = replace(setting.method, seed=0).identity == experiment.identity
+        return Replacement(applied, FINAL_SEEDS, setting.trials, reused=not own)
+
+    return of

@@ -6,11 +6,11 @@ from statistics import mean
 from typing import Literal
 
 from fedpara.experiments.paper import Cell, Study
-from fedpara.experiments.paper.measures import GIGABYTE
+from fedpara.experiments.paper.measures import GIGABYTE, after, before
+from fedpara.experiments.paper.study import Measure
 from fedpara.experiments.storage.catalog import Library
 from fedpara.experiments.studies.sweep import text_of
 from fedpara.report.own import Unit
-from fedpara.report.series import data_of
 from fedpara.report.tables import Entry, Sample, Table, spread_of
 from fedpara.report.tuned_studies import Method, TunedStudy
 
@@ -65,10 +65,30 @@ def final_table(
                 trials=len(method.outcomes),
             ),
         ]
+        if study.first.personal:
+            cells += [_personal(method, measure, names, spread) for measure in (before, after)]
         if sent:
             cells.append(_number(method.title, f"{unit.name} sent", mean(sent), "g", names))
-    title = f"Tuned methods: {data_of(study.first)}"
+    title = f"Tuned methods: {study.title}"
     return _table(f"tuned-{study.name}", title, cells, _final_notes(study), spread)
+
+
+def _personal(
+    method: Method, measure: Measure, names: tuple[str, ...], spread: Literal["std", "ci95"]
+) -> Entry:
+    """The accuracy before or after the local training of the last scored round."""
+    scores = [score for run in method.finals if (score := measure(run)) is not None]
+    return Entry(
+        method.title,
+        f"{measure.__name__} local training [%]",
+        None,
+        mean(scores) if scores else None,
+        spread_of(scores, spread),
+        "%",
+        (Sample(tuple(scores), len(scores)),),
+        names,
+        trials=len(method.outcomes),
+    )
 
 
 def trials_table(study: TunedStudy, library: Library) -> Table:
@@ -93,9 +113,7 @@ def trials_table(study: TunedStudy, library: Library) -> Table:
             value = None if outcome.score is None else metric.scaled(outcome.score)
             entry = _number(row, title, value, style, runs)
             cells.append(replace(entry, note=f" ({', '.join(own)})" if own else "", chosen=best))
-    return _table(
-        f"trials-{study.name}", f"Trials: {data_of(study.first)}", cells, _trial_notes(study), "std"
-    )
+    return _table(f"trials-{study.name}", f"Trials: {study.title}", cells, _trial_notes(study), "std")
 
 
 def _best_word(method: Method) -> str:
@@ -151,10 +169,11 @@ def _base(study: TunedStudy) -> str:
 
 
 def _final_notes(study: TunedStudy) -> tuple[str, ...]:
-    data = data_of(study.first)
     notes = [
-        f'The table "Trials: {data}" has every trial. The ± of a validation score is its standard error.'
+        f'The table "Trials: {study.title}" has every trial. The ± of a validation score is its standard error.'
     ]
+    if study.first.personal:
+        notes.append("The test accuracy is that of each client's own model after the last aggregation.")
     if not study.is_fair:
         notes.append(
             "The methods do not have equally many trials yet, so no other table uses their final runs."

@@ -92,8 +92,8 @@ def test_runs_of_one_program_wait_for_its_first_round(play, tmp_path):
     scripts = {
         "a1": (SMALL, first),
         "a2": (replace(SMALL, seed=1), "ROUND"),
-        "a3": (replace(SMALL, seed=2), "ROUND"),
-        "b1": (replace(SMALL, lr=0.2), "sleep 1; ROUND"),
+        "a3": (replace(SMALL, seed=2, lr=0.2), "ROUND"),
+        "b1": (replace(SMALL, momentum=0.2), "sleep 1; ROUND"),
     }
     done, failed = play(scripts, jobs=3)
     assert (len(done), failed) == (4, {})
@@ -130,7 +130,7 @@ def test_each_process_has_its_share_of_the_threads(play, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("how", ["Ctrl-C", "minutes"])
 def test_all_processes_end_with_the_command(play, tmp_path, capsys, how):
-    scripts = {f"a{i}": (replace(SMALL, lr=0.1 + i), "sleep 60") for i in range(3)}
+    scripts = {f"a{i}": (replace(SMALL, momentum=i / 10), "sleep 60") for i in range(3)}
     if how == "Ctrl-C":
         threading.Thread(target=_interrupt_when_started, args=(tmp_path / "journal", 2)).start()
     begun = time.monotonic()

@@ -1,8 +1,8 @@
 """`--jobs` and `--minutes`: the runs of a study in processes side by side.
 
 Each process is `fedpara resume` of a run folder that the study has laid out. It writes what it prints to output.txt in
-that folder. Runs that differ only in their seed share a compiled program, which is cached on disk: one of them starts
-first, and the others wait until it has finished a round.
+that folder. Runs that differ only in numbers that a program reads, such as the seed and the learning rate, share a
+compiled program, which is cached on disk: one of them starts first, and the others wait until it has finished a round.
 """
 
 import os
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,6 +32,8 @@ from fedpara.experiments.studies.tune import Play, Played
 POLL = 0.1
 """Seconds between two looks at the processes."""
 THREADS = "OMP_NUM_THREADS"
+READ: dict[str, Any] = {"seed": 0, "lr": 1.0, "lr_decay": 1.0, "init": None}
+"""Fields that a compiled program does not depend on."""
 
 
 def player(
@@ -73,7 +76,7 @@ def _play(
     paths: Mapping[str, Path], jobs: int, end: float | None, options: list[str], environment: dict[str, str]
 ) -> Played:
     """The finished runs and the errors of the failed ones. KeyboardInterrupt if runs are left at the end."""
-    programs = {name: replace(read_config(path), seed=0).identity for name, path in paths.items()}
+    programs = {name: replace(read_config(path), **READ).identity for name, path in paths.items()}
     waiting, running, compiled = list(paths), dict[str, Child](), set[str]()
     done: dict[str, Summary] = {}
     failed: dict[str, FedParaError] = {}

@@ -20,6 +20,8 @@ from fedpara.experiments.run import OnRound
 from fedpara.experiments.storage.catalog import Library
 from fedpara.experiments.studies.reproduce import archive_finished, carry_out
 from fedpara.experiments.studies.reproduce import jobs as jobs_of
+from fedpara.experiments.studies.tuned.cost import cost
+from fedpara.experiments.studies.tuned.plans import PLANS
 from fedpara.report.figures import study_figure
 from fedpara.report.formats import plain
 from fedpara.report.tables import Table, table_of
@@ -128,9 +130,10 @@ def _json(table: Table, figure: Path | None) -> dict[str, Any]:
 
 def _list(as_json: bool) -> None:
     rows = {one.name: _cost(one) for one in STUDIES.values()}
+    prepared = {name: cost(plan) for name, plan in PLANS.items()}
     whole = merged([e for one in STUDIES.values() for e in one.experiments])
     if as_json:
-        typer.echo(json.dumps({"studies": rows, "all": _sum(whole)}))
+        typer.echo(json.dumps({"studies": rows, "all": _sum(whole), "prepared": prepared}))
         return
     table = empty_table(["name", "in the paper", "what"], ["runs", "seeds", "GPU minutes", "GB sent"])
     for name, row in rows.items():
@@ -156,6 +159,13 @@ def _list(as_json: bool) -> None:
     typer.echo(
         "GPU minutes (an estimate for one H200) and GB (message length times messages) are for one seed."
     )
+    table = empty_table(["prepared study", "what"], ["trials", "final runs", "GPU minutes"])
+    for name, row in prepared.items():
+        table.add_row(
+            name, row["title"], str(row["trials"]), str(row["final_runs"]), _whole(row["gpu_minutes"])
+        )
+    print_table(table)
+    typer.echo("GPU minutes of prepared studies are for all their seeds, if every run is alone on the GPU.")
 
 
 def _cost(one: Study) -> dict[str, Any]:

@@ -69,9 +69,9 @@ def tune(
     if join().rank:
         return
     if as_json:
-        typer.echo(json.dumps({"tune": str(out), "methods": [_json(one) for one in tuned]}))
+        typer.echo(json.dumps({"tune": str(out), "methods": [json_of_tuned(one) for one in tuned]}))
     else:
-        _print(tuned)
+        print_tuned(tuned)
 
 
 def _methods(preset: str | None, config: Path | None, given: Sequence[str]) -> dict[str, Experiment]:
@@ -119,7 +119,7 @@ def read_grids(
     return common, own
 
 
-def _print(tuned: Sequence[Tuned]) -> None:
+def print_tuned(tuned: Sequence[Tuned]) -> None:
     table = empty_table(["method", "trials", "chosen"], ["validation", "test", "sent [MB]"])
     for one in tuned:
         runs, chosen = one.final.runs, one.choice.chosen
@@ -181,7 +181,7 @@ def _with_half(score: Mean | None, tuned: Tuned) -> str:
     return text(score.value) + ("" if score.half is None else f" ± {text(score.half)}")
 
 
-def _json(tuned: Tuned) -> dict[str, Any]:
+def json_of_tuned(tuned: Tuned) -> dict[str, Any]:
     choice, final, score = tuned.choice, tuned.final, tuned.final.score
     return {
         "method": tuned.method,

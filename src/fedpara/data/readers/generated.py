@@ -28,7 +28,7 @@ KINDS = {
     "mnist": Kind((1, 28, 28), 10),
     "fashion-mnist": Kind((1, 28, 28), 10),
     "femnist": Kind((1, 28, 28), 62, owners=12),
-    "shakespeare": Kind((80,), 80, owners=12),
+    **dict.fromkeys(("shakespeare", "shakespeare-100", "shakespeare-100-mixed"), Kind((80,), 80, owners=12)),
 }
 TRAIN, TEST = 120, 40
 SEED = 0

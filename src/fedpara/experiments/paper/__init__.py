@@ -21,6 +21,7 @@ _ORDER = (
         "optimizers",
         "personalization",
         "techniques",
+        "jacobian",
         "round-time",
         "training-time",
         "long-run",

@@ -76,8 +76,8 @@ OPTIMISTIC = (
 )
 VGG16_NOTE = (
     "Our runs use neither tanh nor the Jacobian correction. The paper's FedPara uses both (λ 1), and reports 82.45 "
-    "without them. All our rows use weight decay 1e-3, random crops and flips, and no biases before norms; docs/log.md "
-    f"explains why. {OPTIMISTIC}"
+    "without them. Our recipe has weight decay 1e-3, random crops and flips, and no biases before norms; docs/log.md "
+    "explains why."
 )
 LOWRANK_NOTE = (
     "Low-rank now uses its own default initialization. Its earlier runs used FedPara's, he:1.4, and are to be run "

@@ -24,12 +24,14 @@ EXAMPLES = {
     "mnist": 60_000,
     "femnist": 300 * 137,
     "shakespeare": 3_803_027,
+    "shakespeare-100": 200_000,
+    "shakespeare-100-mixed": 200_000,
 }
-OWNERS = {"femnist": 300, "shakespeare": 1_129}
+OWNERS = {"femnist": 300, "shakespeare": 1_129, "shakespeare-100": 100}
 
-STEP_MS = {"vgg16": 0.75, "resnet18": 0.5, "lstm": 1.0, "mlp": 0.03}
-"""GPU milliseconds per client and step, with 16 clients batched in bfloat16. VGG16's is measured (one H200, FedPara at
-gamma 0.1, whole rounds). The others are estimates from it, good enough for planning."""
+STEP_MS = {"vgg16": 0.58, "resnet18": 0.99, "lstm": 0.73, "mlp": 0.03}
+"""GPU milliseconds per client and step of one run alone, in bfloat16, for planning. All but the last are measured: one
+H200, 16 clients, FedPara, whole rounds (ResNet18 and LSTM on one occasion). The last is an estimate."""
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class Study:
     source: str  # where in the paper
     cells: tuple[Cell, ...]
     notes: tuple[str, ...] = ()
+    untuned: tuple[str, ...] = ()  # those of the notes that do not hold if all numbers are tuned
     seeds: int = 1  # as many as in the paper
     spread: Literal["std", "ci95"] = "std"
     figure: Figure = "curves"
@@ -83,6 +84,7 @@ _SPLITS = {
     "largest": "writers",
     "drawn": "drawn",
 }
+_NORMS = {"squared": "-squared", "network": "-network"}
 
 
 def run_name(experiment: Experiment) -> str:
@@ -95,7 +97,7 @@ def run_name(experiment: Experiment) -> str:
         e.model,
         f"{e.scheme}{size}",
         *([e.nonlinearity] if e.nonlinearity else []),
-        *([f"jacobian{e.jacobian:g}"] if e.jacobian else []),
+        *([f"jacobian{e.jacobian:g}{_NORMS.get(e.jacobian_norm, '')}"] if e.jacobian else []),
         *([e.where.replace(":", "")] if e.where else []),
         *([f"share-{e.share}"] if e.share != "all" else []),
         *([f"data{e.data_fraction:g}"] if e.data_fraction < 1 else []),

@@ -124,9 +124,9 @@ def cut(run: Summary, rounds: int) -> Summary:
     return replace(run, metrics=run.metrics[:rounds], timing=run.timing[:rounds])
 
 
-def archive_run(run: Path, into: Path) -> Path:
-    """Archive a run folder as a folder of the same name in `into`. Another run there is not overwritten."""
-    found, target = read_run(run), into / run.name
+def archive_run(run: Path, into: Path, name: str | None = None) -> Path:
+    """Archive a run folder as the folder `name` (default: its own) in `into`. Another run there is not overwritten."""
+    found, target = read_run(run), into / (name or run.name)
     if (target / "config.toml").exists():
         there = read_run(target).metrics
         if there != found.metrics[: len(there)]:

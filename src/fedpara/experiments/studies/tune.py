@@ -76,22 +76,10 @@ def tune(
     protocol = {"validation": validation, "seed": seeds[0]} | ({"rounds": rounds} if rounds else {})
     trials = all_trials(methods, grid, own or {}, one_at_a_time, protocol)
     _refuse_another_grid(path, described := _described(trials, seeds))
-    runs = {
-        _run_name(trial, seed): replace(trial.experiment, seed=seed)
-        for seed in seeds
-        for trial in _flat(trials)
-    }
+    runs = trial_runs(trials, seeds)
     choices, failed = _choose(path, trials, runs, seeds, described, data_dir, play)
-    finals = {
-        f"{name}-seed{seed}": replace(
-            choice.chosen.trial.experiment,
-            validation=0.0,
-            seed=seed,
-            rounds=final_rounds or methods[name].rounds,
-        )
-        for seed in final_seeds
-        for name, choice in choices.items()
-    }
+    lengths = {name: final_rounds or experiment.rounds for name, experiment in methods.items()}
+    finals = final_runs(choices, lengths, final_seeds)
     done, broken = _carry_out(path / "final", finals, data_dir, play)
     if broken:
         raise of_several(broken, len(finals))
@@ -104,6 +92,28 @@ def tune(
         )
         for name, choice in choices.items()
     ]
+
+
+def trial_runs(trials: Mapping[str, Sequence[Trial]], seeds: Sequence[int]) -> dict[str, Experiment]:
+    """The experiments of the trials by the name of their folder, the first seed of all before the second of any."""
+    return {
+        _run_name(trial, seed): replace(trial.experiment, seed=seed)
+        for seed in seeds
+        for trial in _flat(trials)
+    }
+
+
+def final_runs(
+    choices: Mapping[str, Choice], rounds: Mapping[str, int], seeds: Sequence[int]
+) -> dict[str, Experiment]:
+    """The chosen settings on the test set by the name of their folder, in the order of `trial_runs`."""
+    return {
+        f"{name}-seed{seed}": replace(
+            choice.chosen.trial.experiment, validation=0.0, seed=seed, rounds=rounds[name]
+        )
+        for seed in seeds
+        for name, choice in choices.items()
+    }
 
 
 def _check_seeds(validation: float, seeds: Sequence[int], final_seeds: Sequence[int]) -> None:

@@ -1,0 +1,1 @@
+"""`fedpara reproduce tuned-NAME`: prepared studies whose settings are chosen by validation."""
