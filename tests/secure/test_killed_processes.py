@@ -26,6 +26,8 @@ EXPERIMENT = replace(
     BASE, cohort=5, rounds=1, weights="uniform", engine="flower", secure="secagg(clip=4.0, bits=24)"
 )
 KILLING = Path(__file__).parents[1] / "helpers" / "killing"
+HEARTBEAT = 15
+"""Seconds. The SuperLink reports a killed node after twice as long; a busy machine must not delay a heartbeat as long."""
 
 
 @pytest.mark.parametrize(
@@ -43,10 +45,11 @@ def test_the_round_ends_with_the_sum_of_the_survivors(kills, counted, tmp_path):
         "PYTHONPATH": os.pathsep.join([str(KILLING), str(source)]),
         "KILL_AT": " ".join(f"{stage}:{client}" for stage, client in kills.items()),
         "KILL_LOG": str(killed),
+        "HEARTBEAT": str(HEARTBEAT),
     }
     lay_out(EXPERIMENT, tmp_path / "run")
     with Processes() as processes:
-        given = {"out": str(tmp_path / "run"), "deadline": 90, "wait": 120}
+        given = {"out": str(tmp_path / "run"), "deadline": 300, "hello": 300, "wait": 300}
         federation = Federation(tmp_path / "federation", 5, processes, given, env)
         federation.start_link()
         federation.register()
