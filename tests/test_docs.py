@@ -49,7 +49,9 @@ LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link"
 def test_a_tutorial_runs(name, tmp_path, monkeypatch):
     """Two rounds of each federation. `make docs` runs them all."""
     simulate = fp.simulate
-    monkeypatch.setattr(fp, "simulate", lambda *given, rounds, **options: simulate(*given, rounds=2, **options))
+    monkeypatch.setattr(
+        fp, "simulate", lambda *given, rounds, **options: simulate(*given, rounds=2, **options)
+    )
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(DOCS / "hooks" / "pictures.py"))["main"]([name, str(tmp_path)])
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}.txt", f"{name}.svg"}

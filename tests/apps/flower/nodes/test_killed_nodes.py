@@ -45,7 +45,8 @@ def test_a_killed_node_and_a_killed_superlink_are_connected_again(tmp_path):
         wait_for("SuperNode ID", times=2)
         failed = log.read_text().count("Connection attempt failed")
         processes.kill(link)
-        wait_for("Connection attempt failed", times=failed + 1)  # a node that asked nobody meanwhile says nothing
+        # A node that asks nobody meanwhile says nothing.
+        wait_for("Connection attempt failed", times=failed + 1)
         federation.start_link()
         wait_for("Connection successful")
         assert nodes[0].poll() is None
