@@ -26,7 +26,7 @@ EXPERIMENT = replace(
     BASE, cohort=5, rounds=1, weights="uniform", engine="flower", secure="secagg(clip=4.0, bits=24)"
 )
 KILLING = Path(__file__).parents[1] / "helpers" / "killing"
-HEARTBEAT = 15
+HEARTBEAT = 20
 """Seconds. The SuperLink reports a node as gone after twice as long: short for a test, long for a busy machine."""
 CASES = {
     "keys-masked": ({"keys": 1, "masked": 3}, {0, 2, 4}),
