@@ -18,7 +18,7 @@ demo: $(READY)
 
 # One thread: the demo's layers are too small for two. In the tests, the workers' threads fight over the cores.
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m 'not deploy'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal -m 'not deploy'
 
 # Federations of real processes on loopback: a few minutes, most of it waiting for one thing at a time.
 test-deploy: $(READY)

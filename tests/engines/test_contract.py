@@ -22,18 +22,19 @@ ALGORITHMS = tuple(algorithms.names())
 SCHEMES = ("original", "lowrank", "fedpara", "pfedpara", "kronecker", "kronecker-aad")
 SHARES = ("all", "fedper", "none")
 LINKS = ("float32", "float16", "int8")
+ENGINES = ("sequential", "batched")
 
-# Every algorithm with every scheme; sharing and precision vary in turn, so that each pair occurs.
+# Every algorithm with every scheme; sharing, precision and the engine vary in turn, so that each pair occurs.
 COVER = [
-    (algorithm, scheme, SHARES[(a + s) % 3], LINKS[(a + 2 * s) % 3])
+    (algorithm, scheme, SHARES[(a + s) % 3], LINKS[(a + 2 * s) % 3], ENGINES[(a + s) % 2])
     for a, algorithm in enumerate(ALGORITHMS)
     for s, scheme in enumerate(SCHEMES)
 ]
 
 
 def test_the_cases_cover_every_pair():
-    parts = (ALGORITHMS, SCHEMES, SHARES, LINKS)
-    for i, j in combinations(range(4), 2):
+    parts = (ALGORITHMS, SCHEMES, SHARES, LINKS, ENGINES)
+    for i, j in combinations(range(5), 2):
         assert {(case[i], case[j]) for case in COVER} == {*product(parts[i], parts[j])}
 
 
@@ -49,8 +50,8 @@ def facts(run):
     ]
 
 
-@pytest.mark.parametrize(("algorithm", "scheme", "share", "precision"), COVER)
-def test_two_runs_give_equal_bits(world, engine, algorithm, scheme, share, precision):
+@pytest.mark.parametrize(("algorithm", "scheme", "share", "precision", "engine"), COVER)
+def test_two_runs_give_equal_bits(world, algorithm, scheme, share, precision, engine):
     def run():
         return world.simulate(
             world.model(scheme),

@@ -48,7 +48,7 @@ def test_a_config_survives_a_write_and_a_read(tmp_path_factory, values, work, mu
     if mu is not None:
         values |= {"algorithm": "fedprox", "options": {"mu": mu}}
     experiment = Experiment(**values)
-    path = tmp_path_factory.mktemp("config") / "config.toml"
+    path = tmp_path_factory.getbasetemp() / "config.toml"
     path.write_text(to_toml(experiment), encoding="utf-8")
     assert read_toml(path) == experiment
     assert read_toml(path).identity == experiment.identity

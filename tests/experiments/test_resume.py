@@ -57,14 +57,19 @@ def alone(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def stopped(tmp_path):
-    """A run of SHORT that was stopped after round 4."""
-    path = tmp_path / "run"
+@pytest.fixture(scope="module")
+def stopped_once(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stopped") / "run"
     with pytest.raises(Stop):
         run(SHORT, path, on_round=stop_after(4))
     assert read_run(path).rounds == 4
     return path
+
+
+@pytest.fixture
+def stopped(stopped_once, tmp_path):
+    """A copy of a run of SHORT that was stopped after round 4."""
+    return shutil.copytree(stopped_once, tmp_path / "run")
 
 
 def ends_like(path, reference, prolonged=False):

@@ -46,10 +46,10 @@ def soft_sign():
 
 
 def own_settings(client):
-    """Odd clients train longer; client 2 has its own rate, client 4 its own batches."""
+    """Odd clients train longer; client 2 has its own rate and epochs, client 4 its own batches."""
     if client % 2:
         return {"steps": 5}
-    return {2: {"lr": 0.01}, 4: {"batch_size": 2, "epochs": 2}}.get(client, {})
+    return {2: {"lr": 0.01, "epochs": 1}, 4: {"batch_size": 2, "steps": 7}}.get(client, {})
 
 
 def noise(**local):

@@ -26,45 +26,60 @@ EXPERIMENT = replace(
     BASE, cohort=5, rounds=1, weights="uniform", engine="flower", secure="secagg(clip=4.0, bits=24)"
 )
 KILLING = Path(__file__).parents[1] / "helpers" / "killing"
+HEARTBEAT = 20
+"""Seconds. The SuperLink reports a node as gone after twice as long: short for a test, long for a busy machine."""
+CASES = {
+    "keys-masked": ({"keys": 1, "masked": 3}, {0, 2, 4}),
+    "shares-unmask": ({"shares": 2, "unmask": 4}, {0, 1, 3, 4}),
+}
+"""The client that is killed at each of these stages, and the clients whose update arrives."""
 
 
-@pytest.mark.parametrize(
-    ("kills", "counted"),
-    [({"keys": 1, "masked": 3}, {0, 2, 4}), ({"shares": 2, "unmask": 4}, {0, 1, 3, 4})],
-    ids=["keys and masked", "shares and unmask"],
-)
-def test_the_round_ends_with_the_sum_of_the_survivors(kills, counted, tmp_path):
-    """Two of five nodes: the model is that of a plain round over the clients whose update arrived."""
-    killed = tmp_path / "killed"
-    killed.mkdir()
-    source = Path(fedpara.__file__).parents[1]
+def start(folder, kills, processes):
+    """A federation of five nodes that runs the experiment: its nodes, and the submitted run."""
+    (folder / "killed").mkdir(parents=True)
     env = {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(KILLING), str(source)]),
+        "PYTHONPATH": os.pathsep.join([str(KILLING), str(Path(fedpara.__file__).parents[1])]),
         "KILL_AT": " ".join(f"{stage}:{client}" for stage, client in kills.items()),
-        "KILL_LOG": str(killed),
+        "KILL_LOG": str(folder / "killed"),
+        "HEARTBEAT": str(HEARTBEAT),
     }
-    lay_out(EXPERIMENT, tmp_path / "run")
+    lay_out(EXPERIMENT, folder / "run")
+    given = {"out": str(folder / "run"), "deadline": 300, "hello": 300, "wait": 300}
+    federation = Federation(folder / "federation", 5, processes, given, env)
+    federation.start_link()
+    federation.register()
+    return [federation.start_node(i) for i in range(5)], federation.submit()
+
+
+def test_the_round_ends_with_the_sum_of_the_survivors(tmp_path):
+    """Two of five nodes: the model is that of a plain round over the clients whose update arrived.
+
+    Both federations at the same time, because they mostly wait for heartbeats that do not come.
+    """
     with Processes() as processes:
-        given = {"out": str(tmp_path / "run"), "deadline": 90, "wait": 120}
-        federation = Federation(tmp_path / "federation", 5, processes, given, env)
-        federation.start_link()
-        federation.register()
-        nodes = [federation.start_node(i) for i in range(5)]
-        follow(tmp_path / "run", federation.submit(), tmp_path / "federation" / "run.log", None, None)
-        ended = {i for i, node in enumerate(nodes) if node.poll() is not None}
-    assert ended == {*kills.values()}
-    assert {path.name for path in killed.iterdir()} == {f"{stage}:{c}" for stage, c in kills.items()}
+        started = {name: start(tmp_path / name, kills, processes) for name, (kills, _) in CASES.items()}
+        for name, (kills, _) in CASES.items():
+            (nodes, submitted), folder = started[name], tmp_path / name
+            follow(folder / "run", submitted, folder / "federation" / "run.log", None, None)
+            assert {i for i, node in enumerate(nodes) if node.poll() is not None} == {*kills.values()}
+    for name, (kills, counted) in CASES.items():
+        check(tmp_path / name, kills, counted)
+
+
+def check(folder, kills, counted):
+    assert {path.name for path in (folder / "killed").iterdir()} == {f"{s}:{c}" for s, c in kills.items()}
     run_sequentially(
         replace(EXPERIMENT, secure=None),
-        tmp_path / "plain",
+        folder / "plain",
         lambda round, reply: reply if reply.client in counted else Reply(reply.client, reason="killed"),
     )
-    state, plain = (final_checkpoint(tmp_path / name).state for name in ("run", "plain"))
+    state, plain = (final_checkpoint(folder / name).state for name in ("run", "plain"))
     step = read_secure(EXPERIMENT.secure).step
     assert max(float((state[name] - plain[name]).abs().max()) for name in plain) <= step + 2e-7
-    (line,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (line,) = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     refused = {one["client"]: one["reason"] for one in line["refused"]}
     gone = {client: stage for stage, client in kills.items() if client not in counted}
-    assert refused.keys() == gone.keys(), log(tmp_path / "run")
+    assert refused.keys() == gone.keys(), log(folder / "run")
     assert all(f"it left at the stage '{stage}'" in refused[client] for client, stage in gone.items())

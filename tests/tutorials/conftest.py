@@ -29,7 +29,7 @@ SMALL = {
         "clients": 4,
         "batch_size": 4,
     },
-    "adapters": {"clients": 4},
+    "adapters": {"clients": 4, "batch_size": 120},
     "own_algorithm": {"dataset": "own_algorithm:disputed(clients=4, count=200)", "clients": 4},
 }
 

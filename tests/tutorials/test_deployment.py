@@ -18,7 +18,7 @@ from fedpara.experiments import read_run
 from fedpara.experiments.storage.run_folder import is_locked
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
-pytestmark = [pytest.mark.deploy, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
 FEDPARA = "from fedpara.apps.cli import main; main()"
 SEEN = (
@@ -50,7 +50,7 @@ def up(tutorial, folder, rounds):
 
 def kill_after_a_round(process, folder):
     """SIGKILL in the middle of the run. A watchdog ends Flower's processes."""
-    end, metrics = time.monotonic() + 200, folder / "metrics.jsonl"
+    end, metrics = time.monotonic() + 400, folder / "metrics.jsonl"
     while (
         process.poll() is None and time.monotonic() < end and not (metrics.exists() and metrics.read_text())
     ):
@@ -75,7 +75,7 @@ def test_a_federation_trains_the_users_module_and_its_folder_is_usable(tutorials
     first, second = up(chosen["regression"], whole, rounds=1), up(chosen["language_model"], killed, rounds=2)
     kill_after_a_round(second, killed)
     try:
-        _, err = first.communicate(timeout=200)
+        _, err = first.communicate(timeout=400)
     finally:
         first.kill()  # only if it hangs: its watchdog ends the rest
     assert first.returncode == 0, err

@@ -1,5 +1,6 @@
-"""The commands of the tutorials: `run` in a real process that is killed, the others on the folder that it leaves."""
+"""The commands of the tutorials: `run`, which is interrupted, and the others on the folder that it leaves."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -44,13 +45,41 @@ def fedpara(*words):
     assert done.exit_code == 0, done.output
 
 
-def test_a_killed_run_resumes_to_the_same_bits_and_is_reported_and_exported(tutorial, tmp_path):
+class Interrupted(BaseException):
+    pass
+
+
+def interrupt(words, monkeypatch):
+    """Run `fedpara run` in this process until the checkpoint of round 2 is renamed."""
+    rename, seen = os.replace, []
+
+    def interrupted(source, target):
+        seen.extend([target] if str(target).endswith("/checkpoint.safetensors") else [])
+        if len(seen) == 2:
+            raise Interrupted
+        rename(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", interrupted)
+        with pytest.raises(Interrupted):
+            CliRunner().invoke(app, ["run", *words])
+
+
+def kill(words):
+    done = subprocess.run([sys.executable, "-c", KILLED, "run", *words], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def test_an_ended_run_resumes_to_the_same_bits_and_is_reported_and_exported(tutorial, tmp_path, monkeypatch):
+    """One tutorial in a real process that is killed: starting a process takes longer than its rounds."""
     pytest.importorskip("onnxscript")
     small, commands = tutorial.experiment(), tutorial.commands
     words = changed(commands["run"], asdict(small))
     folder = words[words.index("--out") + 1]
-    done = subprocess.run([sys.executable, "-c", KILLED, "run", *words], capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    if tutorial.name == "language_model":
+        kill(words)
+    else:
+        interrupt(words, monkeypatch)
     assert read_run(tmp_path / folder).rounds < small.rounds
     fedpara("resume", folder)
     lay_out(small, tmp_path / "whole")

@@ -2,6 +2,8 @@
 
 import os
 import shlex
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -64,12 +66,11 @@ def report(runs: list[Path], out: Path | None, format_: str | None, scale: str) 
         return
     tuned = tuned_studies(library)
     chosen = replacements(tuned, scale)
-    tables = [
-        table_of(study, library, library.seeds, scale=scale, tuned=chosen) for study in STUDIES.values()
-    ]
+    tabulate = partial(table_of, library=library, seeds=library.seeds, scale=scale, tuned=chosen)
+    trained = [replace(s, cells=tuple(c for c in s.cells if c.experiments)) for s in STUDIES.values()]
     of, to = shlex.join(map(str, runs)), shlex.quote(str(out))
-    if any(entry.runs or entry.superseded for table in tables for entry in table.entries):
-        _of_paper(library, tables, tuned, out, kind, of, to)
+    if any(entry.runs or entry.superseded for study in trained for entry in tabulate(study).entries):
+        _of_paper(library, [*map(tabulate, STUDIES.values())], tuned, out, kind, of, to)
     else:
         _of_own_runs(library, tuned, out, kind, of, to)
     library.refuse_damaged("reported")

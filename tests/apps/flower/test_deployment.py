@@ -37,7 +37,7 @@ EXPERIMENT = Experiment(
     personal=True,
     clients=3,
     cohort=3,
-    rounds=3,
+    rounds=2,
     lr=0.05,
     engine="flower",
 )
@@ -76,7 +76,7 @@ def deployed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("deployed")
     lay_out(EXPERIMENT, folder / "run")
     with Processes() as processes:
-        given = {"out": str(folder / "run"), "deadline": 60, "wait": 60}
+        given = {"out": str(folder / "run"), "deadline": 200, "hello": 200, "wait": 200}
         federation = Federation(folder / "federation", 3, processes, given, {"OMP_NUM_THREADS": "1"})
         federation.start_link()
         port = start_nginx(federation, folder) if NGINX else federation.port
@@ -84,6 +84,8 @@ def deployed(tmp_path_factory):
         for i in range(3):
             federation.start_node(i, port=port)
         greedy(federation, folder / "greedy", port)
+        log = federation.folder / "node-7" / "log.txt"
+        await_words({log: "SuperNode ID"})  # the run says hello to every node that is connected
         yield federation, folder / "run", port, federation.submit()
 
 
@@ -92,6 +94,14 @@ def greedy(federation, folder, port):
     make_certificates(folder, ["127.0.0.1"], 1)
     register(federation, folder / "node-0.pub")
     federation.start_node(7, port=port, key=folder / "node-0", more="client=0 clients=1")
+
+
+def await_words(expected, seconds=120):
+    """Wait until each of the logs contains its words."""
+    end = time.monotonic() + seconds
+    while not all(words in log.read_text() for log, words in expected.items()):
+        assert time.monotonic() < end, [log.read_text() for log in expected]
+        time.sleep(0.2)
 
 
 def register(federation, key):
@@ -123,7 +133,6 @@ def test_the_deployment_equals_the_sequential_engine(deployed, tmp_path):
         assert sorted(path.name for path in memory.glob("*/*/*")) == [
             "1.safetensors",
             "2.safetensors",
-            "3.safetensors",
         ]
 
 
@@ -157,13 +166,8 @@ def test_strangers_are_rejected(deployed, tmp_path):
     federation.start_node(8, key=key)
     federation.start_node(9, key=key, ca=tmp_path / "other" / "ca.crt")
     logs = {i: federation.folder / f"node-{i}" / "log.txt" for i in (8, 9)}
-    expected = {8: "Failed to activate SuperNode", 9: "Connection attempt failed"}
-    end = time.monotonic() + 60
-    while time.monotonic() < end and not all(words in logs[i].read_text() for i, words in expected.items()):
-        time.sleep(0.5)
-    for i, words in expected.items():
-        assert words in logs[i].read_text()
-        assert "SuperNode ID" not in logs[i].read_text()
+    await_words({logs[8]: "Failed to activate SuperNode", logs[9]: "Connection attempt failed"})
+    assert all("SuperNode ID" not in log.read_text() for log in logs.values())
     link = (federation.folder / "superlink.log").read_text()
     assert link.count("No SuperNode found with the given public key") == 1
     assert len(federation.ask("supernode", "list")["nodes"]) == 4
@@ -249,15 +253,15 @@ def test_ctrl_c_stops_a_federation(tmp_path):
         "flower",
         "up",
         "--nodes",
-        "3",
+        "2",
         "--out",
         "run",
         "--set",
         "model=mlp",
         "--set",
-        "clients=3",
+        "clients=2",
         "--set",
-        "cohort=3",
+        "cohort=2",
     ]
     process = subprocess.Popen(
         [sys.executable, "-c", "from fedpara.apps.cli import main; main()", *words],
@@ -269,14 +273,14 @@ def test_ctrl_c_stops_a_federation(tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 200
         log = tmp_path / "run" / "log.txt"
         while process.poll() is None and time.monotonic() < end:
-            if log.exists() and "is number 2 of 3" in log.read_text():  # the run has started, with every node
+            if log.exists() and "is number 1 of 2" in log.read_text():  # the run has started, with every node
                 break
             time.sleep(0.2)
         family = family_of(process.pid)
-        assert len(alive(family)) >= 4  # at least the SuperLink and three nodes
+        assert len(alive(family)) >= 3  # at least the SuperLink and two nodes
         assert list((tmp_path / "tmp").glob("fedpara-*/certificates/ca.key"))
         os.kill(a_node(family), signal.SIGKILL)
         process.send_signal(signal.SIGINT)

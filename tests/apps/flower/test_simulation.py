@@ -19,7 +19,7 @@ from fedpara.experiments.storage.checkpoint import final_checkpoint
 pytest.importorskip("flwr", reason="Flower is not installed: pip install '.[flower]'")
 pytest.importorskip("ray", reason="Flower's simulator is not installed: pip install '.[flower]'")
 
-BASE = Experiment(model="mlp", clients=5, cohort=3, rounds=3, lr=0.05, batch_size=16)
+BASE = Experiment(model="mlp", clients=5, cohort=3, rounds=3, epochs=None, steps=2, lr=0.05, batch_size=16)
 CASES = {
     "fedavg": BASE,
     "scaffold": replace(BASE, algorithm="scaffold"),

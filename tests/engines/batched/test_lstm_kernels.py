@@ -56,7 +56,8 @@ def test_gradients_over_any_mapped_inputs(in_dims):
 
 
 def test_the_derivative_equals_finite_differences():
-    p, w = (tensor.double().requires_grad_() for tensor in drawn())
+    p, w = drawn()
+    p, w = (tensor.double().contiguous().requires_grad_() for tensor in (p[:3, :2, :2], w[:2]))
     assert torch.autograd.gradcheck(lambda p, w: OPS.lanes_lstm(p, w)[0], (p, w))
 
 

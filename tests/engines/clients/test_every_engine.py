@@ -1,11 +1,12 @@
 """Contract: what a client does beyond FedAvg is the same in every engine, and in a resumed run."""
 
 from dataclasses import replace
+from functools import cache
 
 import client_algorithms
 import pytest
 import torch
-from flower_nodes import Nodes, run_on_nodes, run_sequentially, same_results
+from flower_nodes import Nodes, run_on_nodes, same_results
 
 from fedpara.engines.memory import InMemory
 from fedpara.experiments import Experiment, resume, run
@@ -33,9 +34,15 @@ def close(a, b, atol):
         torch.testing.assert_close(tensor, b[name], rtol=0, atol=atol)
 
 
+@pytest.fixture(scope="module")
+def sequential(world):
+    """The run of each algorithm on the sequential engine."""
+    return cache(lambda name: simulated(world, name, "sequential"))
+
+
 @every
-def test_batched_equals_sequential(world, name):
-    (a, ours), (b, theirs) = (simulated(world, name, engine) for engine in ("sequential", "batched"))
+def test_batched_equals_sequential(world, sequential, name):
+    (a, ours), (b, theirs) = sequential(name), simulated(world, name, "batched")
     # Adam divides by a root that may be small, so rounding grows; top-k may swap two nearly equal changes.
     atol = 2e-3 if name == "sparse" or "adam" in name else 2e-5
     close(a.state, b.state, atol)
@@ -46,10 +53,14 @@ def test_batched_equals_sequential(world, name):
             close(state, theirs[client][variable], atol)
 
 
+@pytest.fixture(scope="module")
+def plain(world):
+    return world.simulate(world.model("pfedpara"), rounds=3, cohort=4, federation=world.personal)
+
+
 @every
-def test_it_differs_from_fedavg(world, name):
-    plain = world.simulate(world.model("pfedpara"), rounds=3, cohort=4, federation=world.personal)
-    mine, _ = simulated(world, name, "sequential")
+def test_it_differs_from_fedavg(sequential, plain, name):
+    mine, _ = sequential(name)
     client = mine.rounds[-1].cohort[0]
     mine, plain = (one.client_state(client) for one in (mine, plain))
     assert not all(torch.equal(mine[n], plain[n]) for n in plain)
@@ -63,7 +74,7 @@ def experiment(name, engine="sequential", **fields):
             "algorithm": f"client_algorithms:{name}",
             "clients": 5,
             "cohort": 3,
-            "rounds": 4,
+            "rounds": 3,
             "lr": 0.05,
             "batch_size": 16,
             "personal": True,
@@ -89,15 +100,26 @@ def stop_after_round_2(result, timing):
         raise Stop
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a whole run of each algorithm on each engine, to be read only."""
+    folder = tmp_path_factory.mktemp("finished")
+
+    @cache
+    def made(name, engine):
+        run(experiment(name, engine), folder / f"{name}-{engine}")
+        return folder / f"{name}-{engine}"
+
+    return made
+
+
 @every
-def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, engine, name):
-    chosen = experiment(name, engine)
-    run(chosen, tmp_path / "whole")
+def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, finished, engine, name):
     with pytest.raises(Stop):
-        run(chosen, tmp_path / "parts", on_round=stop_after_round_2)
+        run(experiment(name, engine), tmp_path / "parts", on_round=stop_after_round_2)
     resume(tmp_path / "parts")
-    assert same_results(tmp_path / "whole", tmp_path / "parts")
-    whole, parts = memories(tmp_path / "whole"), memories(tmp_path / "parts")
+    assert same_results(finished(name, engine), tmp_path / "parts")
+    whole, parts = memories(finished(name, engine)), memories(tmp_path / "parts")
     assert whole.keys() == parts.keys()
     for client, memory in whole.items():
         assert memory.keys() == parts[client].keys()
@@ -106,11 +128,9 @@ def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, engine, name):
 
 
 @every
-def test_flower_nodes_equal_the_sequential_engine(tmp_path, name):
-    chosen = experiment(name, engine="auto")
-    run_sequentially(chosen, tmp_path / "a")
-    run_on_nodes(chosen, tmp_path / "b", Nodes(tmp_path / "nodes"))
-    assert same_results(tmp_path / "a", tmp_path / "b")
+def test_flower_nodes_equal_the_sequential_engine(tmp_path, finished, name):
+    run_on_nodes(experiment(name, engine="auto"), tmp_path / "run", Nodes(tmp_path / "nodes"))
+    assert same_results(finished(name, "sequential"), tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", STATELESS)

@@ -75,6 +75,7 @@ def test_the_settings_of_a_client() -> None:
     local = Local(lr=0.1, epochs=2, batch_size=8, momentum=0.5, per_client=own_settings)
     assert local.of(0) == Local(lr=0.1, epochs=2, batch_size=8, momentum=0.5)
     assert (local.of(1).epochs, local.of(1).steps) == (None, 5)
-    assert (local.of(2).lr, local.of(4).batch_size, local.of(4).steps_for(9)) == (0.01, 2, 10)
+    assert (local.of(2).lr, local.of(2).steps_for(9)) == (0.01, 2)
+    assert (local.of(4).batch_size, local.of(4).steps_for(9)) == (2, 7)
     by_steps = Local(steps=3, per_client=lambda client: {"epochs": 2})
     assert (by_steps.of(0).epochs, by_steps.of(0).steps) == (2, None)

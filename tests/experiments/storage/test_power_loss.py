@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -52,12 +53,17 @@ def alone(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def stopped(tmp_path):
-    path = tmp_path / "run"
+@pytest.fixture(scope="module")
+def stopped_once(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stopped") / "run"
     with pytest.raises(Stop):
         run(SHORT, path, on_round=stop)
     return path
+
+
+@pytest.fixture
+def stopped(stopped_once, tmp_path):
+    return shutil.copytree(stopped_once, tmp_path / "run")
 
 
 def content(path):

@@ -2,7 +2,8 @@
 
 KILL_AT lists stage:client, such as masked:1. The process that Flower started for the request ends with its SuperNode,
 both by SIGKILL, before it answers; a file in KILL_LOG tells the test. HEARTBEAT is the seconds between the heartbeats
-of a SuperNode, 30 without it; the SuperLink counts a node as connected for twice as long.
+of a SuperNode, 30 without it; the SuperLink counts a node as connected for twice as long. The time that a SuperNode
+gives its own processes stays as it is: a busy machine starts them slowly.
 """
 
 import os
@@ -11,35 +12,44 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-NODE = "fedpara.apps.flower.secure.node"
 
+class Changing:
+    """Finds the modules that are changed, and calls their function once they are imported."""
 
-class Killing:
-    """Finds the module that answers a stage, and wraps its function."""
+    def __init__(self, changes):
+        self.changes = changes
 
     def find_spec(self, name, path=None, target=None):
-        if name != NODE:
+        if name not in self.changes:
             return None
         spec = PathFinder.find_spec(name, path, target)
         run = spec.loader.exec_module
 
         def exec_module(module):
             run(module)
-            respond = module.respond_stage
-
-            def killed(request, *given):
-                at = f"{request.kind}:{request.client}"
-                if at in os.environ["KILL_AT"].split():
-                    response = respond(request, *given)
-                    (Path(os.environ["KILL_LOG"]) / at).write_text(str(len(response.message)))
-                    for pid in [*ancestors(), os.getpid()]:
-                        os.kill(pid, signal.SIGKILL)
-                return respond(request, *given)
-
-            module.respond_stage = killed
+            self.changes[name](module)
 
         spec.loader.exec_module = exec_module
         return spec
+
+
+def kill_at(module):
+    respond = module.respond_stage
+
+    def killed(request, *given):
+        at = f"{request.kind}:{request.client}"
+        if at in os.environ["KILL_AT"].split():
+            response = respond(request, *given)
+            (Path(os.environ["KILL_LOG"]) / at).write_text(str(len(response.message)))
+            for pid in [*ancestors(), os.getpid()]:
+                os.kill(pid, signal.SIGKILL)
+        return respond(request, *given)
+
+    module.respond_stage = killed
+
+
+def beat(module):
+    module.HEARTBEAT_DEFAULT_INTERVAL = int(os.environ["HEARTBEAT"])
 
 
 def ancestors():
@@ -53,9 +63,10 @@ def ancestors():
     return []
 
 
-if "KILL_AT" in os.environ:
-    sys.meta_path.insert(0, Killing())
-if "HEARTBEAT" in os.environ:
-    import flwr.common.constant
-
-    flwr.common.constant.HEARTBEAT_DEFAULT_INTERVAL = int(os.environ["HEARTBEAT"])
+CHANGES = {
+    "KILL_AT": {"fedpara.apps.flower.secure.node": kill_at},
+    "HEARTBEAT": {"flwr.supernode.fleet_http_connection": beat, "flwr.supercore.heartbeat": beat},
+}
+sys.meta_path.insert(
+    0, Changing({n: f for key, of in CHANGES.items() if key in os.environ for n, f in of.items()})
+)
