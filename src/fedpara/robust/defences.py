@@ -81,7 +81,7 @@ def auto() -> Defence:
 
     It remembers who was an outlier. On Flower, a node's key should therefore be bound to its clients.
     """
-    return Defence("auto", weigh=clustering.auto, remember=clustering.standing, needs=_three)
+    return Defence("auto", clustering.auto, remember=clustering.standing, residual=True, needs=_three)
 
 
 def _own_weights(g: Any) -> Any:
