@@ -79,7 +79,7 @@ def recorded(attack: str, seed: int) -> Recorder:
         device=experiment.device,
         evaluate_every=experiment.rounds,
         sampler=recorder.drawn,
-        robust=Defence("honest", weigh=recorder.weigh),
+        robust=Defence("honest", weigh=recorder.weigh, residual=True),
         attack=build_attack(experiment),
         hostile=experiment.hostile,
     )

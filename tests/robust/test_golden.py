@@ -153,6 +153,19 @@ def aside_and_agreement(u):
     return (1 - m) ** 4, np.clip(lower_median(c[~np.eye(n, dtype=bool)]) / 0.25, 0, 1)
 
 
+def company(u):
+    """3 max(0, k - 0.3)"""
+    c = cosines(u - np.median(u, 0))
+    np.fill_diagonal(c, -1)
+    return 3 * np.maximum(0, c.max(1) - 0.3)
+
+
+def geometry_of(u, past=None):
+    r = torch.from_numpy(u - np.median(u, 0))
+    uniform = torch.full((len(u),), 1 / len(u), dtype=torch.float64)
+    return Geometry(torch.from_numpy(u @ u.T), uniform, past=past, residual=r @ r.T)
+
+
 def test_auto(round_of):
     x, u = round_of
     u = u.copy()
@@ -162,14 +175,15 @@ def test_auto(round_of):
         beta = WEIGHTS / np.linalg.norm(clipped(u) - v, axis=1)
         v = beta @ clipped(u) / beta.sum()
     aside, a = aside_and_agreement(u)
-    standing = a * np.maximum(0, np.log(aside / np.median(aside)) - 1)
-    first = (clipped(u) @ v >= 0) & (standing <= 0.3)
+    standing = a * np.maximum(0, np.log(aside / np.median(aside)) - 1) + company(u)
+    doubt = np.where(clipped(u) @ v >= 0, standing, np.inf)
+    first = doubt <= max(0.3, lower_median(doubt))
     assert not first[0]
     rest, w = u[first], WEIGHTS[first]
     aside, a = aside_and_agreement(rest)
     s = np.linalg.norm(rest, axis=1) * aside
     kept = s <= (1.3 - 0.15 * a) * np.median(s)
-    assert 3 < kept.sum() < len(rest)
+    assert 2 < kept.sum() < len(rest)
     expected = w[kept] @ clipped(u)[first][kept] / w[kept].sum()
     np.testing.assert_allclose(made("auto", x, u), expected, atol=1e-9)
 
@@ -185,21 +199,50 @@ def test_flame_keeps_the_majority_of_directions():
 
 
 def test_auto_remembers_an_outlier():
-    """standing = 0.9 standing + a max(0, 4 log((1 - m) / median(1 - m)) - 1): an outlier stays out for a while."""
+    """standing = 0.9 standing + a max(0, 4 log((1 - m) / median(1 - m)) - 1) + company: it stays out for a while."""
     u = np.random.default_rng(0).normal(size=(7, 17)) + 1
     u /= np.linalg.norm(u, axis=1, keepdims=True)
-    honest = Geometry(torch.from_numpy(u @ u.T), torch.full((7,), 1 / 7, dtype=torch.float64))
+    honest = geometry_of(u)
     one = int(clustering.suspicion(honest).argmin())
     assert clustering.auto(honest)[one] > 0
     by = np.ones(7)
     by[one] = -1
-    past = clustering.standing(honest.scaled(torch.from_numpy(by)))
-    c = cosines(u * by[:, None])
+    turned = u * by[:, None]
+    past = clustering.standing(geometry_of(turned))
+    c = cosines(turned)
     aside = 1 - np.array([np.sort(np.delete(row, i))[2] for i, row in enumerate(c)])  # the lower median of 6
     a = np.clip(np.sort(c[~np.eye(7, dtype=bool)])[20] / 0.25, 0, 1)
-    expected = a * np.maximum(0, 4 * np.log(aside / np.median(aside)) - 1)
+    expected = a * np.maximum(0, 4 * np.log(aside / np.median(aside)) - 1) + company(turned)
     np.testing.assert_allclose(past, expected)
     assert past[one] > 0.3
     again = replace(honest, past=past)
     assert clustering.auto(again)[one] == 0
-    np.testing.assert_allclose(clustering.standing(again)[one], 0.9 * expected[one])
+    np.testing.assert_allclose(clustering.standing(again)[one], 0.9 * expected[one] + company(u)[one])
+
+
+def test_auto_remembers_clients_that_were_alike():
+    """Three of ten updates share a part that the others do not have. One of them then sends a harmless update."""
+    generator = np.random.default_rng(0)
+    common, shared = generator.normal(size=(2, 200))
+    honest = generator.normal(size=(10, 200)) + common
+    alike = np.concatenate([honest[:3] + shared, honest[3:]])
+    together = geometry_of(alike)
+    past = clustering.standing(together)
+    np.testing.assert_allclose(past, company(alike), atol=1e-12)
+    assert (past[:3] > 0.3).all()
+    assert (past[3:] == 0).all()
+    assert (clustering.auto(together)[:3] == 0).all()
+    u = generator.normal(size=(10, 200)) + common
+    u[0] *= 0.8
+    later = geometry_of(u)
+    assert clustering.standing(later)[0] == 0
+    assert clustering.auto(later)[0] > 0
+    assert clustering.auto(replace(later, past=past))[0] == 0
+
+
+def test_auto_keeps_half_of_the_clients_when_more_are_in_doubt():
+    honest = geometry_of(np.random.default_rng(0).normal(size=(9, 200)) + 1)
+    past = torch.arange(1.0, 10.0, dtype=torch.float64)
+    kept = clustering.auto(replace(honest, past=past)) != 0
+    assert kept.any()
+    assert not kept[5:].any()

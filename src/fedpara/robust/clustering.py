@@ -8,11 +8,14 @@ Early in training honest updates agree, and hostile ones have smaller cosines. L
 hostile ones, which still have something to teach, are long. s sees both. t is 1.15 while honest updates agree (a median
 cosine of 1/4 or more: a = 1) and 1.3 when they no longer do (a = 0).
 
-Some attacks have no length of their own and show only while honest updates agree. So `auto` remembers, for each client,
+Some attacks have no length of their own and show only while honest updates agree. Others teach several clients the same
+thing. Two hostile updates then share more than all updates do (as in FoolsGold; Fung et al., 2020), and it shows in the
+rounds in which two hostile clients meet. So `auto` remembers, for each client,
 
-    standing_i = 0.9 standing_i + a max(0, 4 log((1 - m_i) / median(1 - m)) - 1)
+    standing_i = 0.9 standing_i + a max(0, 4 log((1 - m_i) / median(1 - m)) - 1) + 3 max(0, k_i - 0.3)
+    k_i = the largest cosine of r_i with another r_j,   r_i = u_i - the coordinate-wise median of the updates
 
-and drops clients with a standing above 0.3 before it takes medians.
+and drops clients with a standing above 0.3 before it takes medians, but no more than half of a cohort for that.
 """
 
 from itertools import pairwise
@@ -20,21 +23,21 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fedpara.robust.geometry import Geometry, among, median
+from fedpara.robust.geometry import Geometry, among, cosines_of, median
 from fedpara.robust.weighing import clip_factors, only, rfa
 
 POWER = 4
 TIGHT, LOOSE = 1.15, 1.3
 AGREEMENT = 0.25
 DECAY, USUAL, TOLERATED = 0.9, 1.0, 0.3
+COMPANY, USUAL_COMPANY = 3.0, 0.3
 
 
 def auto(g: Geometry) -> Tensor:
     """The weighted mean of the updates that are no outliers, clipped to the median norm."""
     clipped = g.scaled(clip_factors(g.norms, None))
-    first = (standing(g) <= TOLERATED) & (clipped.gram @ rfa(clipped) >= 0)
-    if 2 * first.sum() < len(g):  # the tests disagree with the majority: judge by this round alone
-        first = torch.ones_like(first)
+    doubt = torch.where(clipped.gram @ rfa(clipped) >= 0, standing(g), torch.inf)
+    first = doubt <= doubt.median().clamp_min(TOLERATED)  # at least half of the updates
     c = torch.zeros_like(g.w)
     rest = among(g, first)  # short hostile updates would lower the medians
     kept = only(rest, (suspicion(rest) <= 1).nonzero().flatten())
@@ -55,7 +58,17 @@ def standing(g: Geometry) -> Tensor:
     aside = _aside(g)
     evidence = (aside / median(aside).clamp_min(1e-300)).clamp_min(1e-300).log() - USUAL
     past = torch.zeros_like(aside) if g.past is None else g.past
-    return DECAY * past + agreement(g) * evidence.clamp_min(0)
+    return (
+        DECAY * past
+        + agreement(g) * evidence.clamp_min(0)
+        + COMPANY * (company(g) - USUAL_COMPANY).clamp_min(0)
+    )
+
+
+def company(g: Geometry) -> Tensor:
+    """k_i: how much an update shares with one other, beyond what all share."""
+    assert g.residual is not None
+    return cosines_of(g.residual).fill_diagonal_(-1).amax(1)
 
 
 def agreement(g: Geometry) -> float:

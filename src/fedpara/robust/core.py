@@ -40,6 +40,8 @@ class Defence:
     """[n, ...] -> [...]"""
     remember: Callable[[Geometry], Tensor] | None = None
     """geometry -> each client's standing after this round [n], which the next `Geometry.past` holds; 0 at first"""
+    residual: bool = False
+    """whether `weigh` reads `Geometry.residual`"""
     needs: Callable[[int], int] = _any
     """cohort -> the fewest clients with which the defence keeps its promise"""
     clean: int | Examples | None = None
@@ -64,7 +66,7 @@ def robust_mean(
         if defence.combine is not None:
             return *_combined(defence.combine, blocks, x, updates, buffers), None
         w = torch.tensor([aggregate.weight(update) for update in updates], dtype=torch.float64)
-        g = geometry(blocks, x, [update.y for update in updates], w / w.sum(), own)
+        g = geometry(blocks, x, [update.y for update in updates], w / w.sum(), own, defence.residual)
         g = replace(g, past=torch.zeros_like(w) if past is None else past)
         kept = g.norms.isfinite()  # composing finite factors may overflow
         c = torch.zeros_like(w)
@@ -83,18 +85,25 @@ def robust_mean(
         return Mean(y, extra, len(updates)), averages, past if defence.remember is not None else None
 
 
-def geometry(blocks: Blocks, x: State, ys: Sequence[State], w: Tensor, own: State | None = None) -> Geometry:
+def geometry(
+    blocks: Blocks, x: State, ys: Sequence[State], w: Tensor, own: State | None = None, residual: bool = False
+) -> Geometry:
     """The inner products of the composed updates, one block at a time: only one composed block is in memory."""
     everyone = [*ys, own] if own is not None else list(ys)
-    grams = []
+    grams, residuals = [], []
     for block in blocks.over(x):
         before = block.of(x)
         u = (block.of_all(everyone, before) - before).flatten(1).double()
         grams.append(u @ u.mT)
+        if residual:
+            r = u[: len(ys)] - coordinatewise_median(u[: len(ys)])
+            residuals.append(r @ r.mT)
     gram = torch.stack(grams).sum(0).cpu()
     n = len(ys)
     trusted = (gram[:n, n], float(gram[n, n].sqrt())) if own is not None else None
-    return Geometry(gram[:n, :n], w, trusted)
+    return Geometry(
+        gram[:n, :n], w, trusted, residual=torch.stack(residuals).sum(0).cpu() if residual else None
+    )
 
 
 def _moved(blocks: Blocks, x: State, ys: Sequence[State], c: Tensor) -> State:

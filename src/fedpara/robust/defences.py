@@ -77,11 +77,11 @@ def flame() -> Defence:
 
 
 def auto() -> Defence:
-    """The default: outliers in length or direction are dropped, the others clipped to the median norm.
+    """The default: outliers in length or direction and updates that are alike are dropped, the others clipped.
 
-    It remembers who was an outlier. On Flower, a node's key should therefore be bound to its clients.
+    It remembers who sent them. On Flower, a node's key should therefore be bound to its clients.
     """
-    return Defence("auto", weigh=clustering.auto, remember=clustering.standing, needs=_three)
+    return Defence("auto", clustering.auto, remember=clustering.standing, residual=True, needs=_three)
 
 
 def _own_weights(g: Any) -> Any:

@@ -22,6 +22,8 @@ class Geometry:
     trusted: tuple[Tensor, float] | None = None
     past: Tensor | None = None
     """each client's standing before this round, for a defence that remembers (`Defence.remember`)"""
+    residual: Tensor | None = None
+    """<r_i, r_j> [n, n], r_i = u_i - the coordinate-wise median, for a defence that asks for it (`Defence.residual`)"""
 
     def __len__(self) -> int:
         return len(self.w)
@@ -32,8 +34,7 @@ class Geometry:
 
     @property
     def cosines(self) -> Tensor:
-        lengths = self.norms.clamp_min(1e-300)
-        return (self.gram / lengths[:, None] / lengths).clamp(-1, 1)
+        return cosines_of(self.gram)
 
     @property
     def squared_distances(self) -> Tensor:
@@ -47,7 +48,7 @@ class Geometry:
     def scaled(self, by: Tensor) -> "Geometry":
         """The geometry of the updates by_i u_i."""
         trusted = None if self.trusted is None else (self.trusted[0] * by, self.trusted[1])
-        return Geometry(self.gram * by[:, None] * by, self.w, trusted, self.past)
+        return Geometry(self.gram * by[:, None] * by, self.w, trusted, self.past)  # medians do not scale
 
 
 def among(g: Geometry, kept: Tensor) -> Geometry:
@@ -55,7 +56,14 @@ def among(g: Geometry, kept: Tensor) -> Geometry:
     w = g.w[kept]
     trusted = None if g.trusted is None else (g.trusted[0][kept], g.trusted[1])
     past = None if g.past is None else g.past[kept]
-    return Geometry(g.gram[kept][:, kept], w / w.sum(), trusted, past)
+    residual = None if g.residual is None else g.residual[kept][:, kept]
+    return Geometry(g.gram[kept][:, kept], w / w.sum(), trusted, past, residual)
+
+
+def cosines_of(gram: Tensor) -> Tensor:
+    """[n, n] from inner products"""
+    lengths = gram.diag().clamp_min(0).sqrt().clamp_min(1e-300)
+    return (gram / lengths[:, None] / lengths).clamp(-1, 1)
 
 
 def median(values: Tensor) -> Tensor:
