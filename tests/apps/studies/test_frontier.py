@@ -124,7 +124,7 @@ def test_the_list_needs_no_run(cli, tmp_path):
         (("frontier", "--attack", "noise"), "--attack is for robustness: leave it out"),
         (
             ("robustness", "--engine", "batched"),
-            "--engine is for frontier or fedmud or a study of the paper: leave it out",
+            "--engine is for frontier or fedmud or a study of the paper or tuned-*: leave it out",
         ),
     ],
 )
