@@ -128,6 +128,15 @@ def test_each_process_has_its_share_of_the_threads(play, tmp_path, monkeypatch):
     assert [line[1:3] for line in journal(tmp_path)] == [["mine", "2"], ["other", "5"]]
 
 
+@pytest.fixture
+def listening():
+    """Ctrl-C is heard, also if a shell started the tests with `&`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listening")
 @pytest.mark.parametrize("how", ["Ctrl-C", "minutes"])
 def test_all_processes_end_with_the_command(play, tmp_path, capsys, how):
     scripts = {f"a{i}": (replace(SMALL, momentum=i / 10), "sleep 60") for i in range(3)}

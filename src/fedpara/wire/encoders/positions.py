@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedpara.errors import WireError
 from fedpara.wire.encoders.bits import pack, packed_length, unpack
-from fedpara.wire.encoders.core import Layout, Parts
+from fedpara.wire.encoders.core import Layout, Parts, reshaped
 
 
 def position_layout(fraction: float, shapes: Sequence[torch.Size]) -> Layout:
@@ -62,6 +62,12 @@ def decode_positions(parts: Parts, kept: "Kept") -> Tensor:
     if bool((position >= kept.size).any()) or bool((chosen.diff() <= 0).any()):
         raise WireError("the positions of a tensor are not ascending, or beyond its end.")
     return chosen
+
+
+def scattered(values: Tensor, chosen: Tensor, kept: "Kept", shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """The tensors with these values at their positions, and zeros elsewhere."""
+    whole = torch.zeros(sum(kept.n), device=values.device).index_copy_(0, chosen, values)
+    return reshaped(whole.split(kept.n), shapes)
 
 
 class Kept:

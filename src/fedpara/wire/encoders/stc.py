@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedpara.wire.encoders.bits import pack, packed_length, unpack
-from fedpara.wire.encoders.core import Layout, Parts, reshaped
+from fedpara.wire.encoders.core import Layout, Parts
 from fedpara.wire.encoders.levels import sound_scales
 from fedpara.wire.encoders.positions import (
     count,
@@ -23,6 +23,7 @@ from fedpara.wire.encoders.positions import (
     kept,
     largest,
     position_layout,
+    scattered,
 )
 
 
@@ -63,5 +64,4 @@ class SparseTernary:
         these = kept(self.fraction, tuple(shapes), scales.device)
         chosen = decode_positions(parts, these)
         values = unpack(parts["signs"], 2, len(chosen)).float().mul_(2).sub_(1).mul_(scales[these.tensor])
-        whole = torch.zeros(sum(these.n), device=scales.device).index_copy_(0, chosen, values)
-        return reshaped(whole.split(these.n), shapes)
+        return scattered(values, chosen, these, shapes)

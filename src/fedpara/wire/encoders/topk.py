@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedpara.errors import WireError
-from fedpara.wire.encoders.core import Layout, Parts, reshaped
+from fedpara.wire.encoders.core import Layout, Parts
 from fedpara.wire.encoders.positions import (
     count,
     decode_positions,
@@ -15,6 +15,7 @@ from fedpara.wire.encoders.positions import (
     kept,
     largest,
     position_layout,
+    scattered,
 )
 
 
@@ -45,5 +46,4 @@ class TopK:
         chosen = decode_positions(parts, these)
         if not bool(values.isfinite().all()):
             raise WireError("a value is infinite or not a number: expected finite values.")
-        whole = torch.zeros(sum(these.n), device=values.device).index_copy_(0, chosen, values)
-        return reshaped(whole.split(these.n), shapes)
+        return scattered(values, chosen, these, shapes)
