@@ -84,8 +84,12 @@ def stacked_kernels(x: Tensor, y: Tensor, t: Tensor, channels_last: bool) -> Ten
 
 def _channels_last_batched(x: Tensor, y: Tensor, t: Tensor) -> Tensor:
     """All inner weights of a layer in two batched GEMMs, with the rank padded to a multiple of 8 for tensor cores."""
-    k, spare = t.shape[3:], -t.shape[1] % 8
-    x, y = pad(x, (0, spare)), pad(y, (0, spare))
+    spare = -t.shape[1] % 8
+    inner = core_rows(x, t, spare) @ pad(y, (0, spare)).mT
+    return inner.reshape(*x.shape[:2], *t.shape[3:], y.shape[1])
+
+
+def core_rows(x: Tensor, t: Tensor, spare: int) -> Tensor:
+    """A[.., (o, k), b] = sum_a X[.., o, a] T[.., a, b, k], with `spare` more columns of zeros; then W = A Y^T."""
     core = pad(t.flatten(3).transpose(2, 3), (0, spare, 0, 0, 0, spare))
-    inner = (x @ core.flatten(2)).reshape(len(x), -1, core.shape[3]) @ y.mT
-    return inner.reshape(*x.shape[:2], *k, y.shape[1])
+    return (pad(x, (0, spare)) @ core.flatten(2)).reshape(len(x), -1, core.shape[3])

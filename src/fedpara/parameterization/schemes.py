@@ -38,10 +38,7 @@ ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda rank: rank is None or rank >= 1,
         "a whole number of at least 1. Set gamma instead to choose each weight's rank from its shape",
     ),
-    "ratio": (
-        lambda ratio: ratio is None or 0 < ratio <= 1,
-        "the share of the dense parameters to keep, above 0 and at most 1",
-    ),
+    "ratio": (lambda r: r is None or 0 < r <= 1, "the share of the weight to keep, above 0 and at most 1"),
     "nonlinearity": (lambda s: s in compose.NONLINEARITIES, "None or 'tanh'"),
     "conv": (lambda conv: conv in ("tensor", "reshape"), "'tensor' (Prop. 3) or 'reshape' (Prop. 1)"),
 }
@@ -232,7 +229,10 @@ class Form:
 
     def joined(self, inner: Sequence[Tensor], base: Tensor | None = None) -> Tensor:
         """The same from the inner weights."""
-        w = self.scheme.join(inner)
+        return self.placed(self.scheme.join(inner), base)
+
+    def placed(self, w: Tensor, base: Tensor | None) -> Tensor:
+        """The same from w = join(W1, ...)."""
         if self.scale is None:
             return w
         return self.scale * w if base is None else torch.add(base, w, alpha=self.scale)

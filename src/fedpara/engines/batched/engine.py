@@ -18,7 +18,7 @@ from fedpara.engines.batched.capture import capture
 from fedpara.engines.batched.draw_ahead import draw_ahead
 from fedpara.engines.batched.drive import Event, Owned, drive, joined, trained_clients
 from fedpara.engines.batched.examples import CohortExamples
-from fedpara.engines.batched.kernels.install import install_kernels
+from fedpara.engines.batched.kernels.install import fast_forms, install_kernels
 from fedpara.engines.batched.lane_state import LaneState
 from fedpara.engines.batched.passes import LanePass
 from fedpara.engines.batched.round_plan import LaneShape, RoundPlan, typical_shape
@@ -75,7 +75,8 @@ class Batched:
         self.compile = self.on_gpu if compile is None else compile
         program = session.program
         # On a CPU GroupNorm under vmap rejects channels-last.
-        self.forms = {name: form.on(self.device, self.on_gpu) for name, form in program.forms.items()}
+        forms = {name: form.on(self.device, self.on_gpu) for name, form in program.forms.items()}
+        self.forms = fast_forms(forms, self.device) if self.compile else forms
         self.plain = program.plain().to(self.device).train()
         self.scorer = Worker(program, task, self.device)
         if self.on_gpu:

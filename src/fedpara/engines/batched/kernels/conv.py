@@ -25,7 +25,15 @@ from torch.nn.functional import conv2d, pad
 from torch.nn.functional import unfold as columns_of
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from fedpara.engines.batched.kernels.ops import OPS, Dims, computed_in, differentiate, register
+from fedpara.engines.batched.kernels.ops import (
+    OPS,
+    Dims,
+    computed_in,
+    differentiate,
+    into_lanes,
+    out_of_lanes,
+    register,
+)
 
 CHANNELS = 64
 """Channels per tile of a kernel: a layer with another multiple stays with cuDNN, unless it is thin."""
@@ -270,15 +278,15 @@ class _Derivative(_SingleLevelFunction):
 
 def _lanes_forward(info: Any, dims: Dims, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, int]:
     size, rank = info.batch_size, w.dim() - (dims[1] is not None)
-    folded = None if bias is None else _fold(bias, dims[2], size, rank).contiguous()
+    folded = None if bias is None else into_lanes(bias, dims[2], size, rank == 5).contiguous()
     y = OPS.lanes_conv2d(_fold_images(x, dims[0], size, rank), _fold_kernels(w, dims[1], size, rank), folded)
-    return _unfold(y, size, rank), 0
+    return out_of_lanes(y, size, rank == 5), 0
 
 
 def _lanes_input_gradient(info: Any, dims: Dims, dy: Tensor, w: Tensor) -> tuple[Tensor, int]:
     size, rank = info.batch_size, w.dim() - (dims[1] is not None)
     dx = OPS.lanes_conv2d_dx(_fold_images(dy, dims[0], size, rank), _fold_kernels(w, dims[1], size, rank))
-    return _unfold(dx, size, rank), 0
+    return out_of_lanes(dx, size, rank == 5), 0
 
 
 def _lanes_weight_gradient(
@@ -286,32 +294,19 @@ def _lanes_weight_gradient(
 ) -> tuple[Tensor, int]:
     size, rank = info.batch_size, x.dim() - (dims[0] is not None)
     images = (_fold_images(t, dim, size, rank) for t, dim in zip((x, dy), dims, strict=False))
-    return _unfold(OPS.lanes_conv2d_dw(*images, kernel), size, rank), 0
-
-
-def _fold(tensor: Tensor, dim: int | None, size: int, rank: int) -> Tensor:
-    """The mapped dimension as lanes. An input of rank 5 has lanes already, and gets more; of rank 4, as yet none."""
-    if dim is None:
-        tensor = tensor.expand(size, *tensor.shape)
-    elif dim:
-        tensor = tensor.movedim(dim, 0)
-    return tensor.flatten(0, 1) if rank == 5 else tensor
+    return out_of_lanes(OPS.lanes_conv2d_dw(*images, kernel), size, rank == 5), 0
 
 
 def _fold_images(tensor: Tensor, dim: int | None, size: int, rank: int) -> Tensor:
-    return channels_last(_fold(tensor, dim, size, rank))
+    return channels_last(into_lanes(tensor, dim, size, rank == 5))
 
 
 def _fold_kernels(tensor: Tensor, dim: int | None, size: int, rank: int) -> Tensor:
-    return _fold(tensor, dim, size, rank).contiguous()
+    return into_lanes(tensor, dim, size, rank == 5).contiguous()
 
 
 def _empty_images(like: Tensor, channels: int) -> Tensor:
     return like.new_empty((*like.shape[:-3], *like.shape[-2:], channels)).movedim(-1, -3)
-
-
-def _unfold(tensor: Tensor, size: int, rank: int) -> Tensor:
-    return tensor.unflatten(0, (size, -1)) if rank == 5 else tensor
 
 
 register(

@@ -1,10 +1,13 @@
-"""install_kernels: replaces layers in an engine's copy of the model by ones that are fast over lanes."""
+"""Replaces layers of an engine's copy of the model, and the forms of its weights, by ones that are fast over lanes."""
+
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from fedpara.engines.batched.kernels.norm import use_lane_norms
 from fedpara.engines.batched.kernels.pool import use_mean_pooling
+from fedpara.parameterization import Form
 
 
 def install_kernels(plain: nn.Module, scorer: nn.Module, device: torch.device, compiled: bool) -> None:
@@ -12,6 +15,7 @@ def install_kernels(plain: nn.Module, scorer: nn.Module, device: torch.device, c
     # Imported here because they register ops with torch, which a CPU does not need.
     from fedpara.engines.batched.kernels.conv import use_lane_convs
     from fedpara.engines.batched.kernels.lstm import use_lane_lstm
+    from fedpara.engines.batched.kernels.norm_ops import use_fused_norms
     from fedpara.engines.batched.kernels.ops import pays_on
 
     hopper = pays_on(device)
@@ -22,3 +26,15 @@ def install_kernels(plain: nn.Module, scorer: nn.Module, device: torch.device, c
         use_lane_convs(plain)
     if compiled:
         use_lane_norms(plain)
+    if hopper and compiled:
+        use_fused_norms(plain)
+
+
+def fast_forms(forms: Mapping[str, Form], device: torch.device) -> Mapping[str, Form]:
+    """The forms as a compiled step composes them."""
+    if device.type != "cuda":
+        return forms
+    from fedpara.engines.batched.kernels.hadamard import fused
+    from fedpara.engines.batched.kernels.ops import pays_on
+
+    return fused(forms) if pays_on(device) else forms

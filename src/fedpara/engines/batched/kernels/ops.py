@@ -79,3 +79,17 @@ def fold(tensor: Tensor, dim: int | None, size: int, at: int = 0) -> Tensor:
 def unfold(tensor: Tensor, size: int, at: int = 0) -> Tensor:
     """The inverse of `fold`; the mapped dimension is `at`."""
     return tensor.unflatten(at, (size, -1))  # type: ignore[no-any-return]
+
+
+def into_lanes(tensor: Tensor, dim: int | None, size: int, more: bool) -> Tensor:
+    """The mapped dimension as lanes, or as more of them, without a copy; an unmapped tensor is repeated."""
+    if dim is None:
+        tensor = tensor.expand(size, *tensor.shape)
+    elif dim:
+        tensor = tensor.movedim(dim, 0)
+    return tensor.flatten(0, 1) if more else tensor
+
+
+def out_of_lanes(tensor: Tensor, size: int, more: bool) -> Tensor:
+    """The inverse of `into_lanes`; the mapped dimension is the first."""
+    return tensor.unflatten(0, (size, -1)) if more else tensor

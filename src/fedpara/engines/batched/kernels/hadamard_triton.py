@@ -1,0 +1,189 @@
+"""The products of `hadamard.py` on a GPU, in Triton: the inner weights stay in registers.
+
+    W[m, n] = W1[m, n] (W2[m, n] + shift),   W_i = A_i Y_i^T
+    G1 = dW (W2 + shift),   G2 = dW W1,   dA_i = G_i Y_i,   dY_i = G_i^T A_i
+
+A program of the backward pass has some rows of dA, or some of dY, and goes over dW once. Products in A's
+type, float32 sums.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 512
+"""Enough programs to keep a large GPU busy to the end."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rows(
+    at: Any,
+    first: Any,
+    ROWS: tl.constexpr,
+    R: tl.constexpr,
+    B: tl.constexpr,
+    BR: tl.constexpr,
+    TYPE: tl.constexpr,
+) -> Any:
+    """Rows of a matrix [ROWS, R] from `first`, in this type, with zeros outside."""
+    i, r = first + tl.arange(0, B), tl.arange(0, BR)
+    inside = (i < ROWS)[:, None] & (r < R)[None, :]
+    return tl.load(at + i[:, None] * R + r[None, :], inside, 0.0).to(TYPE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_rows(
+    at: Any, first: Any, values: Any, ROWS: tl.constexpr, R: tl.constexpr, B: tl.constexpr, BR: tl.constexpr
+) -> Any:
+    i, r = first + tl.arange(0, B), tl.arange(0, BR)
+    inside = (i < ROWS)[:, None] & (r < R)[None, :]
+    tl.store(at + i[:, None] * R + r[None, :], values.to(at.dtype.element_ty), inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _compose(
+    a: tl.tensor,
+    y: tl.tensor,
+    w: tl.tensor,
+    shift: float,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+) -> None:
+    across: tl.constexpr = (N + BN - 1) // BN
+    down: tl.constexpr = (M + BM - 1) // BM
+    TYPE: tl.constexpr = a.dtype.element_ty
+    program = tl.program_id(0)
+    n, m = program % across * BN, program // across % down * BM
+    lane = (program // (across * down)).to(tl.int64)
+    a, y = a + lane * (2 * M * R), y + lane * (2 * N * R)
+    w1 = tl.dot(_rows(a, m, M, R, BM, BR, TYPE), _rows(y, n, N, R, BN, BR, TYPE).T)
+    w2 = tl.dot(_rows(a + M * R, m, M, R, BM, BR, TYPE), _rows(y + N * R, n, N, R, BN, BR, TYPE).T)
+    i, j = m + tl.arange(0, BM), n + tl.arange(0, BN)
+    inside = (i < M)[:, None] & (j < N)[None, :]
+    tl.store(w + lane * (M * N) + i[:, None] * N + j[None, :], (w1 * (w2 + shift)).to(TYPE), inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row_gradient(
+    a: tl.tensor,
+    y: tl.tensor,
+    dw: tl.tensor,
+    da: tl.tensor,
+    shift: float,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+) -> None:
+    down: tl.constexpr = (M + BM - 1) // BM
+    TYPE: tl.constexpr = a.dtype.element_ty
+    program = tl.program_id(0)
+    m, lane = program % down * BM, (program // down).to(tl.int64)
+    a, y, dw, da = (
+        a + lane * (2 * M * R),
+        y + lane * (2 * N * R),
+        dw + lane * (M * N),
+        da + lane * (2 * M * R),
+    )
+    a1, a2 = _rows(a, m, M, R, BM, BR, TYPE), _rows(a + M * R, m, M, R, BM, BR, TYPE)
+    total1, total2 = tl.zeros((BM, BR), tl.float32), tl.zeros((BM, BR), tl.float32)
+    for n in range(0, N, BN):
+        y1, y2 = _rows(y, n, N, R, BN, BR, TYPE), _rows(y + N * R, n, N, R, BN, BR, TYPE)
+        upstream = _tile(dw, m, n, M, N, BM, BN).to(tl.float32)
+        g1 = (upstream * (tl.dot(a2, y2.T) + shift)).to(TYPE)
+        g2 = (upstream * tl.dot(a1, y1.T)).to(TYPE)
+        total1 = tl.dot(g1, y1, total1)
+        total2 = tl.dot(g2, y2, total2)
+    _store_rows(da, m, total1, M, R, BM, BR)
+    _store_rows(da + M * R, m, total2, M, R, BM, BR)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _column_gradient(
+    a: tl.tensor,
+    y: tl.tensor,
+    dw: tl.tensor,
+    dy: tl.tensor,
+    shift: float,
+    LANES: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+) -> None:
+    """dy is [SPLIT, lane, 2, n, r]: each part sums its share of the rows of dW."""
+    across: tl.constexpr = (N + BN - 1) // BN
+    share: tl.constexpr = ((M + BM - 1) // BM + SPLIT - 1) // SPLIT
+    TYPE: tl.constexpr = a.dtype.element_ty
+    program = tl.program_id(0)
+    n, part = program % across * BN, program // across % SPLIT
+    lane = (program // (across * SPLIT)).to(tl.int64)
+    a, y, dw = a + lane * (2 * M * R), y + lane * (2 * N * R), dw + lane * (M * N)
+    dy += (part * LANES + lane) * (2 * N * R)
+    y1, y2 = _rows(y, n, N, R, BN, BR, TYPE), _rows(y + N * R, n, N, R, BN, BR, TYPE)
+    total1, total2 = tl.zeros((BN, BR), tl.float32), tl.zeros((BN, BR), tl.float32)
+    for step in range(share):
+        m = (part * share + step) * BM
+        a1, a2 = _rows(a, m, M, R, BM, BR, TYPE), _rows(a + M * R, m, M, R, BM, BR, TYPE)
+        upstream = _tile(dw, m, n, M, N, BM, BN).to(tl.float32)
+        g1 = (upstream * (tl.dot(a2, y2.T) + shift)).to(TYPE)
+        g2 = (upstream * tl.dot(a1, y1.T)).to(TYPE)
+        total1 = tl.dot(g1.T, a1, total1)
+        total2 = tl.dot(g2.T, a2, total2)
+    _store_rows(dy, n, total1, N, R, BN, BR)
+    _store_rows(dy + N * R, n, total2, N, R, BN, BR)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tile(
+    at: Any, m: Any, n: Any, M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+) -> Any:
+    i, j = m + tl.arange(0, BM), n + tl.arange(0, BN)
+    return tl.load(at + i[:, None] * N + j[None, :], (i < M)[:, None] & (j < N)[None, :], 0.0)
+
+
+def forward(a: Tensor, y: Tensor, shift: float) -> Tensor:
+    """a [l, 2, m, r], y [l, 2, n, r] to w [l, m, n], in a's type"""
+    lanes, _, m, r = a.shape
+    n = y.shape[2]
+    w = a.new_empty((lanes, m, n))
+    bm, bn, br = 128, _block(n, 128), _block(r, 256)
+    with torch.cuda.device_of(a):
+        _compose[(lanes * triton.cdiv(m, bm) * triton.cdiv(n, bn),)](
+            a, y, w, shift, m, n, r, bm, bn, br, num_warps=8 if bn > 64 else 4
+        )  # fmt: skip
+    return w
+
+
+def backward(a: Tensor, y: Tensor, dw: Tensor, shift: float) -> tuple[Tensor, Tensor]:
+    """dA and dY, in the types of a and y"""
+    lanes, _, m, r = a.shape
+    n = y.shape[2]
+    da = torch.empty_like(a)
+    br, bn = _block(r, 256), _block(n, 64)
+    with torch.cuda.device_of(a):
+        _row_gradient[(lanes * triton.cdiv(m, 64),)](a, y, dw, da, shift, m, n, r, 64, bn, br, num_warps=4)
+        tiles = lanes * triton.cdiv(n, bn)
+        split = max(1, min(PROGRAMS // tiles, triton.cdiv(m, 64) // 4))
+        parts = torch.empty((split, *y.shape), dtype=torch.float32, device=y.device)
+        _column_gradient[(tiles * split,)](
+            a, y, dw, parts, shift, lanes, m, n, r, split, 64, bn, br, num_warps=4
+        )  # fmt: skip
+    return da, parts.sum(0).to(y.dtype)
+
+
+def _block(size: int, most: int) -> int:
+    """The next power of two, from what a product needs to `most`."""
+    return int(min(most, max(16, 1 << (size - 1).bit_length())))
