@@ -7,12 +7,12 @@ A program of the backward pass has some rows of dA, or some of dY, and goes over
 type, float32 sums.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from fedpara.engines.batched.kernels.hadamard import RANK
 
 PROGRAMS = 512
 """Enough programs to keep a large GPU busy to the end."""
@@ -20,14 +20,14 @@ PROGRAMS = 512
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rows(
-    at: Any,
-    first: Any,
+    at: tl.tensor,
+    first: tl.tensor,
     ROWS: tl.constexpr,
     R: tl.constexpr,
     B: tl.constexpr,
     BR: tl.constexpr,
     TYPE: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """Rows of a matrix [ROWS, R] from `first`, in this type, with zeros outside."""
     i, r = first + tl.arange(0, B), tl.arange(0, BR)
     inside = (i < ROWS)[:, None] & (r < R)[None, :]
@@ -36,8 +36,14 @@ def _rows(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_rows(
-    at: Any, first: Any, values: Any, ROWS: tl.constexpr, R: tl.constexpr, B: tl.constexpr, BR: tl.constexpr
-) -> Any:
+    at: tl.tensor,
+    first: tl.tensor,
+    values: tl.tensor,
+    ROWS: tl.constexpr,
+    R: tl.constexpr,
+    B: tl.constexpr,
+    BR: tl.constexpr,
+) -> tl.tensor:
     i, r = first + tl.arange(0, B), tl.arange(0, BR)
     inside = (i < ROWS)[:, None] & (r < R)[None, :]
     tl.store(at + i[:, None] * R + r[None, :], values.to(at.dtype.element_ty), inside)
@@ -148,8 +154,14 @@ def _column_gradient(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile(
-    at: Any, m: Any, n: Any, M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-) -> Any:
+    at: tl.tensor,
+    m: tl.tensor,
+    n: tl.tensor,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> tl.tensor:
     i, j = m + tl.arange(0, BM), n + tl.arange(0, BN)
     return tl.load(at + i[:, None] * N + j[None, :], (i < M)[:, None] & (j < N)[None, :], 0.0)
 
@@ -159,7 +171,7 @@ def forward(a: Tensor, y: Tensor, shift: float) -> Tensor:
     lanes, _, m, r = a.shape
     n = y.shape[2]
     w = a.new_empty((lanes, m, n))
-    bm, bn, br = 128, _block(n, 128), _block(r, 256)
+    bm, bn, br = 128, _block(n, 128), _block(r, RANK)
     with torch.cuda.device_of(a):
         _compose[(lanes * triton.cdiv(m, bm) * triton.cdiv(n, bn),)](
             a, y, w, shift, m, n, r, bm, bn, br, num_warps=8 if bn > 64 else 4
@@ -172,14 +184,17 @@ def backward(a: Tensor, y: Tensor, dw: Tensor, shift: float) -> tuple[Tensor, Te
     lanes, _, m, r = a.shape
     n = y.shape[2]
     da = torch.empty_like(a)
-    br, bn = _block(r, 256), _block(n, 64)
+    br, bn = _block(r, RANK), _block(n, 64)
+    warps = 8 if br > 64 else 4
     with torch.cuda.device_of(a):
-        _row_gradient[(lanes * triton.cdiv(m, 64),)](a, y, dw, da, shift, m, n, r, 64, bn, br, num_warps=4)
+        _row_gradient[(lanes * triton.cdiv(m, 64),)](
+            a, y, dw, da, shift, m, n, r, 64, bn, br, num_warps=warps
+        )
         tiles = lanes * triton.cdiv(n, bn)
         split = max(1, min(PROGRAMS // tiles, triton.cdiv(m, 64) // 4))
         parts = torch.empty((split, *y.shape), dtype=torch.float32, device=y.device)
         _column_gradient[(tiles * split,)](
-            a, y, dw, parts, shift, lanes, m, n, r, split, 64, bn, br, num_warps=4
+            a, y, dw, parts, shift, lanes, m, n, r, split, 64, bn, br, num_warps=warps
         )  # fmt: skip
     return da, parts.sum(0).to(y.dtype)
 

@@ -8,14 +8,12 @@ layers, lane by lane. Images are as in `conv.py`. It can be differentiated once.
 """
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import _SingleLevelFunction
-from torch.func import vjp
-from torch.nn.functional import group_norm, max_pool2d, relu
+from torch.nn.functional import group_norm, max_pool2d, max_unpool2d, relu
 
 from fedpara.engines.batched.kernels.conv import channels_last
 from fedpara.engines.batched.kernels.ops import (
@@ -31,6 +29,10 @@ ROOM = 1 << 14
 """Numbers that a program keeps: with two such blocks in float32, 512 threads still have registers."""
 CHANNELS = 16
 """The fewest channels of a program: 32 neighbouring bytes, the least that memory delivers."""
+
+
+WIDE = 32
+"""Channels above which a program keeps fewer numbers, so that more programs run at a time."""
 
 
 class LanesSequential(nn.Sequential):
@@ -93,7 +95,7 @@ def block(c: int, h: int, w: int, size: int) -> int | None:
     channels = max(CHANNELS, size)
     if size & (size - 1) or c % channels or power(h * w) * channels > ROOM:
         return None
-    while c % (2 * channels) == 0 and power(h * w) * 2 * channels <= ROOM // 4:
+    while c % (2 * channels) == 0 and power(h * w) * 2 * channels <= (ROOM if channels < WIDE else ROOM // 4):
         channels *= 2
     return channels
 
@@ -124,7 +126,11 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, p
 def _backward(
     x: Tensor, dy: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, pool: bool
 ) -> tuple[Tensor, Tensor]:
-    """dx, and the gradients of weight and bias image by image, [l, b, 2, c]: a compiler sums what it reads anyway"""
+    """dx, and the gradients of weight and bias image by image, [l, b, 2, c]
+
+    dz = dy where it is the maximum and above 0,   dweight = sum of dz hat,   dbias = sum of dz,   g = dz weight
+    dx = (g - mean of g - hat (mean of g hat)) / deviation      hat: x with mean 0 and deviation 1, means over groups
+    """
     if x.dim() == 4:
         dx, parts = _backward(x[None], dy[None], weight[None], bias[None], groups, eps, pool)
         return dx[0], parts[0]
@@ -134,14 +140,23 @@ def _backward(
         images = x.movedim(2, -1), dy.movedim(2, -1)
         dx, parts = kernels.backward(*images, weight, bias, groups, eps, pool)
         return dx.movedim(-1, 2), parts
-    found = []
-    for lane, (w, b) in zip(zip(x, dy, strict=True), zip(weight, bias, strict=True), strict=True):
-        for image, upstream in zip(*lane, strict=True):
-            pull = vjp(partial(_layers, groups=groups, eps=eps, pool=pool), image[None], w, b)[1]
-            found.append(pull(upstream[None]))
-    dx, dw, db = (torch.stack(list(same)) for same in zip(*found, strict=True))
-    parts = torch.stack([dw, db], 1).unflatten(0, x.shape[:2]).float()
-    return channels_last(dx.view(x.shape)), parts
+    wide = torch.promote_types(x.dtype, torch.float32)
+    grouped = x.to(wide).unflatten(2, (groups, -1))
+    variance, mean = torch.var_mean(grouped, (3, 4, 5), correction=0, keepdim=True)
+    scale = (variance + eps).rsqrt()
+    hat = ((grouped - mean) * scale).flatten(2, 3)
+    w, b = (t.to(wide)[:, None, :, None, None] for t in (weight, bias))
+    z = (hat * w + b).to(x.dtype)
+    dz = dy.to(wide)
+    if pool:
+        places = max_pool2d(z.flatten(0, 1), 2, return_indices=True)[1]
+        dz = max_unpool2d(dz.flatten(0, 1), places, [2, 2], output_size=x.shape[3:]).view(x.shape)
+    dz = dz * (z > 0)
+    g, each = (dz * w).unflatten(2, (groups, -1)), hat.unflatten(2, (groups, -1))
+    means = (t.mean((3, 4, 5), keepdim=True) for t in (g, g * each))
+    dx = ((g - next(means) - each * next(means)) * scale).flatten(2, 3)
+    parts = torch.stack([(dz * hat).sum((3, 4)), dz.sum((3, 4))], 2)
+    return channels_last(dx.to(x.dtype)), parts.float()
 
 
 class _Derivative(_SingleLevelFunction):

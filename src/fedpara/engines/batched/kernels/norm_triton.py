@@ -6,8 +6,6 @@ A program has all pixels of one image and a block of whole groups of channels, a
 the four pixels of a square, or one. Sums are in float32. The backward pass reads x and dy, and computes the rest again.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +22,7 @@ def _places(
     CB: tl.constexpr,
     PIXELS: tl.constexpr,
     TAPS: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """Offsets [tap, pixel, channel] in an image, whether each is inside, and those of the result, [pixel, channel]."""
     side: tl.constexpr = 2 if TAPS == 4 else 1
     wide: tl.constexpr = W // side
@@ -38,7 +36,7 @@ def _places(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sums(values: Any, SIZE: tl.constexpr, CB: tl.constexpr) -> Any:
+def _sums(values: tl.tensor, SIZE: tl.constexpr, CB: tl.constexpr) -> tl.tensor:
     """Sums over groups of SIZE channels, [1, 1, channel], of values [tap, pixel, channel]."""
     sums = tl.sum(tl.sum(values, 0), 0)
     groups = tl.sum(sums.reshape(CB // SIZE, SIZE), 1)
@@ -46,7 +44,9 @@ def _sums(values: Any, SIZE: tl.constexpr, CB: tl.constexpr) -> Any:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _normalised(x: Any, inside: Any, count: Any, eps: Any, SIZE: tl.constexpr, CB: tl.constexpr) -> Any:
+def _normalised(
+    x: tl.tensor, inside: tl.tensor, count: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr, CB: tl.constexpr
+) -> tl.tensor:
     """(x - mean) / deviation, and 1 / deviation"""
     shifted = tl.where(inside[None, :, :], x - _sums(x, SIZE, CB) / count, 0.0)
     scale = tl.rsqrt(_sums(shifted * shifted, SIZE, CB) / count + eps)
