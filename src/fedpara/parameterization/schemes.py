@@ -38,7 +38,7 @@ ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda rank: rank is None or rank >= 1,
         "a whole number of at least 1. Set gamma instead to choose each weight's rank from its shape",
     ),
-    "ratio": (lambda r: r is None or 0 < r <= 1, "the share of the weight to keep, above 0 and at most 1"),
+    "ratio": (lambda r: r is None or 0 < r <= 1, "the share of the dense parameters, above 0 and at most 1"),
     "nonlinearity": (lambda s: s in compose.NONLINEARITIES, "None or 'tanh'"),
     "conv": (lambda conv: conv in ("tensor", "reshape"), "'tensor' (Prop. 3) or 'reshape' (Prop. 1)"),
 }
