@@ -32,11 +32,16 @@ LINE = {
 FAKE = f"""#!/bin/sh
 # Stands in for Python: the watchdog is the real one, and a run is a few lines of shell.
 [ "$1" = -I ] && exec {sys.executable} "$@"
-run=$5
 cd "$(dirname "$0")"
-echo "start $(basename "$run") $OMP_NUM_THREADS $$" >> journal
+[ -e unfit ] && {{ echo "no such device" >&2; exit 7; }}
 trap 'echo "stop $(basename "$run")" >> journal; exit 130' INT
-sh "$run/does" & wait $! || {{ echo "fedpara: it broke" >&2; exit 1; }}
+while read -r line; do
+    run=$(echo "$line" | tr -d '"')
+    echo "start $(basename "$run") $OMP_NUM_THREADS $$" >> journal
+    sh "$run/does" $$ > "$run/output.txt" 2>&1 & wait $! && echo 0 && continue
+    echo "fedpara: it broke" >> "$run/output.txt"
+    echo 1
+done
 """
 
 
@@ -58,7 +63,8 @@ def play(tmp_path, monkeypatch):
             )
         with monkeypatch.context() as patched:
             patched.setattr(sys, "executable", str(fake))
-            return player(jobs, minutes, None, engines={"sequential"})(paths)
+            with player(jobs, minutes, None, engines={"sequential"}) as started:
+                return started(paths)
 
     return call
 
