@@ -1,4 +1,4 @@
-"""`--jobs` and `--minutes`: the same results as one after another, the order of the starts, failures, interruption."""
+"""`--jobs` and `--minutes`: the same results as one after another, who plays which run, failures, interruption."""
 
 import json
 import os
@@ -47,13 +47,17 @@ done
 
 @pytest.fixture
 def play(tmp_path, monkeypatch):
-    """Plays runs by name with shell scripts as their processes. Returns (finished, failed)."""
+    """Plays runs by name with shell scripts in place of training. Returns (finished, failed) of the last call.
+
+    `again` are runs of a second call with the same processes.
+    """
     fake = tmp_path / "fake"
     fake.write_text(FAKE)
     fake.chmod(0o755)
 
-    def call(scripts, jobs=2, minutes=None):
-        paths = {name: tmp_path / name for name in scripts}
+    def call(scripts, jobs=2, minutes=None, again=None):
+        paths = {name: tmp_path / name for name in {**scripts, **(again or {})}}
+        scripts, first = {**scripts, **(again or {})}, list(scripts)
         lay_out_all({paths[name]: e for name, (e, _) in scripts.items()})
         line = tmp_path / "line.jsonl"
         line.write_text(json.dumps(LINE) + "\n")
@@ -64,7 +68,8 @@ def play(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(sys, "executable", str(fake))
             with player(jobs, minutes, None, engines={"sequential"}) as started:
-                return started(paths)
+                done = started({name: paths[name] for name in first})
+                return started({name: paths[name] for name in again}) if again else done
 
     return call
 
@@ -116,6 +121,51 @@ def test_a_failed_first_run_lets_the_next_one_start(play, tmp_path):
     assert [*failed] == ["a1"]
     assert isinstance(failed["a1"], RunError)
     assert str(failed["a1"]) == "it broke"
+
+
+def test_a_process_plays_several_runs_also_of_later_calls(play, tmp_path):
+    runs = {f"a{i}": (replace(SMALL, seed=i), "ROUND") for i in range(6)}
+    done, failed = play(dict(list(runs.items())[:4]), again=dict(list(runs.items())[4:]))
+    assert (sorted(done), failed) == (["a4", "a5"], {})
+    lines = journal(tmp_path)
+    assert sorted(line[1] for line in lines) == sorted(runs)
+    assert len({line[3] for line in lines}) == 2
+    assert not alive({int(line[3]) for line in lines}), "they end with the block"
+
+
+def test_a_process_prefers_a_near_run_whose_program_it_has(play, tmp_path):
+    a, b = SMALL, replace(SMALL, momentum=0.2)
+    names = ["a1", "b1", "b2", "a2", "b3", "a3", "a4", "b4"]
+    scripts = {name: (replace(a if name[0] == "a" else b, seed=int(name[1])), "ROUND") for name in names}
+    assert play(scripts)[1] == {}
+    lines = journal(tmp_path)
+    assert len({(line[1][0], line[3]) for line in lines}) == 2, "each process has one of the two programs"
+
+
+def test_a_run_does_not_wait_for_all_runs_of_programs_that_are_loaded(play, tmp_path):
+    scripts = {f"a{i}": (replace(SMALL, seed=i), "ROUND") for i in range(6)}
+    scripts = {"a0": scripts.pop("a0"), "b": (replace(SMALL, momentum=0.2), "ROUND"), **scripts}
+    assert play(scripts, jobs=1, minutes=1)[1] == {}
+    assert [line[1] for line in journal(tmp_path)][:2] == ["a0", "b"]
+
+
+def test_a_process_that_dies_fails_only_its_run_and_is_replaced(play, tmp_path):
+    scripts = {
+        f"a{i}": (replace(SMALL, seed=i), "echo killed; kill -9 $1" if i == 1 else "ROUND") for i in range(4)
+    }
+    done, failed = play(scripts, jobs=1, minutes=1)
+    assert sorted(done) == ["a0", "a2", "a3"]
+    assert str(failed.pop("a1")) == "its process ended with code -9: killed"
+    assert not failed
+    pids = [line[3] for line in journal(tmp_path)]
+    assert (pids[0] == pids[1], pids[1] == pids[2], pids[2] == pids[3]) == (True, False, True)
+
+
+def test_a_process_that_cannot_start_fails_every_run_and_says_why(play, tmp_path):
+    (tmp_path / "unfit").touch()
+    done, failed = play({f"a{i}": (replace(SMALL, seed=i), "ROUND") for i in range(3)})
+    assert (done, sorted(failed)) == ({}, ["a0", "a1", "a2"])
+    assert {str(error) for error in failed.values()} == {"its process ended with code 7: no such device"}
 
 
 def test_each_process_has_its_share_of_the_threads(play, tmp_path, monkeypatch):

@@ -29,11 +29,14 @@ def main() -> None:
 
 
 def _serve(paths: TextIO, answers: TextIO, options: list[str]) -> None:
+    # These imports take seconds. The command starts processes before it has runs for them.
     import torch
+    import torch._dynamo  # as the first gradient would
 
-    from fedpara.apps import run  # noqa: F401  # imported before the first path arrives
+    from fedpara.apps import run  # noqa: F401
     from fedpara.experiments.storage.run_folder import OUTPUT
 
+    gc.freeze()  # collections skip what the imports made
     for line in paths:
         path = Path(json.loads(line))
         _print_to(path / OUTPUT)
