@@ -8,12 +8,13 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from living import alive
 
-from fedpara.apps.studies.jobs import player
+from fedpara.apps.studies.jobs import _choose, _program, player
 from fedpara.apps.studies.reproduce import kept
 from fedpara.errors import RunError
 from fedpara.experiments import Experiment, run
@@ -133,13 +134,13 @@ def test_a_process_plays_several_runs_also_of_later_calls(play, tmp_path):
     assert not alive({int(line[3]) for line in lines}), "they end with the block"
 
 
-def test_a_process_prefers_a_near_run_whose_program_it_has(play, tmp_path):
-    a, b = SMALL, replace(SMALL, momentum=0.2)
-    names = ["a1", "b1", "b2", "a2", "b3", "a3", "a4", "b4"]
-    scripts = {name: (replace(a if name[0] == "a" else b, seed=int(name[1])), "ROUND") for name in names}
-    assert play(scripts)[1] == {}
-    lines = journal(tmp_path)
-    assert len({(line[1][0], line[3]) for line in lines}) == 2, "each process has one of the two programs"
+def test_a_process_prefers_a_near_run_whose_program_it_has():
+    programs = {"a1": "A", "b1": "B", "a2": "A", "b2": "B", "c": "C"}
+    ready, near = ["a2", "b2", "c"], ["a2", "b2"]
+    known = {"A": "a2", "B": "b2", "C": "a2"}
+    for loaded, chosen in known.items():
+        assert _choose(ready, near, programs, SimpleNamespace(programs={loaded})) == chosen
+    assert _choose(ready, near, programs, SimpleNamespace(programs=set())) == "a2"
 
 
 def test_a_run_does_not_wait_for_all_runs_of_programs_that_are_loaded(play, tmp_path):
@@ -235,3 +236,11 @@ def test_mistakes_are_refused_before_a_run_starts(cli, tmp_path):
     code, _, err = cli("reproduce", "robustness", "--jobs", 2)
     assert (code, "--jobs is for" in err) == (2, True)
     assert [*tmp_path.iterdir()] == [tmp_path / "base.toml"]
+
+
+def test_noise_and_clip_are_no_part_of_a_compiled_program():
+    private = replace(SMALL, sampler="poisson", weights="uniform", privacy="user(noise=1.1, clip=0.5)")
+    other = replace(private, privacy="user(noise=0.8, clip=0.1)", privacy_seed=3, seed=3, lr=0.5)
+    assert _program(private) == _program(other)
+    programs = {_program(one) for one in (SMALL, private, replace(private, momentum=0.2))}
+    assert len(programs) == 3

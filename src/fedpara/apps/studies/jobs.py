@@ -7,6 +7,7 @@ A process prefers runs whose program it has loaded already.
 """
 
 import os
+import re
 import select
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from fedpara.apps.studies.run_processes import RunProcess, RunProcesses
 from fedpara.apps.terminal.progress import say
 from fedpara.engines.distributed.process_group import join
 from fedpara.errors import FedParaError, UsageError
-from fedpara.experiments import Summary, read_run
+from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments.storage.jsonl import raw_lines
 from fedpara.experiments.storage.summary import read_config
 from fedpara.experiments.studies.tune import Play, Played
@@ -30,7 +31,7 @@ from fedpara.experiments.studies.tune import Play, Played
 POLL = 0.1
 """Seconds between two looks at the runs."""
 THREADS = "OMP_NUM_THREADS"
-READ: dict[str, Any] = {"seed": 0, "lr": 1.0, "lr_decay": 1.0, "init": None}
+READ: dict[str, Any] = {"seed": 0, "lr": 1.0, "lr_decay": 1.0, "init": None, "privacy_seed": None}
 """Fields that a compiled program does not depend on."""
 
 
@@ -80,7 +81,7 @@ class Running:
 
 def _play(paths: Mapping[str, Path], pool: RunProcesses, jobs: int, end: float | None) -> Played:
     """The finished runs and the errors of the failed ones. KeyboardInterrupt if runs are left at the end."""
-    programs = {name: replace(read_config(path), **READ).identity for name, path in paths.items()}
+    programs = {name: _program(read_config(path)) for name, path in paths.items()}
     order = list(paths)
     waiting, running, compiled = list(paths), dict[str, Running](), set[str]()
     done: dict[str, Summary] = {}
@@ -120,6 +121,12 @@ def _play(paths: Mapping[str, Path], pool: RunProcesses, jobs: int, end: float |
         pool.interrupt(run.process for run in running.values())
         raise
     return done, failed
+
+
+def _program(experiment: Experiment) -> str:
+    """Equal for runs that share a compiled program. Noise and clip change what is sent, not the steps."""
+    privacy = experiment.privacy and re.sub(r"(noise|clip)=[^,)]+", r"\1=1.0", experiment.privacy)
+    return replace(experiment, **READ, privacy=privacy).identity
 
 
 def _choose(
