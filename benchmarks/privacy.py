@@ -13,6 +13,7 @@ runs are skipped, so an interrupted call continues where it stopped. The table i
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -211,4 +212,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # also after --minutes
+        sys.exit(130)
