@@ -14,6 +14,7 @@ import pytest
 import torch
 from living import alive
 
+from fedpara.apps.studies import run_processes
 from fedpara.apps.studies.jobs import _choose, _program, player
 from fedpara.apps.studies.reproduce import kept
 from fedpara.errors import RunError
@@ -209,6 +210,19 @@ def test_all_processes_end_with_the_command(play, tmp_path, capsys, how):
     assert not alive({int(line[3]) for line in lines if line[0] == "start"})
     told = capsys.readouterr().err
     assert ("the minutes are over: 3 of 3 runs are left." in told) == (how == "minutes")
+
+
+def test_processes_end_also_if_ctrl_c_is_ignored(play, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_processes, "PATIENCE", 60.0)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does that starts a command with `&`
+    begun = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            play({"a": (SMALL, "sleep 60"), "b": (replace(SMALL, seed=1), "ROUND")}, minutes=1 / 60)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - begun < 50, "nobody waits for processes that do not hear"
+    assert not alive({int(line[3]) for line in journal(tmp_path)})
 
 
 def _interrupt_when_started(file: Path, count: int) -> None:
