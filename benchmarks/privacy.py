@@ -1,6 +1,6 @@
 """Accuracy on MNIST with user-level privacy: original weights, FedPara, and FedPara with one factor per round.
 
-    python benchmarks/privacy.py --out DIR --data-dir DATA --jobs 8     on a GPU: about 110 runs
+    python benchmarks/privacy.py --out DIR --data-dir DATA --jobs 8 --minutes 25     on a GPU: about 110 runs
     python benchmarks/privacy.py --out DIR --smoke                      on the CPU, tiny and on generated data
 
 For every method and every epsilon the noise follows from the budget, and a grid of learning rates and clips is tried
@@ -13,18 +13,19 @@ runs are skipped, so an interrupted call continues where it stopped. The table i
 
 import argparse
 import json
-import multiprocessing
+import sys
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 
-from fedpara.errors import RunError
-from fedpara.experiments import Experiment, Summary, read_run, resume
+from fedpara.apps.run import run_all
+from fedpara.apps.studies.jobs import player
+from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments.build import build_model, build_scheme
-from fedpara.experiments.run import lay_out, rounds_done
+from fedpara.experiments.studies.sweep import take_up
+from fedpara.experiments.studies.tune import Play
 from fedpara.privacy import noise_for
 
 METHODS: dict[str, dict[str, object]] = {
@@ -86,28 +87,12 @@ def smoke() -> Plan:
     return replace(plan, base=base, epsilons=(None, 8.0), lrs=(0.1,), clips=(0.3, 1.0))
 
 
-def play(path: Path, experiment: Experiment, data_dir: Path | None) -> Path:
-    """Run the experiment into the folder, or what is left of it."""
-    if not (path / "config.toml").exists():
-        lay_out(experiment, path, data_dir=data_dir)
-    if not rounds_done(path, None, None, None, data_dir)[1]:
-        try:
-            resume(path, data_dir=data_dir)
-        except RunError as error:  # a learning rate that diverges loses, and the others go on
-            print(f"{path}: {error}", flush=True)
-    return path
-
-
-def play_all(runs: dict[Path, Experiment], data_dir: Path | None, jobs: int) -> None:
-    """All runs, several at a time: one run of such a small model leaves most of a GPU idle."""
-    if jobs == 1:
-        for path, experiment in runs.items():
-            play(path, experiment, data_dir)
-            print(f"done: {path}", flush=True)
-        return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        for path in pool.map(play, runs, runs.values(), [data_dir] * len(runs)):
-            print(f"done: {path}", flush=True)
+def play_all(runs: dict[Path, Experiment], data_dir: Path | None, play: Play) -> None:
+    """Carries out what is left of the runs. A learning rate that diverges loses, and the others go on."""
+    finished = take_up(runs, data_dir)
+    left = {str(path): path for path in runs if path not in finished}
+    for name, error in play(left)[1].items() if left else ():
+        print(f"{name}: {error}", flush=True)
 
 
 def name_of(method: str, epsilon: float | None) -> str:
@@ -115,7 +100,7 @@ def name_of(method: str, epsilon: float | None) -> str:
     return f"{words}/epsilon-{'none' if epsilon is None else f'{epsilon:g}'}"
 
 
-def tuned(plan: Plan, out: Path, data_dir: Path | None, jobs: int) -> dict[str, tuple[float, float]]:
+def tuned(plan: Plan, out: Path, data_dir: Path | None, play: Play) -> dict[str, tuple[float, float]]:
     """The best pair of each method and epsilon, on held-out examples of one seed."""
     folders: dict[str, dict[tuple[float, float], Path]] = {}
     runs: dict[Path, Experiment] = {}
@@ -125,7 +110,7 @@ def tuned(plan: Plan, out: Path, data_dir: Path | None, jobs: int) -> dict[str, 
             path = out / "tuning" / name / f"lr={lr:g},clip={clip:g}"
             folders.setdefault(name, {})[lr, clip] = path
             runs[path] = replace(plan.experiment(method, epsilon, lr, clip, 0), validation=VALIDATION)
-    play_all(runs, data_dir, jobs)
+    play_all(runs, data_dir, play)
     return {
         name: max(paths, key=lambda pair, paths=paths: score(read_run(paths[pair])))  # type: ignore[misc]
         for name, paths in folders.items()
@@ -136,8 +121,8 @@ def score(run: Summary) -> float:
     return -1.0 if run.final is None else run.final
 
 
-def compare(plan: Plan, out: Path, data_dir: Path | None, jobs: int) -> str:
-    chosen = tuned(plan, out, data_dir, jobs)
+def compare(plan: Plan, out: Path, data_dir: Path | None, play: Play) -> str:
+    chosen = tuned(plan, out, data_dir, play)
     folders: dict[str, list[Path]] = {}
     runs: dict[Path, Experiment] = {}
     for (method, epsilon), seed in product(product(METHODS, plan.epsilons), range(plan.seeds)):
@@ -145,7 +130,7 @@ def compare(plan: Plan, out: Path, data_dir: Path | None, jobs: int) -> str:
         path = out / "final" / name / f"seed={seed}"
         folders.setdefault(name, []).append(path)
         runs[path] = plan.experiment(method, epsilon, *chosen[name], seed)
-    play_all(runs, data_dir, jobs)
+    play_all(runs, data_dir, play)
     found = {name: [read_run(path) for path in paths] for name, paths in folders.items()}
     facts = {
         name: {
@@ -207,6 +192,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--minutes", type=float, help="stop after this time; the same call continues")
     parser.add_argument("--model", default="mlp")
     parser.add_argument("--clients", type=int, default=2000)
     parser.add_argument("--cohort", type=int, default=200)
@@ -218,10 +204,15 @@ def main() -> None:
     given = parser.parse_args()
     plan = full(given.model, given.clients, given.cohort, given.rounds, given.seeds)
     plan = smoke() if given.smoke else replace(plan, lrs=tuple(given.lrs), clips=tuple(given.clips))
-    made = compare(plan, given.out, given.data_dir, given.jobs)
+    with player(given.jobs, given.minutes, given.data_dir, engines={plan.base.engine}) as play:
+        in_turn: Play = lambda paths: run_all(paths, given.data_dir, "none")  # noqa: E731
+        made = compare(plan, given.out, given.data_dir, play or in_turn)
     (given.out / "table.md").write_text(made + "\n")
     print(made)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # also after --minutes
+        sys.exit(130)

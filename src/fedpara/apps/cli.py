@@ -10,7 +10,7 @@ import signal
 import sys
 from contextlib import suppress
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 import typer
@@ -118,7 +118,7 @@ def _flush() -> None:
         raise OSError(error.errno, error.strerror, "stdout") from None
 
 
-def main() -> None:
+def main() -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # file names need not be valid UTF-8
     first_rank, group, started = True, None, True

@@ -1,4 +1,4 @@
-"""`--jobs` and `--minutes`: the same results as one after another, the order of the starts, failures, interruption."""
+"""`--jobs` and `--minutes`: the same results as one after another, who plays which run, failures, interruption."""
 
 import json
 import os
@@ -8,12 +8,14 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from living import alive
 
-from fedpara.apps.studies.jobs import player
+from fedpara.apps.studies import run_processes
+from fedpara.apps.studies.jobs import _choose, _program, player
 from fedpara.apps.studies.reproduce import kept
 from fedpara.errors import RunError
 from fedpara.experiments import Experiment, run
@@ -32,23 +34,32 @@ LINE = {
 FAKE = f"""#!/bin/sh
 # Stands in for Python: the watchdog is the real one, and a run is a few lines of shell.
 [ "$1" = -I ] && exec {sys.executable} "$@"
-run=$5
 cd "$(dirname "$0")"
-echo "start $(basename "$run") $OMP_NUM_THREADS $$" >> journal
+[ -e unfit ] && {{ echo "no such device" >&2; exit 7; }}
 trap 'echo "stop $(basename "$run")" >> journal; exit 130' INT
-sh "$run/does" & wait $! || {{ echo "fedpara: it broke" >&2; exit 1; }}
+while read -r line; do
+    run=$(echo "$line" | tr -d '"')
+    echo "start $(basename "$run") $OMP_NUM_THREADS $$" >> journal
+    sh "$run/does" $$ > "$run/output.txt" 2>&1 & wait $! && echo 0 && continue
+    echo "fedpara: it broke" >> "$run/output.txt"
+    echo 1
+done
 """
 
 
 @pytest.fixture
 def play(tmp_path, monkeypatch):
-    """Plays runs by name with shell scripts as their processes. Returns (finished, failed)."""
+    """Plays runs by name with shell scripts in place of training. Returns (finished, failed) of the last call.
+
+    `again` are runs of a second call with the same processes.
+    """
     fake = tmp_path / "fake"
     fake.write_text(FAKE)
     fake.chmod(0o755)
 
-    def call(scripts, jobs=2, minutes=None):
-        paths = {name: tmp_path / name for name in scripts}
+    def call(scripts, jobs=2, minutes=None, again=None):
+        paths = {name: tmp_path / name for name in {**scripts, **(again or {})}}
+        scripts, first = {**scripts, **(again or {})}, list(scripts)
         lay_out_all({paths[name]: e for name, (e, _) in scripts.items()})
         line = tmp_path / "line.jsonl"
         line.write_text(json.dumps(LINE) + "\n")
@@ -58,7 +69,9 @@ def play(tmp_path, monkeypatch):
             )
         with monkeypatch.context() as patched:
             patched.setattr(sys, "executable", str(fake))
-            return player(jobs, minutes, None, engines={"sequential"})(paths)
+            with player(jobs, minutes, None, engines={"sequential"}) as started:
+                done = started({name: paths[name] for name in first})
+                return started({name: paths[name] for name in again}) if again else done
 
     return call
 
@@ -112,6 +125,51 @@ def test_a_failed_first_run_lets_the_next_one_start(play, tmp_path):
     assert str(failed["a1"]) == "it broke"
 
 
+def test_a_process_plays_several_runs_also_of_later_calls(play, tmp_path):
+    runs = {f"a{i}": (replace(SMALL, seed=i), "ROUND") for i in range(6)}
+    done, failed = play(dict(list(runs.items())[:4]), again=dict(list(runs.items())[4:]))
+    assert (sorted(done), failed) == (["a4", "a5"], {})
+    lines = journal(tmp_path)
+    assert sorted(line[1] for line in lines) == sorted(runs)
+    assert len({line[3] for line in lines}) == 2
+    assert not alive({int(line[3]) for line in lines}), "they end with the block"
+
+
+def test_a_process_prefers_a_near_run_whose_program_it_has():
+    programs = {"a1": "A", "b1": "B", "a2": "A", "b2": "B", "c": "C"}
+    ready, near = ["a2", "b2", "c"], ["a2", "b2"]
+    known = {"A": "a2", "B": "b2", "C": "a2"}
+    for loaded, chosen in known.items():
+        assert _choose(ready, near, programs, SimpleNamespace(programs={loaded})) == chosen
+    assert _choose(ready, near, programs, SimpleNamespace(programs=set())) == "a2"
+
+
+def test_a_run_does_not_wait_for_all_runs_of_programs_that_are_loaded(play, tmp_path):
+    scripts = {f"a{i}": (replace(SMALL, seed=i), "ROUND") for i in range(6)}
+    scripts = {"a0": scripts.pop("a0"), "b": (replace(SMALL, momentum=0.2), "ROUND"), **scripts}
+    assert play(scripts, jobs=1, minutes=1)[1] == {}
+    assert [line[1] for line in journal(tmp_path)][:2] == ["a0", "b"]
+
+
+def test_a_process_that_dies_fails_only_its_run_and_is_replaced(play, tmp_path):
+    scripts = {
+        f"a{i}": (replace(SMALL, seed=i), "echo killed; kill -9 $1" if i == 1 else "ROUND") for i in range(4)
+    }
+    done, failed = play(scripts, jobs=1, minutes=1)
+    assert sorted(done) == ["a0", "a2", "a3"]
+    assert str(failed.pop("a1")) == "its process ended with code -9: killed"
+    assert not failed
+    pids = [line[3] for line in journal(tmp_path)]
+    assert (pids[0] == pids[1], pids[1] == pids[2], pids[2] == pids[3]) == (True, False, True)
+
+
+def test_a_process_that_cannot_start_fails_every_run_and_says_why(play, tmp_path):
+    (tmp_path / "unfit").touch()
+    done, failed = play({f"a{i}": (replace(SMALL, seed=i), "ROUND") for i in range(3)})
+    assert (done, sorted(failed)) == ({}, ["a0", "a1", "a2"])
+    assert {str(error) for error in failed.values()} == {"its process ended with code 7: no such device"}
+
+
 def test_each_process_has_its_share_of_the_threads(play, tmp_path, monkeypatch):
     before = torch.get_num_threads()
     try:
@@ -154,6 +212,19 @@ def test_all_processes_end_with_the_command(play, tmp_path, capsys, how):
     assert ("the minutes are over: 3 of 3 runs are left." in told) == (how == "minutes")
 
 
+def test_processes_end_also_if_ctrl_c_is_ignored(play, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_processes, "PATIENCE", 60.0)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does that starts a command with `&`
+    begun = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            play({"a": (SMALL, "sleep 60"), "b": (replace(SMALL, seed=1), "ROUND")}, minutes=1 / 60)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - begun < 50, "nobody waits for processes that do not hear"
+    assert not alive({int(line[3]) for line in journal(tmp_path)})
+
+
 def _interrupt_when_started(file: Path, count: int) -> None:
     end = time.monotonic() + 20
     while time.monotonic() < end and not (file.exists() and file.read_text().count("start") == count):
@@ -179,3 +250,11 @@ def test_mistakes_are_refused_before_a_run_starts(cli, tmp_path):
     code, _, err = cli("reproduce", "robustness", "--jobs", 2)
     assert (code, "--jobs is for" in err) == (2, True)
     assert [*tmp_path.iterdir()] == [tmp_path / "base.toml"]
+
+
+def test_noise_and_clip_are_no_part_of_a_compiled_program():
+    private = replace(SMALL, sampler="poisson", weights="uniform", privacy="user(noise=1.1, clip=0.5)")
+    other = replace(private, privacy="user(noise=0.8, clip=0.1)", privacy_seed=3, seed=3, lr=0.5)
+    assert _program(private) == _program(other)
+    programs = {_program(one) for one in (SMALL, private, replace(private, momentum=0.2))}
+    assert len(programs) == 3

@@ -105,16 +105,21 @@ class Processes:
         self._notify_watchdog(str(path))
         return path
 
-    def start(self, arguments: list[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """Start a program in a new session: Ctrl-C reaches only this program, which stops the others in order."""
+    def start(
+        self, arguments: list[str], env: Mapping[str, str], log: Path, piped: bool = False
+    ) -> subprocess.Popen[bytes]:
+        """Start a program in a new session: Ctrl-C reaches only this program, which stops the others in order.
+
+        With `piped`, its stdin and stdout are pipes to this program. Otherwise stdin is empty and stdout goes to `log`.
+        """
         mark = secrets.token_hex(16)
         with log.open("ab") as output:
             process = subprocess.Popen(
                 [program(arguments[0]), *arguments[1:]],
                 env={MARKED: mark, **{name: value for name, value in env.items() if name != MARKED}},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if piped else output,
+                stderr=output,
                 start_new_session=True,
             )
         self.running.append(process)
@@ -140,6 +145,9 @@ class Processes:
         if process in self.running:
             self.running.remove(process)
             self._notify_watchdog(f"-{process.pid}")
+            for pipe in filter(None, (process.stdin, process.stdout)):
+                with suppress(OSError):
+                    pipe.close()
 
     def _family(self, process: subprocess.Popen[bytes]) -> set[int]:
         return family(process.pid, self._marks.get(process.pid, ""))

@@ -47,7 +47,6 @@ def frontier(
     if list_:
         _list(scale_name, rounds, as_json)
         return
-    play = player(jobs, minutes, data_dir, engines={given["engine"] or "auto"})
     folder = out / scale_name / stage
     library = Library.of(out, results)
     chosen = [one.strip() for one in only.split(",")] if only else []
@@ -55,7 +54,12 @@ def frontier(
     if configs is not None:
         _write_configs([job for job in listed if job.found is None], configs, folder)
         return
-    with ExitStack() as stack, kept(folder, keep and keep / scale_name / stage):
+    engines = {given["engine"] or "auto"}
+    with (
+        player(jobs, minutes, data_dir, engines=engines) as play,
+        ExitStack() as stack,
+        kept(folder, keep and keep / scale_name / stage),
+    ):
 
         def begin(name: str, experiment: Experiment) -> OnRound:
             stack.close()

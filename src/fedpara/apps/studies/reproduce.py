@@ -50,8 +50,12 @@ def reproduce(
     if not names:
         raise UsageError(f"name a table or figure; `--list` shows what each costs: {', '.join(STUDIES)}.")
     studies = [study(name) for name in names]
-    play = player(jobs, minutes, data_dir, engines={given["engine"] or "auto"})
-    with ExitStack() as stack, kept(out, keep):
+    engines = {given["engine"] or "auto"}
+    with (
+        player(jobs, minutes, data_dir, engines=engines) as play,
+        ExitStack() as stack,
+        kept(out, keep),
+    ):
 
         def begin(name: str, experiment: Experiment) -> OnRound:
             stack.close()

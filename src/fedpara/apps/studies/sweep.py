@@ -27,6 +27,7 @@ from fedpara.experiments.studies.sweep import (
     take_up,
     text_of,
 )
+from fedpara.experiments.studies.tune import Play, Played
 from fedpara.experiments.trackers import require
 
 
@@ -46,7 +47,21 @@ def sweep(
     listed = _points(one_experiment(preset, config, {}), set_, seeds)
     engines = {point.experiment.engine for point in listed}
     refuse_ranks(*engines)
-    play = player(jobs, minutes, data_dir, track, engines=engines)
+    with player(jobs, minutes, data_dir, track, engines=engines) as play:
+        runs, failed = _carry_out(
+            listed, out, data_dir, play or (lambda paths: run_all(paths, data_dir, track))
+        )
+    if join().rank == 0:
+        table = rows(listed, runs)
+        if as_json:
+            typer.echo(json.dumps(_json(out, table, failed)))
+        else:
+            _print(table)
+    raise_failed(failed, len(listed))
+
+
+def _carry_out(listed: Sequence[Point], out: Path, data_dir: Path | None, play: Play) -> Played:
+    """The runs of the points as far as they succeed."""
     if (out / "config.toml").exists():
         raise ConfigError(f"{out} holds a run: choose another --out, or the folder of a sweep.")
     paths = {point.name: out / point.name for point in listed}
@@ -56,17 +71,8 @@ def sweep(
     finished = take_up({paths[point.name]: point.experiment for point in listed}, data_dir)
     runs = {name: finished[path] for name, path in paths.items() if path in finished}
     left = {name: path for name, path in paths.items() if name not in runs}
-    failed: dict[str, FedParaError] = {}
-    if left:
-        done, failed = play(left) if play else run_all(left, data_dir, track)
-        runs |= done
-    if join().rank == 0:
-        table = rows(listed, runs)
-        if as_json:
-            typer.echo(json.dumps(_json(out, table, failed)))
-        else:
-            _print(table)
-    raise_failed(failed, len(listed))
+    fresh, failed = play(left) if left else ({}, {})
+    return runs | fresh, failed
 
 
 def _points(base: Experiment, given: Sequence[str], seeds: str | None) -> list[Point]:

@@ -49,23 +49,23 @@ def tune(
     methods = _methods(preset, config, method)
     engines = {experiment.engine for experiment in methods.values()}
     refuse_ranks(*engines)
-    play = player(jobs, minutes, data_dir, track, engines=engines)
     grid, own = read_grids(set_, methods)
     held_out = validation if validation is not None else next(iter(methods.values())).validation or 0.1
-    tuned = work(
-        methods,
-        out,
-        grid,
-        own=own,
-        one_at_a_time=one_at_a_time,
-        validation=held_out,
-        rounds=rounds,
-        seeds=list(dict.fromkeys(read_seeds(seeds))),
-        final_seeds=list(dict.fromkeys(read_seeds(final_seeds, "--final-seeds"))) if final_seeds else [],
-        final_rounds=final_rounds,
-        data_dir=data_dir,
-        play=play or (lambda paths: run_all(paths, data_dir, track)),
-    )
+    with player(jobs, minutes, data_dir, track, engines=engines) as play:
+        tuned = work(
+            methods,
+            out,
+            grid,
+            own=own,
+            one_at_a_time=one_at_a_time,
+            validation=held_out,
+            rounds=rounds,
+            seeds=list(dict.fromkeys(read_seeds(seeds))),
+            final_seeds=list(dict.fromkeys(read_seeds(final_seeds, "--final-seeds"))) if final_seeds else [],
+            final_rounds=final_rounds,
+            data_dir=data_dir,
+            play=play or (lambda paths: run_all(paths, data_dir, track)),
+        )
     if join().rank:
         return
     if as_json:

@@ -63,31 +63,31 @@ def tuned(
     if not any(plan.tunings or plan.reused for plan in plans):
         raise ConfigError(f"--only {only!r}: {', '.join(names)} has no such part. {_parts(names)}")
     values = {name: value for name, value in given.items() if value is not None}
-    play = player(jobs, minutes, place.data_dir, engines={given["engine"] or "auto"})
-    play = play or (lambda paths: run_all(paths, place.data_dir, "none"))
     shown: dict[str, Any] = {}
     failed: dict[str, FedParaError] = {}
-    for plan in plans:
-        with _kept(plan, place):
-            for tuning in plan.tunings:
-                try:
-                    found = _tune(tuning, place, values, tuning.finals(seeds), play)
-                except RunError as error:
-                    failed[tuning.name] = error
-                    continue
-                shown[tuning.name] = [json_of_tuned(one) for one in found]
-                if not as_json and not join().rank:
-                    typer.echo(f"{tuning.name}: {place.out / tuning.name}")
-                    print_tuned(found)
-            if plan.reused and not failed:
-                runs = _run_reused(
-                    plan, place, values, plan.seeds if seeds is None else range(1, seeds + 1), scale, play
-                )
-                shown[f"{TUNED}{plan.name}"] = {run.path.name: run.final for run in runs}
-                if not as_json and not join().rank:
-                    for run in runs:
-                        score = "no score" if run.final is None else run.metric.text(run.final)
-                        typer.echo(f"{run.path.name}: {score}")
+    with player(jobs, minutes, place.data_dir, engines={given["engine"] or "auto"}) as played:
+        play = played or (lambda paths: run_all(paths, place.data_dir, "none"))
+        for plan in plans:
+            with _kept(plan, place):
+                for tuning in plan.tunings:
+                    try:
+                        found = _tune(tuning, place, values, tuning.finals(seeds), play)
+                    except RunError as error:
+                        failed[tuning.name] = error
+                        continue
+                    shown[tuning.name] = [json_of_tuned(one) for one in found]
+                    if not as_json and not join().rank:
+                        typer.echo(f"{tuning.name}: {place.out / tuning.name}")
+                        print_tuned(found)
+                if plan.reused and not failed:
+                    runs = _run_reused(
+                        plan, place, values, plan.seeds if seeds is None else range(1, seeds + 1), scale, play
+                    )
+                    shown[f"{TUNED}{plan.name}"] = {run.path.name: run.final for run in runs}
+                    if not as_json and not join().rank:
+                        for run in runs:
+                            score = "no score" if run.final is None else run.metric.text(run.final)
+                            typer.echo(f"{run.path.name}: {score}")
     if failed:
         raise RunError(" ".join(f"{name}: {error}" for name, error in failed.items()))
     if as_json and not join().rank:
