@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import mean
+from statistics import mean, stdev
 from typing import Literal
 
 from fedpara.experiments.paper import Cell, Study
@@ -42,7 +42,7 @@ def final_table(
         chosen = method.choice.chosen
         metric, style = chosen.group.metric, "%" if chosen.group.metric.unit else "4"
         error = chosen.standard_error
-        scores = [metric.scaled(run.final) for run in method.finals if run.final is not None]
+        scores = list(_scores(method).values())
         sent = [(run.bytes_up + run.bytes_down) / unit.bytes for run in method.finals]
         cells += [
             replace(
@@ -178,6 +178,7 @@ def _final_notes(study: TunedStudy) -> tuple[str, ...]:
         notes.append(
             "The methods do not have equally many trials yet, so no other table uses their final runs."
         )
+    notes += _differences(study)
     for method in study.methods:
         if method.choice and method.choice.ties:
             labels = "; ".join(one.trial.label for one in method.choice.ties)
@@ -189,3 +190,26 @@ def _final_notes(study: TunedStudy) -> tuple[str, ...]:
                 f"{method.title}: {count} {have} another setting than the best trial and do not count."
             )
     return tuple(notes)
+
+
+def _differences(study: TunedStudy) -> list[str]:
+    """FedPara's test score minus that of each other method, over the seeds that both have."""
+    ours = next((method for method in study.methods if method.name in ("fedpara", "pfedpara")), None)
+    if ours is None:
+        return []
+    found = []
+    for other in study.methods:
+        theirs = _scores(other)
+        points = [score - theirs[seed] for seed, score in _scores(ours).items() if seed in theirs]
+        if other is not ours and len(points) > 1:
+            found.append(f"{other.title} {mean(points):+.2f} ± {stdev(points):.2f}")
+    return (
+        [f"{ours.title} minus others in the test score, seed by seed: {', '.join(found)}."] if found else []
+    )
+
+
+def _scores(method: Method) -> dict[int, float]:
+    """Test scores by seed."""
+    return {
+        run.experiment.seed: run.metric.scaled(run.final) for run in method.finals if run.final is not None
+    }
