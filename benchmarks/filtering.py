@@ -62,6 +62,11 @@ class Recorder:
         return kept / kept.sum()
 
 
+def everyone(g: Geometry) -> Tensor:
+    """The median of residuals is that of all updates: every defence judges the same numbers, whom it trusts or not."""
+    return torch.ones(len(g), dtype=torch.bool)
+
+
 def recorded(attack: str, seed: int) -> Recorder:
     base = replace(SCALES["digits"], validation=HELD_OUT["digits"])
     experiment = experiment_of(base, attack, "none", seed)
@@ -79,7 +84,7 @@ def recorded(attack: str, seed: int) -> Recorder:
         device=experiment.device,
         evaluate_every=experiment.rounds,
         sampler=recorder.drawn,
-        robust=Defence("honest", weigh=recorder.weigh, residual=True),
+        robust=Defence("honest", weigh=recorder.weigh, reference=everyone),
         attack=build_attack(experiment),
         hostile=experiment.hostile,
     )

@@ -1,6 +1,7 @@
 """Golden: every defence against a NumPy computation on whole vectors, without Gram matrices."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,7 +9,6 @@ import torch
 
 from fedpara.algorithms import FromMean, Update
 from fedpara.robust import DEFENCES, Blocks, clustering, robust_mean
-from fedpara.robust.geometry import Geometry
 
 SHAPES = {"a": (3, 4), "b": (5,)}
 WEIGHTS = np.array([4.0, 1.0, 2.0, 3.0, 2.0, 5.0, 1.0, 2.0, 3.0])
@@ -146,46 +146,83 @@ def lower_median(values):
     return np.sort(values)[(len(values) - 1) // 2]
 
 
-def aside_and_agreement(u):
-    """((1 - m)^4, a)"""
+def stands_aside(u):
+    """a s > 1.15 median(s),   s = ||u|| (1 - m)^4"""
     c, n = cosines(u), len(u)
     m = np.array([lower_median(np.delete(row, i)) for i, row in enumerate(c)])
-    return (1 - m) ** 4, np.clip(lower_median(c[~np.eye(n, dtype=bool)]) / 0.25, 0, 1)
+    s = np.linalg.norm(u, axis=1) * (1 - m) ** 4
+    a = np.clip(lower_median(c[~np.eye(n, dtype=bool)]) / 0.25, 0, 1)
+    return a * s > 1.15 * np.median(s)
 
 
-def company(u):
-    """3 max(0, k - 0.3)"""
-    c = cosines(u - np.median(u, 0))
+def residuals(u, past):
+    """r = v - the median of v over clients in good standing, v = u clipped to their median norm"""
+    d, good = np.linalg.norm(u, axis=1), past <= max(0.1, lower_median(past))
+    v = u * np.minimum(1, np.median(d[good]) / d)[:, None]
+    return v - np.median(v[good], 0)
+
+
+def standing(u, past):
+    """past / 2 + max(0, k - 0.3)"""
+    c = cosines(residuals(u, past))
     np.fill_diagonal(c, -1)
-    return 3 * np.maximum(0, c.max(1) - 0.3)
+    return past / 2 + np.maximum(0, c.max(1) - 0.3)
 
 
-def geometry_of(u, past=None):
-    r = torch.from_numpy(u - np.median(u, 0))
-    uniform = torch.full((len(u),), 1 / len(u), dtype=torch.float64)
-    return Geometry(torch.from_numpy(u @ u.T), uniform, past=past, residual=r @ r.T)
+def linked(u):
+    """The largest group of directions: single linkage, cut at the largest gap among groups of more than half."""
+    distance, groups = 1 - cosines(u), [{i} for i in range(len(u))]
+    found = []
+    while len(groups) > 1:
+        pairs = [
+            (distance[np.ix_(list(a), list(b))].min(), a, b) for a in groups for b in groups if a is not b
+        ]
+        at, a, b = min(pairs, key=lambda pair: pair[0])
+        groups = [group for group in groups if group is not a and group is not b] + [a | b]
+        if len(a | b) > len(u) / 2:
+            found.append((at, a | b))
+    gaps = [later[0] - earlier[0] for earlier, later in pairwise(found)]
+    return found[int(np.argmax(gaps)) if gaps else 0][1]
 
 
-def test_auto(round_of):
-    x, u = round_of
-    u = u.copy()
-    u[0] *= -0.3  # short, and against the others
-    v = WEIGHTS @ clipped(u)
-    for _ in range(500):
-        beta = WEIGHTS / np.linalg.norm(clipped(u) - v, axis=1)
-        v = beta @ clipped(u) / beta.sum()
-    aside, a = aside_and_agreement(u)
-    standing = a * np.maximum(0, np.log(aside / np.median(aside)) - 1) + company(u)
-    doubt = np.where(clipped(u) @ v >= 0, standing, np.inf)
-    first = doubt <= max(0.3, lower_median(doubt))
-    assert not first[0]
-    rest, w = u[first], WEIGHTS[first]
-    aside, a = aside_and_agreement(rest)
-    s = np.linalg.norm(rest, axis=1) * aside
-    kept = s <= (1.3 - 0.15 * a) * np.median(s)
-    assert 2 < kept.sum() < len(rest)
-    expected = w[kept] @ clipped(u)[first][kept] / w[kept].sum()
-    np.testing.assert_allclose(made("auto", x, u), expected, atol=1e-9)
+def judged(u, past):
+    """(auto's c by equal weights, the standings after the round)"""
+    n = len(u)
+    updates = [Update(state(row), {}, 1) for row in u]
+    geometries = []
+
+    def weigh(g):
+        geometries.append(g)
+        return clustering.auto(g)
+
+    defence = replace(DEFENCES["auto"](), weigh=weigh)
+    x = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    *_, after = robust_mean(
+        defence, Blocks(), x, updates, [{}] * n, UNIFORM, past=torch.from_numpy(past.copy())
+    )
+    return clustering.auto(geometries[0]).numpy(), after.numpy()
+
+
+def test_auto():
+    """Over 20 rounds, each of the three tests drops somebody whom the others keep."""
+    dropped = np.zeros(3, int)
+    for seed in range(20):
+        generator = np.random.default_rng(seed)
+        u = 0.8 * generator.normal(size=(9, 17)) + 1
+        u[0] *= -0.02
+        u[1:3] = u[1:3] / 2 + 4 * np.eye(17)[2]
+        u[3] *= 3
+        past = generator.choice([0.0, 0.05, 0.3], size=9)
+        after = standing(u, past)
+        group = np.isin(np.arange(9), list(linked(u)))
+        tests = [group, after <= max(0.1, lower_median(after)), ~stands_aside(u)]
+        dropped += [(np.sum(tests, 0) == 2)[~test].sum() for test in tests]
+        kept = np.all(tests, 0) if np.all(tests, 0).any() else tests[0] & tests[1]
+        d = np.linalg.norm(u, axis=1)
+        c, found = judged(u, past)
+        np.testing.assert_allclose(found, after, atol=1e-12)
+        np.testing.assert_allclose(c, kept / kept.sum() * np.minimum(1, np.median(d) / d), atol=1e-12)
+    assert (dropped > 0).all()
 
 
 def test_flame_keeps_the_majority_of_directions():
@@ -198,51 +235,48 @@ def test_flame_keeps_the_majority_of_directions():
     np.testing.assert_allclose(made("flame", np.zeros(17), u), expected, atol=1e-10)
 
 
-def test_auto_remembers_an_outlier():
-    """standing = 0.9 standing + a max(0, 4 log((1 - m) / median(1 - m)) - 1) + company: it stays out for a while."""
-    u = np.random.default_rng(0).normal(size=(7, 17)) + 1
-    u /= np.linalg.norm(u, axis=1, keepdims=True)
-    honest = geometry_of(u)
-    one = int(clustering.suspicion(honest).argmin())
-    assert clustering.auto(honest)[one] > 0
-    by = np.ones(7)
-    by[one] = -1
-    turned = u * by[:, None]
-    past = clustering.standing(geometry_of(turned))
-    c = cosines(turned)
-    aside = 1 - np.array([np.sort(np.delete(row, i))[2] for i, row in enumerate(c)])  # the lower median of 6
-    a = np.clip(np.sort(c[~np.eye(7, dtype=bool)])[20] / 0.25, 0, 1)
-    expected = a * np.maximum(0, 4 * np.log(aside / np.median(aside)) - 1) + company(turned)
-    np.testing.assert_allclose(past, expected)
-    assert past[one] > 0.3
-    again = replace(honest, past=past)
-    assert clustering.auto(again)[one] == 0
-    np.testing.assert_allclose(clustering.standing(again)[one], 0.9 * expected[one] + company(u)[one])
+def alike_and_later(generator):
+    """(ten updates of which three share a part, ten that share nothing), 17 numbers each"""
+    common, shared = 2 * np.eye(17)[0], 3 * np.eye(17)[1]
+    first, later = 0.4 * generator.normal(size=(2, 10, 17)) + common
+    first[:3] += shared
+    return first, later
 
 
 def test_auto_remembers_clients_that_were_alike():
-    """Three of ten updates share a part that the others do not have. One of them then sends a harmless update."""
-    generator = np.random.default_rng(0)
-    common, shared = generator.normal(size=(2, 200))
-    honest = generator.normal(size=(10, 200)) + common
-    alike = np.concatenate([honest[:3] + shared, honest[3:]])
-    together = geometry_of(alike)
-    past = clustering.standing(together)
-    np.testing.assert_allclose(past, company(alike), atol=1e-12)
-    assert (past[:3] > 0.3).all()
-    assert (past[3:] == 0).all()
-    assert (clustering.auto(together)[:3] == 0).all()
-    u = generator.normal(size=(10, 200)) + common
-    u[0] *= 0.8
-    later = geometry_of(u)
-    assert clustering.standing(later)[0] == 0
-    assert clustering.auto(later)[0] > 0
-    assert clustering.auto(replace(later, past=past))[0] == 0
+    """They stay out of the next round, in which they share nothing, and are back after a while."""
+    first, later = alike_and_later(np.random.default_rng(0))
+    c, after = judged(first, np.zeros(10))
+    assert (c[:3] == 0).all()
+    assert (after[:3] > 0.4).all()
+    fresh, _ = judged(later, np.zeros(10))
+    one = int(np.argmax(fresh[:3]))
+    assert fresh[one] > 0
+    again, _ = judged(later, after)
+    assert again[one] == 0
+    forgotten, _ = judged(later, after / 2**5)
+    assert forgotten[one] > 0
+
+
+def test_long_updates_of_clients_in_bad_standing_do_not_pull_the_median():
+    """Four of ten are long and alike. Without a memory, short honest updates look alike too: less of the same part."""
+    generator = np.random.default_rng(1)
+    u = 0.3 * generator.normal(size=(10, 17))
+    u[:4] += 5 * np.eye(17)[1]
+    u[4:7] += 0.5 * np.eye(17)[1]
+    past = np.zeros(10)
+    past[:4] = 1.0
+    _, known = judged(u, past)
+    _, unknown = judged(u, np.zeros(10))
+    assert (known[:4] > 0.9).all()
+    assert known[4:].sum() < unknown[4:].sum()
+    c, _ = judged(u, past)
+    assert (c[:4] == 0).all()
+    assert c[4:].sum() > 0
 
 
 def test_auto_keeps_half_of_the_clients_when_more_are_in_doubt():
-    honest = geometry_of(np.random.default_rng(0).normal(size=(9, 200)) + 1)
-    past = torch.arange(1.0, 10.0, dtype=torch.float64)
-    kept = clustering.auto(replace(honest, past=past)) != 0
-    assert kept.any()
-    assert not kept[5:].any()
+    u = np.random.default_rng(0).normal(size=(9, 17)) + 1
+    c, _ = judged(u, np.arange(1.0, 10.0))
+    assert (c != 0).any()
+    assert not (c[5:] != 0).any()

@@ -1,21 +1,24 @@
 """Defences that look at directions: a backdoor or wrong labels show in the direction of an update.
 
     flame   the largest group of similar directions, by single linkage of cosine distances, clipped to the median norm
-    auto    s_i = ||u_i|| (1 - m_i)^4,   m_i = the median cosine of u_i with the other updates
-            drops updates with a negative product with the geometric median, then s_i > t median(s); clips the rest
+    auto    flame's group without clients in bad standing and without updates that stand aside
 
-Early in training honest updates agree, and hostile ones have smaller cosines. Later honest updates are short, and
-hostile ones, which still have something to teach, are long. s sees both. t is 1.15 while honest updates agree (a median
-cosine of 1/4 or more: a = 1) and 1.3 when they no longer do (a = 0).
+A backdoor teaches several clients the same thing. Two hostile updates then share more than all updates do (as in
+FoolsGold; Fung et al., 2020), and it shows in the rounds in which two hostile clients meet. So `auto` remembers
 
-Some attacks have no length of their own and show only while honest updates agree. Others teach several clients the same
-thing. Two hostile updates then share more than all updates do (as in FoolsGold; Fung et al., 2020), and it shows in the
-rounds in which two hostile clients meet. So `auto` remembers, for each client,
+    standing_i = standing_i / 2 + max(0, k_i - 0.3),   k_i = the largest cosine of r_i with another r_j
+    r_i = v_i - the coordinate-wise median of v,       v_i = u_i, clipped to the median norm
 
-    standing_i = 0.9 standing_i + a max(0, 4 log((1 - m_i) / median(1 - m)) - 1) + 3 max(0, k_i - 0.3)
-    k_i = the largest cosine of r_i with another r_j,   r_i = u_i - the coordinate-wise median of the updates
+for each client, and drops those above 0.1, but no more than half of a cohort. Both medians are taken of clients whose
+standing before the round was good: late in training hostile updates are much longer than honest ones, and four of ten
+would pull the median along.
 
-and drops clients with a standing above 0.3 before it takes medians, but no more than half of a cohort for that.
+In the first rounds honest updates agree, and a backdoor that enters then is hard to notice later. Hostile updates
+have smaller cosines with the others, or are longer. So `auto` drops updates with
+
+    a s_i > 1.15 median(s),   s_i = ||u_i|| (1 - m_i)^4,   m_i = the median cosine of u_i with the other updates
+
+a is 1 while honest updates agree (a median cosine of 1/4 or more) and falls to 0 with that cosine.
 """
 
 from itertools import pairwise
@@ -23,46 +26,36 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fedpara.robust.geometry import Geometry, among, cosines_of, median
-from fedpara.robust.weighing import clip_factors, only, rfa
+from fedpara.robust.geometry import Geometry, cosines_of, median
+from fedpara.robust.weighing import clip_factors, only
 
-POWER = 4
-TIGHT, LOOSE = 1.15, 1.3
-AGREEMENT = 0.25
-DECAY, USUAL, TOLERATED = 0.9, 1.0, 0.3
-COMPANY, USUAL_COMPANY = 3.0, 0.3
+DECAY, USUAL, TOLERATED = 0.5, 0.3, 0.1
+POWER, ASIDE, AGREEMENT = 4, 1.15, 0.25
 
 
 def auto(g: Geometry) -> Tensor:
-    """The weighted mean of the updates that are no outliers, clipped to the median norm."""
-    clipped = g.scaled(clip_factors(g.norms, None))
-    doubt = torch.where(clipped.gram @ rfa(clipped) >= 0, standing(g), torch.inf)
-    first = doubt <= doubt.median().clamp_min(TOLERATED)  # at least half of the updates
-    c = torch.zeros_like(g.w)
-    rest = among(g, first)  # short hostile updates would lower the medians
-    kept = only(rest, (suspicion(rest) <= 1).nonzero().flatten())
-    # Not to the median of the rest, which may be longer than every honest update if the tests err.
-    c[first] = kept * clip_factors(g.norms, None)[first]
-    return c
+    """The weighted mean of the updates that pass all three tests, clipped to the median norm.
 
-
-def suspicion(g: Geometry) -> Tensor:
-    """s_i / (t median(s)): above 1 for an outlier."""
-    s = g.norms * _aside(g)
-    t = LOOSE - (LOOSE - TIGHT) * agreement(g)
-    return s / (t * median(s)).clamp_min(1e-300)
+    The group holds more than half of the updates, and half of them or more are in good standing: some pass both tests.
+    If all of those stand aside, they are kept.
+    """
+    grouped = torch.zeros_like(g.w, dtype=torch.bool)
+    grouped[_majority(1 - g.cosines)] = True
+    usual = grouped & _good(standing(g))
+    kept = usual & ~aside(g)
+    return only(g, kept if kept.any() else usual) * clip_factors(g.norms, None)
 
 
 def standing(g: Geometry) -> Tensor:
-    """Each client's standing after this round."""
-    aside = _aside(g)
-    evidence = (aside / median(aside).clamp_min(1e-300)).clamp_min(1e-300).log() - USUAL
-    past = torch.zeros_like(aside) if g.past is None else g.past
-    return (
-        DECAY * past
-        + agreement(g) * evidence.clamp_min(0)
-        + COMPANY * (company(g) - USUAL_COMPANY).clamp_min(0)
-    )
+    """Each client's standing after this round: 0 is the best."""
+    assert g.past is not None
+    return DECAY * g.past + (company(g) - USUAL).clamp_min(0)
+
+
+def trusted(g: Geometry) -> Tensor:
+    """Whose standing was good before this round."""
+    assert g.past is not None
+    return _good(g.past)
 
 
 def company(g: Geometry) -> Tensor:
@@ -71,19 +64,17 @@ def company(g: Geometry) -> Tensor:
     return cosines_of(g.residual).fill_diagonal_(-1).amax(1)
 
 
-def agreement(g: Geometry) -> float:
-    """a: 1 if the median cosine between updates is 1/4 or more, and 0 if it is not positive."""
-    return min(1.0, max(0.0, float(_others(g).nanmedian()) / AGREEMENT))
+def aside(g: Geometry) -> Tensor:
+    """Which updates are long or point elsewhere, as far as the updates agree."""
+    others = g.cosines.fill_diagonal_(torch.nan)
+    s = g.norms * (1 - others.nanmedian(1).values) ** POWER
+    a = min(1.0, max(0.0, float(others.nanmedian()) / AGREEMENT))
+    return a * s > ASIDE * median(s)
 
 
-def _aside(g: Geometry) -> Tensor:
-    """(1 - m_i)^4"""
-    return (1 - _others(g).nanmedian(1).values) ** POWER
-
-
-def _others(g: Geometry) -> Tensor:
-    """The cosines without those of each update with itself, which are NaN."""
-    return g.cosines.fill_diagonal_(torch.nan)
+def _good(standings: Tensor) -> Tensor:
+    """Which standings are tolerated; at least half of them are."""
+    return standings <= standings.median().clamp_min(TOLERATED)
 
 
 def flame(g: Geometry) -> Tensor:

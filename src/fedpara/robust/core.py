@@ -8,7 +8,7 @@ algorithm sends beside the model, such as control variates, and BatchNorm's stat
 coordinate by coordinate.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,7 @@ from fedpara.algorithms import FromMean, Mean, Update, Variables
 from fedpara.data import Examples
 from fedpara.parameterization.composed import Blocks, exact_products
 from fedpara.robust.coordinatewise import coordinatewise_median
-from fedpara.robust.geometry import Geometry, among
+from fedpara.robust.geometry import Geometry, among, median
 from fedpara.state import State
 
 LONGEST = 3.0
@@ -40,8 +40,8 @@ class Defence:
     """[n, ...] -> [...]"""
     remember: Callable[[Geometry], Tensor] | None = None
     """geometry -> each client's standing after this round [n], which the next `Geometry.past` holds; 0 at first"""
-    residual: bool = False
-    """whether `weigh` reads `Geometry.residual`"""
+    reference: Callable[[Geometry], Tensor] | None = None
+    """geometry -> of which updates to take the median of `Geometry.residual` [n]; None if `weigh` does not read it"""
     needs: Callable[[int], int] = _any
     """cohort -> the fewest clients with which the defence keeps its promise"""
     clean: int | Examples | None = None
@@ -66,18 +66,24 @@ def robust_mean(
         if defence.combine is not None:
             return *_combined(defence.combine, blocks, x, updates, buffers), None
         w = torch.tensor([aggregate.weight(update) for update in updates], dtype=torch.float64)
-        g = geometry(blocks, x, [update.y for update in updates], w / w.sum(), own, defence.residual)
+        ys = [update.y for update in updates]
+        g = geometry(blocks, x, ys, w / w.sum(), own)
         g = replace(g, past=torch.zeros_like(w) if past is None else past)
         kept = g.norms.isfinite()  # composing finite factors may overflow
         c = torch.zeros_like(w)
         if kept.any():
             assert defence.weigh is not None
             usable = among(g, kept)
+            if defence.reference is not None:
+                finite = [ys[i] for i in kept.nonzero().flatten().tolist()]
+                usable = replace(
+                    usable, residual=residual(blocks, x, finite, usable, defence.reference(usable))
+                )
             c[kept] = defence.weigh(usable)
             if defence.remember is not None:
                 past = g.past.clone()  # type: ignore[union-attr]
                 past[kept] = defence.remember(usable)
-        y = _moved(blocks, x, [update.y for update in updates], c)
+        y = _moved(blocks, x, ys, c)
         share = c.clamp_min(0)
         extra = _extras(updates, share)
         total = float(share.sum())
@@ -85,25 +91,35 @@ def robust_mean(
         return Mean(y, extra, len(updates)), averages, past if defence.remember is not None else None
 
 
-def geometry(
-    blocks: Blocks, x: State, ys: Sequence[State], w: Tensor, own: State | None = None, residual: bool = False
-) -> Geometry:
+def geometry(blocks: Blocks, x: State, ys: Sequence[State], w: Tensor, own: State | None = None) -> Geometry:
     """The inner products of the composed updates, one block at a time: only one composed block is in memory."""
     everyone = [*ys, own] if own is not None else list(ys)
-    grams, residuals = [], []
-    for block in blocks.over(x):
-        before = block.of(x)
-        u = (block.of_all(everyone, before) - before).flatten(1).double()
-        grams.append(u @ u.mT)
-        if residual:
-            r = u[: len(ys)] - coordinatewise_median(u[: len(ys)])
-            residuals.append(r @ r.mT)
-    gram = torch.stack(grams).sum(0).cpu()
+    gram = torch.stack([u @ u.mT for u in _composed_updates(blocks, x, everyone)]).sum(0).cpu()
     n = len(ys)
     trusted = (gram[:n, n], float(gram[n, n].sqrt())) if own is not None else None
-    return Geometry(
-        gram[:n, :n], w, trusted, residual=torch.stack(residuals).sum(0).cpu() if residual else None
-    )
+    return Geometry(gram[:n, :n], w, trusted)
+
+
+def residual(blocks: Blocks, x: State, ys: Sequence[State], g: Geometry, reference: Tensor) -> Tensor:
+    """<r_i, r_j> with r_i = v_i - the coordinate-wise median of v over the `reference`
+
+    v_i is u_i, clipped to the median norm of the reference: long updates do not pull the median along.
+    """
+    tau = median(g.norms[reference])
+    shortened = (tau / g.norms.clamp_min(1e-150)).clamp(max=1)[:, None]
+    grams = []
+    for u in _composed_updates(blocks, x, ys):
+        v = u * shortened.to(u.device)
+        r = v - coordinatewise_median(v[reference.to(u.device)])
+        grams.append(r @ r.mT)
+    return torch.stack(grams).sum(0).cpu()
+
+
+def _composed_updates(blocks: Blocks, x: State, ys: Sequence[State]) -> Iterator[Tensor]:
+    """compose(y_i) - compose(x) of each client as a row [n, numbers of the block], for each block."""
+    for block in blocks.over(x):
+        before = block.of(x)
+        yield (block.of_all(list(ys), before) - before).flatten(1).double()
 
 
 def _moved(blocks: Blocks, x: State, ys: Sequence[State], c: Tensor) -> State:

@@ -77,11 +77,13 @@ def flame() -> Defence:
 
 
 def auto() -> Defence:
-    """The default: outliers in length or direction and updates that are alike are dropped, the others clipped.
+    """The default: flame's group without early outliers and clients that share with one other what most do not.
 
     It remembers who sent them. On Flower, a node's key should therefore be bound to its clients.
     """
-    return Defence("auto", clustering.auto, remember=clustering.standing, residual=True, needs=_three)
+    return Defence(
+        "auto", clustering.auto, remember=clustering.standing, reference=clustering.trusted, needs=_three
+    )
 
 
 def _own_weights(g: Any) -> Any:
