@@ -103,6 +103,30 @@ def test_a_hanging_client_does_not_block_its_node(tmp_path, monkeypatch):
     assert refused == {"client": 1, "reason": "it did not finish within 0.9 s"}
 
 
+def test_a_client_that_wakes_late_waits_for_its_turn(tmp_path, monkeypatch):
+    """It finds the site of the present requests, whose worker trains one client at a time."""
+    train, client_round, training, most = flower_node.train, flower_node.client_round, [], []
+
+    def slow(request, config):
+        if request.client == 1:
+            time.sleep(1.2)
+        return train(request, config)
+
+    def counted(*given, **named):
+        training.append(1)
+        most.append(len(training))
+        time.sleep(0.2)
+        try:
+            return client_round(*given, **named)
+        finally:
+            training.pop()
+
+    monkeypatch.setattr(flower_node, "train", slow)
+    monkeypatch.setattr(flower_node, "client_round", counted)
+    run_on_nodes(replace(BASE, rounds=1, cohort=5), tmp_path / "a", policy=Policy(deadline=1, wait=5))
+    assert max(most) == 1
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [

@@ -8,7 +8,7 @@ import os
 import threading
 import tomllib
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,12 +58,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """An experiment as a node builds it. `own` is the node's own training and test data, if it brings any."""
+    """An experiment as a node builds it. `own` is the node's own training and test data, if it brings any.
+
+    The worker trains one client at a time: `turn` makes a request wait for one that ran out of time and still trains.
+    """
 
     session: Session
     worker: Worker
     parts: Parts
     own: tuple[Examples, Examples | None] | None
+    turn: threading.Lock = field(default_factory=threading.Lock)
 
     def data(self, client: int, personal: bool) -> tuple[Examples, Examples | None]:
         """The client's training data and, if `personal`, its test data."""
@@ -132,16 +136,17 @@ def train_client(request: Request, node_config: NodeConfig) -> tuple[Site, State
     examples, test = site.data(request.client, request.personal)
     if len(examples) == 0:
         return site, model, Reply(request.client, reason="it holds no examples")
-    reply, new_memory = client_round(
-        session,
-        site.worker,
-        begun.received,
-        begun.stored if session.stateful else None,
-        examples,
-        round=request.round,
-        client=request.client,
-        test=test,
-    )
+    with site.turn:
+        reply, new_memory = client_round(
+            session,
+            site.worker,
+            begun.received,
+            begun.stored if session.stateful else None,
+            examples,
+            round=request.round,
+            client=request.client,
+            test=test,
+        )
     begun.memory.put(begun.stored_as, {**new_memory, **begun.known}, request.accepted)
     return site, model, reply
 
@@ -154,7 +159,8 @@ def score(request: Request, node_config: NodeConfig) -> Response:
     if test is None:
         return Response(request.client, request.round, reason="it has no test data")
     own = own_model(site.session, model, begun.stored if site.session.stateful else None)
-    return Response(request.client, request.round, before=site.worker.evaluate(own, test))
+    with site.turn:
+        return Response(request.client, request.round, before=site.worker.evaluate(own, test))
 
 
 @dataclass(frozen=True, eq=False)
