@@ -63,7 +63,7 @@ class Recorder:
 
 
 def everyone(g: Geometry) -> Tensor:
-    """The median of residuals is that of all updates: every defence judges the same numbers, whom it trusts or not."""
+    """Residuals are taken from the median of all updates, so that every defence judges the same numbers."""
     return torch.ones(len(g), dtype=torch.bool)
 
 

@@ -1,11 +1,11 @@
 """Accuracy on MNIST with user-level privacy: original weights, FedPara, and FedPara with one factor per round.
 
-    python benchmarks/privacy.py --out DIR --data-dir DATA --jobs 8 --minutes 25     on a GPU: about 110 runs
-    python benchmarks/privacy.py --out DIR --smoke                      on the CPU, tiny and on generated data
+    python benchmarks/privacy.py --out DIR --data-dir DATA --jobs 8 --minutes 25   on a GPU: about 110 runs
+    python benchmarks/privacy.py --out DIR --smoke                                 on the CPU, tiny, on generated data
 
 For every method and every epsilon the noise follows from the budget, and a grid of learning rates and clips is tried
 on examples that the clients hold out. All methods get the same trials. The best setting of each then trains on all
-examples with several seeds, and is scored on the test set after its last round. Tuning is not part of epsilon.
+examples with other seeds, and is scored on the test set after its last round. Tuning is not part of epsilon.
 
 The noise is seeded, so that the table can be repeated: epsilon is what the same runs cost with secret noise. Finished
 runs are skipped, so an interrupted call continues where it stopped. The table is printed and written to DIR/table.md.
@@ -125,7 +125,7 @@ def compare(plan: Plan, out: Path, data_dir: Path | None, play: Play) -> str:
     chosen = tuned(plan, out, data_dir, play)
     folders: dict[str, list[Path]] = {}
     runs: dict[Path, Experiment] = {}
-    for (method, epsilon), seed in product(product(METHODS, plan.epsilons), range(plan.seeds)):
+    for (method, epsilon), seed in product(product(METHODS, plan.epsilons), range(1, 1 + plan.seeds)):
         name = name_of(method, epsilon)
         path = out / "final" / name / f"seed={seed}"
         folders.setdefault(name, []).append(path)

@@ -18,7 +18,7 @@ PROTOCOL = f"""\
 A trial holds out about a tenth of every client's training data and is scored on it. Every method gets the same number
 of trials, and its best one is chosen. Final runs of the chosen setting score the test set. The tables "Tuned methods"
 show the results, and the tables "Trials" show every trial. A number of trials in the next table marks a result of this
-protocol. The first trial on CIFAR-10 is the recipe, found by test accuracy on seed 0; final runs leave it out."""
+protocol. One trial of each method on CIFAR-10 is the old recipe, which was found by test accuracy on seed 0."""
 OTHERWISE = "**All other trained results are optimistic.** "
 
 BEGIN, END = "<!-- headline: from docs/reproduction.md -->", "<!-- end of headline -->"

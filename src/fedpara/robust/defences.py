@@ -77,7 +77,7 @@ def flame() -> Defence:
 
 
 def auto() -> Defence:
-    """The default: flame's group without early outliers and clients that share with one other what most do not.
+    """The default: flame's group, without early outliers and without clients whose updates resemble each other.
 
     It remembers who sent them. On Flower, a node's key should therefore be bound to its clients.
     """

@@ -23,7 +23,7 @@ class Geometry:
     past: Tensor | None = None
     """each client's standing before this round, for a defence that remembers (`Defence.remember`)"""
     residual: Tensor | None = None
-    """<r_i, r_j> [n, n], r_i = what an update does not share with most, for a defence with a `Defence.reference`"""
+    """<r_i, r_j> [n, n], r_i = the update minus a median of updates, for a defence with a `Defence.reference`"""
 
     def __len__(self) -> int:
         return len(self.w)

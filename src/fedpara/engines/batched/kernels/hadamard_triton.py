@@ -77,6 +77,17 @@ def _compose(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _inner_gradients(
+    a1: tl.tensor, a2: tl.tensor, y1: tl.tensor, y2: tl.tensor, dw: tl.tensor, shift: float
+) -> tl.tensor:
+    """G1 and G2 of a tile of dW, in A's type"""
+    dw = dw.to(tl.float32)
+    g1 = (dw * (tl.dot(a2, y2.T) + shift)).to(a1.dtype)
+    g2 = (dw * tl.dot(a1, y1.T)).to(a1.dtype)
+    return g1, g2
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _row_gradient(
     a: tl.tensor,
     y: tl.tensor,
@@ -104,9 +115,7 @@ def _row_gradient(
     total1, total2 = tl.zeros((BM, BR), tl.float32), tl.zeros((BM, BR), tl.float32)
     for n in range(0, N, BN):
         y1, y2 = _rows(y, n, N, R, BN, BR, TYPE), _rows(y + N * R, n, N, R, BN, BR, TYPE)
-        upstream = _tile(dw, m, n, M, N, BM, BN).to(tl.float32)
-        g1 = (upstream * (tl.dot(a2, y2.T) + shift)).to(TYPE)
-        g2 = (upstream * tl.dot(a1, y1.T)).to(TYPE)
+        g1, g2 = _inner_gradients(a1, a2, y1, y2, _tile(dw, m, n, M, N, BM, BN), shift)
         total1 = tl.dot(g1, y1, total1)
         total2 = tl.dot(g2, y2, total2)
     _store_rows(da, m, total1, M, R, BM, BR)
@@ -143,9 +152,7 @@ def _column_gradient(
     for step in range(share):
         m = (part * share + step) * BM
         a1, a2 = _rows(a, m, M, R, BM, BR, TYPE), _rows(a + M * R, m, M, R, BM, BR, TYPE)
-        upstream = _tile(dw, m, n, M, N, BM, BN).to(tl.float32)
-        g1 = (upstream * (tl.dot(a2, y2.T) + shift)).to(TYPE)
-        g2 = (upstream * tl.dot(a1, y1.T)).to(TYPE)
+        g1, g2 = _inner_gradients(a1, a2, y1, y2, _tile(dw, m, n, M, N, BM, BN), shift)
         total1 = tl.dot(g1.T, a1, total1)
         total2 = tl.dot(g2.T, a2, total2)
     _store_rows(dy, n, total1, N, R, BN, BR)
