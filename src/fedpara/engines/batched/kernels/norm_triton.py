@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fedpara.engines.batched.kernels.norm_ops import block, power
 
-TILE = 1024
-"""Maxima whose gradients a program of the backward pass has at a time, 8 per thread: one load of 16 bytes per tap."""
+TILES = {1: 2048, 4: 1024}
+"""By taps: maxima whose gradients a program has at a time, 8 per thread, so that a thread reads 16 bytes per tap."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -216,14 +216,25 @@ def forward(
 
 
 def backward(
-    x: Tensor, dy: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, groups: int, pool: bool
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    stats: Tensor,
+    groups: int,
+    pool: bool,
+    channels: int | None = None,
+    tile: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dx, and the gradients of weight and bias image by image, [l, b, 2, c]"""
+    """dx, and the gradients of weight and bias image by image, [l, b, 2, c]
+
+    A program has this many channels, and the gradients of `tile` maxima at a time.
+    """
     lanes, batch, h, w, c = x.shape
     dx, parts = torch.empty_like(x), torch.empty((lanes, batch, 2, c), dtype=torch.float32, device=x.device)
     size, taps = c // groups, 4 if pool else 1
-    channels = _channels(c, h, w, size)
-    pixels = min(power(h * w // taps), max(1, (TILE if pool else 2 * TILE) // channels))
+    channels = channels or _channels(c, h, w, size)
+    pixels = min(power(h * w // taps), max(1, (tile or TILES[taps]) // channels))
     warps = max(1, channels * pixels // 256)
     with torch.cuda.device_of(x):
         _backward[(lanes * batch * (c // channels),)](
