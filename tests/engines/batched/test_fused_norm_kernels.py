@@ -156,8 +156,8 @@ def test_other_poolings_are_not_fused(other):
 def test_blocks_are_whole_groups_that_fit():
     assert block(64, 32, 32, 2) == 16
     assert block(512, 2, 2, 16) == 512
-    assert block(512, 4, 4, 16) == 256
-    assert block(64, 224, 224, 2) is None
+    assert block(512, 4, 4, 16) == 512
+    assert block(64, 224, 224, 2) == 16
     assert block(96, 8, 8, 3) is None
 
 
@@ -166,7 +166,15 @@ def test_blocks_are_whole_groups_that_fit():
 @pooled
 @pytest.mark.parametrize(
     "size",
-    [(64, 32, 32, 32), (128, 16, 16, 32), (256, 8, 8, 32), (512, 4, 4, 32), (512, 2, 2, 32), (64, 6, 10, 4)],
+    [
+        (64, 32, 32, 32),
+        (128, 16, 16, 32),
+        (256, 8, 8, 32),
+        (512, 4, 4, 32),
+        (512, 2, 2, 32),
+        (64, 6, 10, 4),
+        (32, 48, 66, 8),
+    ],
     ids=str,
 )
 def test_the_kernels_equal_float64(size, pool):

@@ -25,14 +25,10 @@ from fedpara.engines.batched.kernels.ops import (
     register,
 )
 
-ROOM = 1 << 14
-"""Numbers that a program keeps: with two such blocks in float32, 512 threads still have registers."""
 CHANNELS = 16
 """The fewest channels of a program: 32 neighbouring bytes, the least that memory delivers."""
-
-
-WIDE = 32
-"""Channels above which a program keeps fewer numbers, so that more programs run at a time."""
+IMAGE = 1 << 13
+"""Numbers of an image that a program has at most, unless it has the fewest channels."""
 
 
 class LanesSequential(nn.Sequential):
@@ -83,7 +79,7 @@ def halves(layer: nn.Module) -> bool:
 
 
 def fits(norm: nn.GroupNorm, input: Tensor) -> bool:
-    """Whether the input is a 16-bit image on a GPU that a program can keep."""
+    """Whether the input is a 16-bit image on a GPU with groups that a program can have."""
     if not (norm.affine and input.dim() == 4 and input.is_cuda and input.dtype.itemsize == 2):
         return False
     c, h, w = input.shape[1:]
@@ -91,11 +87,11 @@ def fits(norm: nn.GroupNorm, input: Tensor) -> bool:
 
 
 def block(c: int, h: int, w: int, size: int) -> int | None:
-    """The channels that a program keeps, a power of two of whole groups of this size; None if there is no room."""
+    """The channels that a program has, a power of two of whole groups of this size; None if there is none."""
     channels = max(CHANNELS, size)
-    if size & (size - 1) or c % channels or power(h * w) * channels > ROOM:
+    if size & (size - 1) or c % channels:
         return None
-    while c % (2 * channels) == 0 and power(h * w) * 2 * channels <= (ROOM if channels < WIDE else ROOM // 4):
+    while c % (2 * channels) == 0 and power(h * w) * 2 * channels <= IMAGE and channels < 512:
         channels *= 2
     return channels
 
