@@ -1,6 +1,7 @@
 """Where a step's time goes: milliseconds by kind of kernel, of one row of `gpu.py`.
 
     python benchmarks/breakdown.py fedpara/compiled/bfloat16/16       on a GPU
+    python benchmarks/breakdown.py resnet18/compiled/bfloat16/16
     python benchmarks/breakdown.py fedpara/batched/float32/1 --device cpu
 
 A kernel's kind follows from its name. A compiler names a kernel after the operations in it, so a kernel that does

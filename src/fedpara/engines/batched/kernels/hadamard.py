@@ -45,7 +45,7 @@ class FusedForm(Form):
         each, spare = len(factors) // 2, -self.rank % MULTIPLE
         x, y, *t = (torch.stack(list(same)) for same in zip(factors[:each], factors[each:], strict=True))
         a = core_rows(x, t[0], spare) if self.is_kernel else pad(x, (0, spare))
-        w = OPS.lanes_hadamard(a.to(dtype), pad(y, (0, spare)), SHIFTS[type(self.scheme)])
+        w = OPS.lanes_hadamard(a.to(dtype), pad(y, (0, spare)).to(dtype), SHIFTS[type(self.scheme)])
         if self.is_kernel:
             w = w.unflatten(0, (self.shape[0], *self.shape[2:])).movedim(-1, 1)
         return self.placed(w.reshape(self.shape), base)
@@ -65,14 +65,14 @@ def _fused(form: Form) -> FusedForm:
 
 
 def _compose(a: Tensor, y: Tensor, shift: float) -> Tensor:
-    """a [l, 2, m, r], y [l, 2, n, r] to w [l, m, n], in a's type. One client's may lack the first dimension."""
+    """a [l, 2, m, r], y [l, 2, n, r] to w [l, m, n], in their type. One client's may lack the first dimension."""
     if a.dim() == 3:
         return _compose(a[None], y[None], shift)[0]
     if a.is_cuda:
         from fedpara.engines.batched.kernels import hadamard_triton as kernels
 
         return kernels.forward(a.contiguous(), y.contiguous(), shift)
-    w1, w2 = (a @ y.to(a.dtype).mT).unbind(1)
+    w1, w2 = (a @ y.mT).unbind(1)
     return w1 * (w2 + shift)
 
 
@@ -85,10 +85,9 @@ def _gradients(a: Tensor, y: Tensor, dw: Tensor, shift: float) -> tuple[Tensor, 
         from fedpara.engines.batched.kernels import hadamard_triton as kernels
 
         return kernels.backward(a.contiguous(), y.contiguous(), dw.contiguous(), shift)
-    narrow = y.to(a.dtype)
-    w1, w2 = (a @ narrow.mT).unbind(1)
+    w1, w2 = (a @ y.mT).unbind(1)
     g = torch.stack([dw * (w2 + shift), dw * w1], 1)
-    return g @ narrow, (g.mT @ a).to(y.dtype)
+    return g @ y, g.mT @ a
 
 
 class _Derivative(_SingleLevelFunction):

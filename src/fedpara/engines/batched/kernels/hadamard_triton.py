@@ -58,22 +58,27 @@ def _compose(
     M: tl.constexpr,
     N: tl.constexpr,
     R: tl.constexpr,
+    SPLIT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BR: tl.constexpr,
 ) -> None:
     across: tl.constexpr = (N + BN - 1) // BN
-    down: tl.constexpr = (M + BM - 1) // BM
+    share: tl.constexpr = ((M + BM - 1) // BM + SPLIT - 1) // SPLIT
     TYPE: tl.constexpr = a.dtype.element_ty
     program = tl.program_id(0)
-    n, m = program % across * BN, program // across % down * BM
-    lane = (program // (across * down)).to(tl.int64)
-    a, y = a + lane * (2 * M * R), y + lane * (2 * N * R)
-    w1 = tl.dot(_rows(a, m, M, R, BM, BR, TYPE), _rows(y, n, N, R, BN, BR, TYPE).T)
-    w2 = tl.dot(_rows(a + M * R, m, M, R, BM, BR, TYPE), _rows(y + N * R, n, N, R, BN, BR, TYPE).T)
-    i, j = m + tl.arange(0, BM), n + tl.arange(0, BN)
-    inside = (i < M)[:, None] & (j < N)[None, :]
-    tl.store(w + lane * (M * N) + i[:, None] * N + j[None, :], (w1 * (w2 + shift)).to(TYPE), inside)
+    n, part = program % across * BN, program // across % SPLIT
+    lane = (program // (across * SPLIT)).to(tl.int64)
+    a, y, w = a + lane * (2 * M * R), y + lane * (2 * N * R), w + lane * (M * N)
+    y1, y2 = _rows(y, n, N, R, BN, BR, TYPE), _rows(y + N * R, n, N, R, BN, BR, TYPE)
+    j = n + tl.arange(0, BN)
+    for step in range(share):
+        m = (part * share + step) * BM
+        w1 = tl.dot(_rows(a, m, M, R, BM, BR, TYPE), y1.T)
+        w2 = tl.dot(_rows(a + M * R, m, M, R, BM, BR, TYPE), y2.T)
+        i = m + tl.arange(0, BM)
+        inside = (i < M)[:, None] & (j < N)[None, :]
+        tl.store(w + i[:, None] * N + j[None, :], (w1 * (w2 + shift)).to(TYPE), inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -173,37 +178,56 @@ def _tile(
     return tl.load(at + i[:, None] * N + j[None, :], (i < M)[:, None] & (j < N)[None, :], 0.0)
 
 
-def forward(a: Tensor, y: Tensor, shift: float) -> Tensor:
-    """a [l, 2, m, r], y [l, 2, n, r] to w [l, m, n], in a's type"""
+def forward(a: Tensor, y: Tensor, shift: float, bm: int = 128, bn: int = 64, warps: int = 8) -> Tensor:
+    """a [l, 2, m, r], y [l, 2, n, r] to w [l, m, n], in their type"""
     lanes, _, m, r = a.shape
     n = y.shape[2]
     w = a.new_empty((lanes, m, n))
-    bm, bn, br = 128, _block(n, 128), _block(r, RANK)
+    bn, br = _block(n, bn), _block(r, RANK)
+    tiles = lanes * triton.cdiv(n, bn)
+    split = _split(tiles, triton.cdiv(m, bm))
     with torch.cuda.device_of(a):
-        _compose[(lanes * triton.cdiv(m, bm) * triton.cdiv(n, bn),)](
-            a, y, w, shift, m, n, r, bm, bn, br, num_warps=8 if bn > 64 else 4
-        )  # fmt: skip
+        _compose[(tiles * split,)](a, y, w, shift, m, n, r, split, bm, bn, br, num_warps=warps)
     return w
 
 
 def backward(a: Tensor, y: Tensor, dw: Tensor, shift: float) -> tuple[Tensor, Tensor]:
-    """dA and dY, in the types of a and y"""
+    """dA and dY, in the type of a and y"""
+    return row_gradient(a, y, dw, shift), column_gradient(a, y, dw, shift)
+
+
+def row_gradient(
+    a: Tensor, y: Tensor, dw: Tensor, shift: float, bm: int = 64, bn: int = 64, warps: int = 4
+) -> Tensor:
     lanes, _, m, r = a.shape
     n = y.shape[2]
-    da = torch.empty_like(a)
-    br, bn = _block(r, RANK), _block(n, 64)
-    warps = 8 if br > 64 else 4
+    da, br = torch.empty_like(a), _block(r, RANK)
     with torch.cuda.device_of(a):
-        _row_gradient[(lanes * triton.cdiv(m, 64),)](
-            a, y, dw, da, shift, m, n, r, 64, bn, br, num_warps=warps
+        _row_gradient[(lanes * triton.cdiv(m, bm),)](
+            a, y, dw, da, shift, m, n, r, bm, _block(n, bn), br, num_warps=8 if br > 64 else warps
         )
-        tiles = lanes * triton.cdiv(n, bn)
-        split = max(1, min(PROGRAMS // tiles, triton.cdiv(m, 64) // 4))
-        parts = torch.empty((split, *y.shape), dtype=torch.float32, device=y.device)
+    return da
+
+
+def column_gradient(
+    a: Tensor, y: Tensor, dw: Tensor, shift: float, bm: int = 64, bn: int = 64, warps: int = 4
+) -> Tensor:
+    lanes, _, m, r = a.shape
+    n = y.shape[2]
+    br, bn = _block(r, RANK), _block(n, bn)
+    tiles = lanes * triton.cdiv(n, bn)
+    split = _split(tiles, triton.cdiv(m, bm))
+    parts = torch.empty((split, *y.shape), dtype=torch.float32, device=y.device)
+    with torch.cuda.device_of(a):
         _column_gradient[(tiles * split,)](
-            a, y, dw, parts, shift, lanes, m, n, r, split, 64, bn, br, num_warps=warps
-        )  # fmt: skip
-    return da, parts.sum(0).to(y.dtype)
+            a, y, dw, parts, shift, lanes, m, n, r, split, bm, bn, br, num_warps=8 if br > 64 else warps
+        )
+    return parts.sum(0).to(y.dtype)
+
+
+def _split(tiles: int, rows: int) -> int:
+    """In how many parts the rows are divided, of at least four blocks."""
+    return max(1, min(PROGRAMS // tiles, rows // 4))
 
 
 def _block(size: int, most: int) -> int:
