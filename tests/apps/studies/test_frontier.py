@@ -136,9 +136,9 @@ def test_mistakes_take_one_sentence(cli, words, message):
 
 
 def test_the_page_matches_the_saved_runs(cli, tmp_path):
-    """`fedpara report results/frontier --out docs/frontier.md`"""
+    folders = ("results/frontier", "results/tuning", "results/final")
     (tmp_path / "results").symlink_to(ROOT / "results")
     (tmp_path / "docs").mkdir()
-    code, _, err = cli("report", "results/frontier", "--out", "docs/frontier.md")
+    code, _, err = cli("report", *folders, "--out", "docs/frontier.md")
     assert code == 0, err
     assert (tmp_path / "docs" / "frontier.md").read_text() == (ROOT / "docs" / "frontier.md").read_text()

@@ -15,7 +15,7 @@ from fedpara.engines.batched.lane_state import LaneState
 from fedpara.engines.local.graphs import CudaGraphs
 from fedpara.errors import in_a_line
 
-CUSTOM_OPS = ("ops.py", "conv.py", "lstm.py")
+CUSTOM_OPS = ("ops.py", "conv.py", "hadamard.py", "lstm.py", "norm_ops.py")
 
 
 def capture(
