@@ -28,8 +28,8 @@ HEADINGS = ("combination", "accuracy [%]", "seeds", "rate", "up", "down", "to th
 ABOUT = """\
 A combination is a network, the link up / the link down, and options. `fedpara0.1 eden/int8` is FedPara with γ 0.1, EDEN
 with one bit up and int8 down. `topk5` sends the largest 5%, `stc5` their signs, and `+` is error feedback.
-[Send fewer bytes](guides/compression.md) describes the links. Learning rates are chosen by validation; every combination
-gets the same trials. `fedpara reproduce frontier` runs all of this.
+[Send fewer bytes](guides/compression.md) describes the links. Learning rates are chosen by validation, with the same
+trials for every combination. `fedpara reproduce frontier` runs all of this.
 
 Bytes are those of all encoded messages, both ways, with what clients receive that missed rounds. A GB is 2^30 bytes, as
 in Figure 3 of the paper. ± is the standard deviation over the seeds. Bold combinations are on the Pareto front of bytes
@@ -214,15 +214,16 @@ def _about(section: Section) -> str:
 
 
 def _leanest(section: Section) -> list[str]:
-    """A sentence on trials, if they have the combination that the others are compared with and one near it."""
+    """A sentence on trials, if they have the combination that the others are compared with."""
     first, lean = section.points[0].combination, leanest(section.points)
     assert lean is not None
     compared = section.stage == "validation" and section.scale.ratio is None
-    if not compared or first != section.scale.combinations[0] or first == lean.combination:
+    if not compared or first != section.scale.combinations[0]:
         return []
-    return [
-        f"`{lean.combination}` sends the fewest bytes of those that lose at most {100 * LOSS:g} point to `{first}`."
-    ]
+    near = f"at most {100 * LOSS:g} point to `{first}`."
+    if lean.combination == first:
+        return [f"No combination sends fewer bytes and loses {near}"]
+    return [f"`{lean.combination}` sends the fewest bytes of those that lose {near}"]
 
 
 def frontier_document(sections: Sequence[Section], of: str, to: str) -> str:
