@@ -1,6 +1,7 @@
 """LoadedData: a federation whose examples are read when a client is in a cohort, and then dropped."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ def federation_of(
     def read(source: Any) -> Examples:
         return as_examples(source, **options)
 
-    scored = None if test is None else _read_scored(lambda: read(test), "the test data")
+    scored = None if test is None else _read_named(partial(read, test), "the test data")
     if callable(sources):
         if clients is None:
             raise ConfigError("sources is a function: give the number of `clients` too.")
@@ -37,7 +38,8 @@ def federation_of(
         if sizes is None and all(count(source) is not None for source in sources):
             sizes = [count(source) or 0 for source in sources]
         if tests is None and all(map(in_memory, sources)):
-            return _joined([read(source) for source in sources], scored)
+            held = [partial(read, source) for source in sources]
+            return _joined([_read_named(one, f"client {i}'s data") for i, one in enumerate(held)], scored)
     own = None if tests is None else tests if callable(tests) else tests.__getitem__
     found = LoadedData(
         read=lambda client: read(named(client)),
@@ -189,11 +191,11 @@ class LoadedData(FederatedData):
             raise ConfigError(
                 "personal evaluation needs each client's test data: give FederatedData.of `tests`."
             )
-        read = self._read_test
-        return _read_scored(lambda: read(i), f"client {i}'s test data")
+        return _read_named(partial(self._read_test, i), f"client {i}'s test data")
 
 
-def _read_scored(read: Callable[[], Examples], what: str) -> Examples:
+def _read_named(read: Callable[[], Examples], what: str) -> Examples:
+    """What `read` returns. The DataError of a failure says what could not be read."""
     try:
         return read()
     except Exception as error:  # the user's function may raise anything

@@ -181,6 +181,12 @@ def test_data_in_memory_that_differs_is_an_error_at_once():
         fp.FederatedData.of([held(0), (x[:, :2], y)])
 
 
+def test_data_in_memory_that_cannot_be_read_names_its_client():
+    x, y = held(1)
+    with pytest.raises(DataError, match=r"client 1's data could not be read: targets are float32 \[11\]"):
+        fp.FederatedData.of([held(0), (x, y[:-1])])
+
+
 def test_a_client_with_another_number_of_examples_than_stated_is_refused():
     data = fp.FederatedData.of(held, clients=5, sizes=(9, 12, 8, 7, 11))
     [(client, reason)] = simulate(data, rounds=1).rounds[0].refused
