@@ -1,5 +1,6 @@
 """The documentation: its tutorials run, its code runs, and the site builds without network access."""
 
+import json
 import os
 import re
 import runpy
@@ -8,10 +9,12 @@ import sys
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
 import fedpara as fp
+from fedpara.experiments.seeds import half_width
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -126,3 +129,27 @@ def test_the_readme_is_short():
 def test_its_links_lead_to_files(name):
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / name).read_text())
     assert not [link for link in links if "://" not in link and not (ROOT / link).exists()]
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ("fedpara", "adapters, FedPara's form"),
+        ("lora", "adapters, LoRA's form"),
+        ("full", "full fine-tuning"),
+    ],
+)
+def test_the_table_of_fine_tuning_has_the_numbers_of_its_runs(method, name):
+    """Its rows have five tuned rates and three other seeds, computed from unrounded scores."""
+    lines = (ROOT / "results" / "finetune" / "finetune.jsonl").read_text().splitlines()
+    runs = [run for run in map(json.loads, lines) if run["method"] == method and run["done"] == run["rounds"]]
+    tuned, final = ([run for run in runs if run["stage"] == stage] for stage in ("tune", "final"))
+    best = max(tuned, key=lambda run: run["accuracy"])
+    assert len({run["lr"] for run in tuned}) == len(tuned) == 5
+    assert {run["seed"]: run["lr"] for run in final} == dict.fromkeys((1, 2, 3), best["lr"])
+    scores, sent = [100 * run["accuracy"] for run in final], mean(run["bytes"] for run in final)
+    row = (
+        f"| {name} | {best['trained']:,} | {best['lr']:g} | {100 * best['accuracy']:.2f} "
+        f"| {mean(scores):.2f} ± {half_width(scores):.2f} | {sent / 1e9:.2f} GB |"
+    )
+    assert row in (ROOT / "benchmarks" / "README.md").read_text().splitlines()

@@ -65,6 +65,7 @@ def test_a_function_gets_only_what_its_signature_names(own):
     [
         ("nowhere_at_all:f", r"ModuleNotFoundError: No module named 'nowhere_at_all'\): looked in .*, on PYTHONPATH"),
         ("named.networks:nett", "module 'named.networks' has no function 'nett'. Did you mean 'net'?"),
+        ("named.networks:mat", r"has no function 'mat'\.$"),  # math is a module there
         ("named.reading:digits(cuont=3)", r"unexpected keyword argument 'cuont'\): the function is digits\(count"),
         ("named.networks:net(classes=2)", "missing a required argument: 'shape'"),
         ("named.networks:nn", "is module: expected a function"),

@@ -171,6 +171,7 @@ def find(text: str) -> Any:
         ) from error
     if hasattr(module, reference.function):
         return getattr(module, reference.function)
-    near = get_close_matches(reference.function, vars(module), n=1)
+    functions = [name for name, held in vars(module).items() if callable(held)]
+    near = get_close_matches(reference.function, functions, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"module {reference.module!r} has no function {reference.function!r}.{hint}")

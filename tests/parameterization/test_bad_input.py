@@ -17,7 +17,8 @@ def test_where_matches_nothing(init):
     model = network()
     before = Snapshot(model)
     with pytest.raises(
-        SchemeError, match=r"no weight of Sequential.*0.weight: not chosen.*`where` must choose.*inspect"
+        SchemeError,
+        match=r"no weight of Sequential.*0.weight: not chosen.*`where` must choose.*inspect.*'original'",
     ):
         fp.factorize(model, FEDPARA, lambda name, module, parameter: name == "classifier", init=init)
     before.assert_unchanged()

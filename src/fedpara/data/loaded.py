@@ -1,6 +1,7 @@
 """LoadedData: a federation whose examples are read when a client is in a cohort, and then dropped."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from fedpara.data.convert import as_examples, count, in_memory, same_kind
 from fedpara.data.examples import Examples
 from fedpara.data.federated import FederatedData, Rows
-from fedpara.errors import ConfigError, DataError, in_a_line
+from fedpara.errors import ConfigError, DataError, FedParaError, in_a_line
 from fedpara.trees import describe, join
 
 
@@ -25,7 +26,7 @@ def federation_of(
     def read(source: Any) -> Examples:
         return as_examples(source, **options)
 
-    scored = None if test is None else read(test)
+    scored = None if test is None else _read_named(partial(read, test), "the test data")
     if callable(sources):
         if clients is None:
             raise ConfigError("sources is a function: give the number of `clients` too.")
@@ -37,15 +38,19 @@ def federation_of(
         if sizes is None and all(count(source) is not None for source in sources):
             sizes = [count(source) or 0 for source in sources]
         if tests is None and all(map(in_memory, sources)):
-            return _joined([read(source) for source in sources], scored)
+            held = [partial(read, source) for source in sources]
+            return _joined([_read_named(one, f"client {i}'s data") for i, one in enumerate(held)], scored)
     own = None if tests is None else tests if callable(tests) else tests.__getitem__
-    return LoadedData(
+    found = LoadedData(
         read=lambda client: read(named(client)),
         count=total,
         read_test=None if own is None else lambda client: read(own(client)),
         given=sizes,
         test=scored,
     )
+    if options.get("collate") is not None:
+        found.check_collate()
+    return found
 
 
 class LoadedData(FederatedData):
@@ -96,6 +101,16 @@ class LoadedData(FederatedData):
                 return found.subset(range(min(64, len(found))))
         raise ConfigError(problem)
 
+    def check_collate(self) -> None:
+        """ConfigError if client 0 or 1 differs from the first client: `collate` pads to a length that changes."""
+        for client in range(min(2, len(self))):
+            try:
+                problem = self._difference(self._checked_read(client))
+            except DataError:
+                continue  # a round refuses it and says why
+            if problem:
+                raise ConfigError(f"client {client} cannot be used: {problem}")
+
     def size(self, i: int) -> int:
         """The number of client i's examples; 0 if they cannot be read."""
         if i not in self._sizes:
@@ -114,23 +129,31 @@ class LoadedData(FederatedData):
             return self._last[i]
         self._last.clear()
         found = self._checked_read(i)
-        if not same_kind(found, self.train):
-            raise DataError(
-                f"its examples are {_described(found)} and the first client's are {_described(self.train)}: expected "
-                "the same shapes and types, so let `collate` always pad to the same length."
-            )
-        if self._sizes.setdefault(i, len(found)) != len(found):
-            raise DataError(f"it holds {len(found)} examples: {self._sizes[i]} were stated.")
+        if problem := self._difference(found):
+            raise DataError(problem)
+        self._sizes[i] = len(found)
         self._last[i] = found
         return found
 
     def _checked_read(self, i: int) -> Examples:
         try:
-            return self._read(i)
+            found = self._read(i)
         except DataError:
             raise
         except Exception as error:  # the user's function may raise anything
             raise DataError(in_a_line(error)) from error
+        if self._sizes.get(i, len(found)) != len(found):
+            raise DataError(f"it holds {len(found)} examples: {self._sizes[i]} were stated.")
+        return found
+
+    def _difference(self, found: Examples) -> str:
+        """How a client's examples differ from the first client's, or ""."""
+        if same_kind(found, self.train):
+            return ""
+        return (
+            f"its examples are {_described(found)} and the first client's are {_described(self.train)}: expected "
+            "the same shapes and types, so let `collate` always pad to the same length."
+        )
 
     def some(self, most: int) -> Examples:
         return self.train.part(slice(most))
@@ -168,11 +191,16 @@ class LoadedData(FederatedData):
             raise ConfigError(
                 "personal evaluation needs each client's test data: give FederatedData.of `tests`."
             )
-        try:
-            return self._read_test(i)
-        except Exception as error:
-            why = str(error) if isinstance(error, DataError) else in_a_line(error)
-            raise DataError(f"client {i}'s test data could not be read: {why}") from error
+        return _read_named(partial(self._read_test, i), f"client {i}'s test data")
+
+
+def _read_named(read: Callable[[], Examples], what: str) -> Examples:
+    """What `read` returns. The DataError of a failure says what could not be read."""
+    try:
+        return read()
+    except Exception as error:  # the user's function may raise anything
+        why = str(error) if isinstance(error, FedParaError) else in_a_line(error)
+        raise DataError(f"{what} could not be read: {why}") from error
 
 
 def _joined(parts: list[Examples], test: Examples | None) -> FederatedData:

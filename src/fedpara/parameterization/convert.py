@@ -106,7 +106,7 @@ def factorize(
         raise SchemeError(
             f"no weight of {type(model).__name__} was factorized ({reasons or 'it has none'}): `where` must choose "
             "at least one that becomes smaller. `fedpara inspect` lists all weights; `force=True` also factorizes "
-            "weights that grow."
+            "weights that grow, and a run with the scheme 'original' keeps all of them."
         )
     prepared = [prepare(choice, init, generator, onto is not None, alpha) for choice in choices]
     done: list[tuple[nn.Module, str, nn.Parameter]] = []

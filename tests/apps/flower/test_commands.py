@@ -291,6 +291,15 @@ def test_the_cause_is_flowers_last_text(tmp_path, said, shown):
     )
 
 
+def test_the_cause_is_the_servers_own_error_if_it_raised_one(tmp_path):
+    (tmp_path / "run.log").write_text(
+        "Traceback (most recent call last):\n  raise RunError(\n"
+        "fedpara.errors.RunError: try was started on another base.\n"
+        "ERROR : Exit Code: 201\n\nFor more information, visit: <https://flower.ai/201.html>\n"
+    )
+    assert flower_drive._why(tmp_path / "log.txt", tmp_path / "run.log") == "try was started on another base."
+
+
 def test_a_folder_in_use_is_reported_before_a_federation_starts(cli, tmp_path):
     run(Experiment(model="mlp", clients=3, cohort=3, rounds=1, engine="sequential"), tmp_path / "try")
     with (tmp_path / "try" / ".lock").open("w") as file:

@@ -42,6 +42,31 @@ def test_a_federation_of_the_user(own):
     assert same_results(own / "one", own / "many")
 
 
+BREAKING = """
+from fedpara.data import FederatedData
+from sites.reading import digits
+
+def load(client):
+    if client == 1:
+        raise OSError("the disk is gone")
+    return digits()[0].subset(range(client, 200, 4))
+
+def federation():
+    return FederatedData.of(load, clients=4)
+"""
+
+
+def test_a_client_whose_data_cannot_be_read_is_refused_with_the_same_reason(own):
+    (own / "sites" / "breaking.py").write_text(BREAKING)
+    brought = replace(
+        EXPERIMENT, dataset="sites.breaking:federation", split="dirichlet", clients=100, cohort=4
+    )
+    run_sequentially(brought, own / "one")
+    run_on_nodes(brought, own / "many")
+    assert same_results(own / "one", own / "many")
+    assert "client 1 refused: its data could not be read: OSError: the disk is gone" in log(own / "many")
+
+
 def test_a_node_with_another_source_is_refused(own):
     transport = Nodes(own / "nodes", count=2)
 

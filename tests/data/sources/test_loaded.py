@@ -132,17 +132,45 @@ def test_a_client_whose_examples_differ_is_refused(engine, change, words):
     assert re.search(words, reason), reason
 
 
-def test_a_collate_that_changes_its_shapes_is_told_to_pad_to_one_length():
-    def pad_to_the_longest(items):
-        longest = max(len(x) for x, _ in items)
-        x = torch.stack([torch.nn.functional.pad(x, (0, longest - len(x))) for x, _ in items])
-        return x, torch.stack([y for _, y in items])
+def pad_to_the_longest(items):
+    longest = max(len(x) for x, _ in items)
+    x = torch.stack([torch.nn.functional.pad(x, (0, longest - len(x))) for x, _ in items])
+    return x, torch.stack([y for _, y in items])
 
+
+def test_a_collate_that_changes_its_shapes_between_the_first_clients_is_an_error_at_once():
     sources = [Rows(0), Rows(1, width=2), Rows(2)]
+    with pytest.raises(ConfigError, match=r"client 1 .*let `collate` always pad to the same length"):
+        fp.FederatedData.of(sources, collate=pad_to_the_longest)
+
+
+def test_a_collate_that_changes_its_shapes_at_each_call_is_an_error_at_once():
+    widths = iter(range(4, 9))
+
+    def pad_more(items):
+        width = next(widths)
+        return torch.zeros(len(items), width), torch.zeros(len(items))
+
+    with pytest.raises(
+        ConfigError, match=r"client 0 .*float32 \[1, 5\].* first client's are float32 \[1, 4\]"
+    ):
+        fp.FederatedData.of([Rows(i) for i in range(5)], collate=pad_more)
+
+
+def test_a_client_that_collate_pads_to_another_length_is_refused():
+    sources = [Rows(0), Rows(1, broken=0), Rows(2, width=2)]
     data = fp.FederatedData.of(sources, collate=pad_to_the_longest)
-    [(client, reason)] = simulate(data, cohort=3, rounds=1).rounds[0].refused
-    assert client == 1
-    assert "let `collate` always pad to the same length" in reason
+    refused = dict(simulate(data, cohort=3, rounds=1).rounds[0].refused)
+    assert refused.keys() == {1, 2}
+    assert "row 0 is damaged" in refused[1]
+    assert "let `collate` always pad to the same length" in refused[2]
+
+
+def test_a_collate_that_loses_examples_is_an_error_at_once():
+    with pytest.raises(
+        ConfigError, match="no client's data could be read: it holds 8 examples: 9 were stated"
+    ):
+        fp.FederatedData.of([Rows(0)], collate=lambda items: pad_to_the_longest(items[1:]))
 
 
 def test_data_in_memory_that_differs_is_an_error_at_once():
@@ -151,6 +179,12 @@ def test_data_in_memory_that_differs_is_an_error_at_once():
         DataError, match=r"client 1's examples are float32 \[1, 2\].*client 0's are float32 \[1, 3\]"
     ):
         fp.FederatedData.of([held(0), (x[:, :2], y)])
+
+
+def test_data_in_memory_that_cannot_be_read_names_its_client():
+    x, y = held(1)
+    with pytest.raises(DataError, match=r"client 1's data could not be read: targets are float32 \[11\]"):
+        fp.FederatedData.of([held(0), (x, y[:-1])])
 
 
 def test_a_client_with_another_number_of_examples_than_stated_is_refused():
@@ -180,6 +214,11 @@ def test_test_data_that_cannot_be_read_names_its_client():
     data = fp.FederatedData.of(held, clients=5, tests=tests)
     with pytest.raises(DataError, match="client 3's test data could not be read: IndexError"):
         data.client_test(3)
+
+
+def test_test_data_of_the_federation_that_cannot_be_read_says_so():
+    with pytest.raises(DataError, match="the test data could not be read: ValueError: row 4 is damaged"):
+        fp.FederatedData.of([Rows(0)], test=Rows(1, broken=4))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from fedpara.engines.program import make_program
 from fedpara.engines.session import FOLDED, KNOWN, Session
 from fedpara.engines.settings import check_device
 from fedpara.engines.setup.private_run import open_session
-from fedpara.errors import ConfigError, FedParaError, RunError, WireError
+from fedpara.errors import ConfigError, DataError, FedParaError, RunError, WireError
 from fedpara.experiments.build import Parts, build, build_privacy
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.config_file import with_values
@@ -74,7 +74,11 @@ class Site:
         if self.own is not None:
             return self.own[0], self.own[1] if personal else None
         held = self.parts.data
-        return held.client(client), held.client_test(client) if personal else None
+        try:
+            examples = held.client(client)
+        except DataError as error:
+            raise DataError(f"its data could not be read: {error}") from error
+        return examples, held.client_test(client) if personal else None
 
 
 def respond(
