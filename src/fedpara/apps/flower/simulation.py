@@ -220,10 +220,9 @@ def _why(log: Path, output: Path) -> str:
         kind, _, text = lines[-1].partition(" stopped: ")[2].partition(": ")
         return text or kind
     said = tail(output, 2000)
-    if ours := re.findall(
-        r"^fedpara\.errors\.\w+: (.+)$", said, re.MULTILINE
-    ):  # raised before the log was open
-        return str(ours[-1])
+    raised = re.findall(r"^fedpara\.errors\.\w+: (.+)$", said, re.MULTILINE)  # before the log was open
+    if raised:
+        return str(raised[-1])
     return (
         f"Flower ended the run in {log.parent} before its last round. Its last message: {_last(said)} "
         "Finished rounds are saved: resume with `fedpara resume`."
