@@ -146,7 +146,10 @@ def opened(folder: Folder, data: str) -> str:
         if folder.content() | {folder.path / ".lock": b""} != before | {folder.path / ".lock": b""}:
             sys.exit(f"{folder.path} was refused and changed: {error}")
         # Where both checkpoints are lost, the newest is the one that is named.
-        if not any(file.name.replace(PREVIOUS, CHECKPOINT) in str(error) for file in folder.whole):
+        names = {
+            name for file in folder.whole for name in (file.name, file.name.replace(PREVIOUS, CHECKPOINT))
+        }
+        if not any(name in str(error) for name in names):
             sys.exit(f"{folder.path} was refused without the name of a damaged file: {error}")
         folder.bring_back()
         again = open_run(folder.path, folder.case.experiment, data)
