@@ -218,8 +218,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="drawn and printed if left out")
     parser.add_argument("--only", default="", help="only runs with this text in their name")
     given = parser.parse_args()
+    torch.set_num_threads(1)  # a fork of a process with a thread pool may wait for ever
     seed = random.randrange(10**6) if given.seed is None else given.seed
     chosen = [case for name, case in CASES.items() if given.only in name and not case.command]
+    print(
+        f"seed {seed}, one thread, {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}",
+        flush=True,
+    )
     preload()
     tally: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as scratch:
@@ -231,10 +237,6 @@ def main() -> int:
         f"{tally['goes on']} went on at the newest checkpoint, {tally['fell back']} fell back one, "
         f"{tally['refused by']} refused by name and left as they were; "
         f"{tally['the same']} of {tally['folders']} finished folders have the same bytes"
-    )
-    print(
-        f"seed {seed}, one thread, {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}"
     )
     return 0 if tally["the same"] == tally["folders"] else 1
 
