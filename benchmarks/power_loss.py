@@ -1,7 +1,8 @@
 """Runs killed at random moments, with files damaged as a power loss would: each resumes to the same bits or is refused.
 
-    python benchmarks/power_loss.py [--kills 100] [--seed 0] [--only TEXT]
+    OMP_NUM_THREADS=1 python benchmarks/power_loss.py [--kills 100] [--seed 0] [--only TEXT]
 
+It forks, and a fork of a process with more threads may wait for ever.
 The runs are those of `kill_cases.py`, without its commands, in turn. After each kill (SIGKILL; `crash.py` says when)
 files of the run folder are emptied, cut, zeroed, flipped or removed:
 
@@ -218,7 +219,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="drawn and printed if left out")
     parser.add_argument("--only", default="", help="only runs with this text in their name")
     given = parser.parse_args()
-    torch.set_num_threads(1)  # a fork of a process with a thread pool may wait for ever
     seed = random.randrange(10**6) if given.seed is None else given.seed
     chosen = [case for name, case in CASES.items() if given.only in name and not case.command]
     print(
