@@ -4,7 +4,7 @@
     python benchmarks/kernels.py --only compose     the kernels whose names match
 
 A row compares with what the memory allows: the bytes that must be read and written once, at the rate of a large copy.
-Every variant is compiled in a process of its own first; then they run one after another, alone on the GPU.
+Processes side by side compile the variants first. Then the variants run one after another, alone on the GPU.
 """
 
 import argparse
@@ -46,10 +46,10 @@ def cases() -> Iterator[Case]:
         numbers = LANES * BATCH * c * h * h
         wide = [channels for channels in (16, 32, 64) if channels >= c // GROUPS]
         name = "norm_pool" if pool else "norm"
-        read = numbers // 4 if pool else numbers
+        result = numbers // 4 if pool else numbers
         tiles = tuple((channels, tile) for channels in wide for tile in (512, 1024, 2048, 4096))
-        yield Case(f"{name}_forward", shape, tiles, 2 * (numbers + read))
-        yield Case(f"{name}_backward", shape, tiles, 2 * (2 * numbers + read))
+        yield Case(f"{name}_forward", shape, tiles, 2 * (numbers + result))
+        yield Case(f"{name}_backward", shape, tiles, 2 * (2 * numbers + result))
 
 
 def call(kernel: str, shape: str, variant: tuple[int, ...]) -> Callable[[], object]:
@@ -94,7 +94,7 @@ def compiled(case: tuple[str, str, tuple[int, ...]]) -> str | None:
 
 
 def microseconds(step: Callable[[], object]) -> float:
-    """The least of five averages over 20 calls, between which the cache is cleared by a write."""
+    """The least of five averages over 4 calls. A write clears the cache before each call."""
     flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     found = []

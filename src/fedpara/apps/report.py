@@ -60,7 +60,7 @@ def report(runs: list[Path], out: Path | None, format_: str | None, scale: str) 
         raise UsageError(f"no run in {', '.join(map(str, runs))}: expected folders that `fedpara run` made.")
     _check_out(out, kind)
     make_folder(out if kind in FIGURES else out.parent)
-    first = [run.path for run in library if run.path.resolve().is_relative_to(runs[0].resolve())]
+    first = [run.path for run in library if run.path.is_relative_to(runs[0].resolve())]
     if kind in (*FIGURES, "markdown") and first and all(map(belongs, first)):
         _of_frontier(library, out, kind, runs)
         library.refuse_damaged("reported")

@@ -62,6 +62,11 @@ class Reply:
     diverged: bool = False  # the loss or the parameters are no longer finite
 
 
+def unreadable(why: object) -> str:
+    """The reason why there is no message, on every engine."""
+    return f"its data could not be read: {why}"
+
+
 def client_round(
     session: Session,
     worker: Worker,

@@ -19,7 +19,7 @@ import fedpara
 from fedpara.algorithms import Variables
 from fedpara.apps.flower.run_config import served
 from fedpara.data import Examples
-from fedpara.engines.client import Reply, client_round, own_model
+from fedpara.engines.client import Reply, client_round, own_model, unreadable
 from fedpara.engines.device import eager_device
 from fedpara.engines.flower.engine import digest
 from fedpara.engines.flower.rpc import Hello, Packet, Request, Response, from_packet, size_limit, to_packet
@@ -77,7 +77,7 @@ class Site:
         try:
             examples = held.client(client)
         except DataError as error:
-            raise DataError(f"its data could not be read: {error}") from error
+            raise DataError(unreadable(error)) from error
         return examples, held.client_test(client) if personal else None
 
 

@@ -15,7 +15,9 @@ from fedpara.engines.batched.lane_state import LaneState
 from fedpara.engines.local.graphs import CudaGraphs
 from fedpara.errors import in_a_line
 
-CUSTOM_OPS = ("ops.py", "conv.py", "hadamard.py", "lstm.py", "norm_ops.py")
+KERNELS = Path(__file__).parent / "kernels"
+CUSTOM_OPS = tuple(sorted(path.name for path in KERNELS.glob("*.py") if not path.stem.endswith("_triton")))
+"""Files that decide what a traced step looks like. The Triton files only decide what runs inside an op."""
 
 
 def capture(
@@ -80,8 +82,7 @@ def _custom_ops_digest() -> str:
     torch's own cache tag does not reach the processes that compile kernels. Without this digest, a kernel would be
     tuned again at the next start, and might then compute other bits.
     """
-    folder = Path(__file__).parent / "kernels"
-    return sha256(b"".join((folder / name).read_bytes() for name in CUSTOM_OPS)).hexdigest()
+    return sha256(b"".join((KERNELS / name).read_bytes() for name in CUSTOM_OPS)).hexdigest()
 
 
 def use_lasting_caches() -> None:

@@ -24,7 +24,7 @@ from fedpara.engines.batched.passes import LanePass
 from fedpara.engines.batched.round_plan import LaneShape, RoundPlan, typical_shape
 from fedpara.engines.batched.scoring import scores_in_lanes
 from fedpara.engines.batched.step import make_tick, one_step
-from fedpara.engines.client import Reply, own_model, reply_of
+from fedpara.engines.client import Reply, own_model, reply_of, unreadable
 from fedpara.engines.device import find_device, precision_on
 from fedpara.engines.local.worker import Trained, Worker
 from fedpara.engines.memory import ClientMemory, CohortMemories, PendingMemory
@@ -129,7 +129,7 @@ class Batched:
         made = self._replies(round, busy, model, down, own, personal)
         for client in clients:
             if client in problems:
-                yield Reply(client, reason=f"its data could not be read: {problems[client]}")
+                yield Reply(client, reason=unreadable(problems[client]))
             elif self.examples.size(client):
                 yield next(made)
             else:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from fedpara.data import FederatedData
-from fedpara.engines.client import Reply, client_round, own_model
+from fedpara.engines.client import Reply, client_round, own_model, unreadable
 from fedpara.engines.device import eager_precision_on, shown
 from fedpara.engines.local.graphs import CudaGraphs
 from fedpara.engines.local.worker import Worker
@@ -73,7 +73,7 @@ class Sequential:
             except DataError as error:
                 if self.data.pooled:  # a mistake in the federation, not one client's file
                     raise
-                yield Reply(client, reason=f"its data could not be read: {error}")
+                yield Reply(client, reason=unreadable(error))
                 continue
             if not len(examples):
                 yield Reply(client, reason="it holds no examples")
