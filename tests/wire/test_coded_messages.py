@@ -1,6 +1,7 @@
 """Hostile messages of links below 8 bits: each is refused with a sentence, or decodes to a finite state of the spec."""
 
 import random
+import zlib
 from hashlib import sha256
 
 import pytest
@@ -66,6 +67,15 @@ def longer(name):
     return lambda payload: payload.update({name: torch.cat([payload[name], payload[name][:1]])})
 
 
+def deflated(data):
+    compressor = zlib.compressobj(wbits=-15)
+    return torch.frombuffer(bytearray(compressor.compress(data) + compressor.flush()), dtype=torch.uint8)
+
+
+def both(digits, listed):
+    return lambda payload: payload.update(__digits__=deflated(digits), __listed__=deflated(listed))
+
+
 @pytest.mark.parametrize(
     ("link", "change", "complaint"),
     [
@@ -97,6 +107,17 @@ def longer(name):
         ("stc(0.05)", put("__scales__", 0, float("nan")), "a scale is"),
         ("powersgd", put("__p__", 0, float("nan")), "a factor is infinite"),
         ("powersgd", put("__q__", -1, float("inf")), "a factor is infinite"),
+        ("grid(0.5)", put("__exponents__", 0, 101), "an exponent is outside"),
+        ("grid(0.5)", put("__base__", 0, 5), "the base is 5"),
+        ("grid(0.5)", put("__base__", 0, 4), "expected 181"),
+        ("grid(0.5)", put("__digits__", slice(0, 9), 255), "not in deflate's format"),
+        ("grid(0.5)", longer("__digits__"), "a grid decode to"),
+        ("grid(0.5)", longer("__listed__"), "a grid decode to"),
+        ("grid(0.5)", add("__digits__", torch.zeros(9000, dtype=torch.uint8)), "expected at most 377"),
+        ("grid(0.5)", add("__listed__", deflated(bytes(9))), "a grid decode to . bytes or more: expected"),
+        ("grid(0.5)", add("__digits__", deflated(bytes(10**4))), "decode to 362 bytes or more: expected 361"),
+        ("grid(0.5)", add("__digits__", deflated(b"\xff" * 361)), "the unused digits"),
+        ("grid(0.5)", both(b"\xff" * 360 + b"\x0f", bytes(3 * 721)), "a listed number is below 15"),
     ],
 )
 def test_a_hostile_message_is_refused(link, change, complaint):
@@ -120,7 +141,9 @@ def test_the_codecs_names_cannot_be_sent():
         make_message({"__codes__": torch.zeros(3)}, HEADER, "int4", torch.Generator())
 
 
-@pytest.mark.parametrize("link", ["int4", "ternary", "sign", "topk(0.05)", "stc(0.05)", "eden", "powersgd"])
+@pytest.mark.parametrize(
+    "link", ["int4", "ternary", "sign", "topk(0.05)", "stc(0.05)", "eden", "powersgd", "grid(0.5)"]
+)
 def test_mutated_messages_are_refused_or_finite(link):
     """With a correct digest: whoever can write a message can write its digest."""
     good = bytes(make_message(STATE, HEADER, link, torch.Generator().manual_seed(0)))[:-DIGEST]

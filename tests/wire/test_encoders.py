@@ -1,19 +1,23 @@
 """Golden and properties of each encoder: bytes on the wire, values by hand, bias and error as its paper says."""
 
 import math
+import zlib
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fedpara.errors import ConfigError, UpdateRejected, UsageError
 from fedpara.wire import Header, Link, decode, make_message, parse_encoding, spec_of
 from fedpara.wire.encoders.eden import hadamard, random_signs
+from fedpara.wire.encoders.grid import exactly
 
 HEADER = Header(round=3, method="fedavg", scheme="fedpara", sender="client:17", examples=500)
 LINKS = (
     *("int4", "int2", "ternary", "sign", "topk(0.01)", "topk(0.4)", "stc(0.01)"),
-    *("eden", "eden(bits=2)", "eden(bits=4, unbiased=False)", "powersgd(rank=2)"),
+    *("eden", "eden(bits=2)", "eden(bits=4, unbiased=False)", "powersgd(rank=2)", "grid(0.5)", "grid(2)"),
 )
 each_link = pytest.mark.parametrize("link", LINKS)
 
@@ -169,6 +173,59 @@ def test_stochastic_rounding_is_unbiased_and_off_by_at_most_one_step(link):
     assert float((values.double().mean(0) - x).abs().max()) < 5 * step / 2 / math.sqrt(draws)
 
 
+@pytest.mark.parametrize("step", [0.1, 0.5, 1.0, 4.0])
+def test_a_grid_is_unbiased_and_off_by_less_than_its_unit(step):
+    draws = 20_000
+    x = torch.cat([torch.linspace(-3, 3, 59), torch.tensor([0.0, 1e-4, -1e-4, 0.5, 0.33])])
+    values = through(f"grid({step})", x.expand(draws, -1).contiguous(), 3)
+    unit = 2.0 ** round(math.log2(step * float(x.square().mean().sqrt())))
+    assert float((values - x).abs().max()) <= unit
+    assert torch.equal(values, unit * (values / unit).round())
+    assert float((values.double().mean(0) - x).abs().max()) < 5 * unit / 2 / math.sqrt(draws)
+
+
+@pytest.mark.parametrize(
+    ("n", "base", "digits", "listed"),
+    [
+        ([0, -1, 0, 1, 0, 0, 0, 1], 4, [0 + 4 * 1 + 16 * 0 + 64 * 2, 64 * 2], []),
+        ([0, -1, 2, 1, -2, 1], 6, [0 + 6 * 1 + 36 * 4, 2 + 6 * 3 + 36 * 2], []),
+        ([-3, 7, 5, -8, 4, -6], 16, [5 + 16 * 14, 10 + 16 * 15, 8 + 16 * 11], [15]),
+    ],
+)
+def test_a_grid_by_hand(n, base, digits, listed):
+    """z of 0, -1, 1, -2, ... is 0, 1, 2, 3, ..."""
+    x = torch.tensor(n) * 2.0**-5
+    parts = encoder("grid(0)").encode([x], seeded(0))
+    assert parts["exponents"].tolist() == [-5]
+    assert parts["base"].tolist() == [base]
+    raw = [zlib.decompress(parts[name].numpy().tobytes(), wbits=-15) for name in ("digits", "listed")]
+    assert list(raw[0]) == digits
+    assert list(raw[1]) == [z >> shift & 255 for shift in (0, 8, 16) for z in listed]
+    assert torch.equal(through("grid(0)", x), x)
+
+
+@given(
+    st.lists(st.integers(-(2**23) + 1, 2**23 - 1), min_size=1, max_size=40),
+    st.integers(-60, 60),
+    st.integers(0, 3),
+)
+def test_a_grid_of_step_0_is_exact(n, exponent, power):
+    """Multiples of a power of two below 2^23, also such whose common divisor is larger."""
+    x = torch.tensor(n, dtype=torch.float32).mul(2**power * 2.0**exponent)
+    assert exactly([x])
+    assert torch.equal(through("grid(0)", x), x)
+    assert not exactly([torch.tensor([1.0, 2.0**-23])])
+
+
+def test_a_grid_takes_little_more_than_the_entropy_of_its_numbers():
+    for spread in (0.3, 0.5, 1.0, 3.0):
+        n = torch.randn(200_000, generator=seeded(0)).mul(spread).round()
+        shares = torch.unique(n, return_counts=True)[1] / len(n)
+        entropy = -float((shares * shares.log2()).sum())
+        bits = 8 * data_bytes(encoder("grid(0)").encode([n], seeded(0))) / len(n)
+        assert entropy <= bits < 1.1 * entropy + 0.05
+
+
 def test_a_block_scale_is_never_below_the_largest_number():
     """Otherwise the largest number would be clipped, which is a bias."""
     x = torch.rand(64 * 128, generator=seeded(0)) * torch.logspace(-30, 30, 64).repeat_interleave(128)
@@ -276,6 +333,8 @@ def test_a_generator_is_needed_and_decides_everything(link):
         ("topk", "fraction"),
         ("topk(1.5)", "fraction is 1.5: expected a number above 0 and below 1"),
         ("powersgd(rank=0)", "rank is 0"),
+        ("grid", "step"),
+        ("grid(-1)", "step is -1: expected 0 to 8"),
         ("float32(feedback=True)", "feedback"),
         ("sign(", "sign"),
     ],

@@ -8,11 +8,21 @@ the server's residue.
 
 A client has x^_a of the last round a in which the server accepted its update. In round t it receives the messages
 a + 1 to t, or a float32 copy of x^_t in their place, whichever takes fewer bytes. Both count as bytes sent down.
+
+On a grid (`Moves`) x^_t is x_t rounded to multiples of a power of two per tensor. Sums of such differences are exact,
+so one message takes the place of the messages a + 1 to t:
+
+    message a to t = x^_t - x^_a,   exactly
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
+from fedpara.engines.threads import THREADS
 from fedpara.state import State
 from fedpara.wire import AnyMessage, Message
 
@@ -25,6 +35,9 @@ class Known:
     sizes: tuple[int, ...] = ()  # the bytes of each round's message
     last: Mapping[int, int] = field(default_factory=dict)  # the round a of each client; 0 if not here
     messages: tuple[bytes, ...] = ()  # the last ones, as many as a client may need
+    moves: tuple[
+        Tensor, ...
+    ] = ()  # on a grid: what the messages hold of `state`, side by side; not in a checkpoint
 
 
 class PerClient(Message):
@@ -69,9 +82,70 @@ class Differences(PerClient):
         return sum(self.known.sizes[self.last(client) :])
 
 
+@dataclass(frozen=True, eq=False)
+class Moves(Differences):
+    """The same on a grid. `exact`: whether x^_(t-1) and the message give the rounded model without a rounding error."""
+
+    start: State  # x^_0
+    exact: bool
+    make: Callable[[Tensor, int], Message | None]  # from x^_t - x^_a and a; None if no message holds it
+    _since: dict[int, Future[Message]] = field(default_factory=dict)
+
+    def bytes_to(self, client: int) -> int:
+        return len(self._from(client))
+
+    def to(self, client: int) -> tuple[AnyMessage, ...]:
+        return (self._from(client),)
+
+    @property
+    def move(self) -> Tensor:
+        """What the message holds of x^_t - x^_(t-1), side by side."""
+        return self._after(self.known.state)
+
+    def _after(self, state: State) -> Tensor:
+        return torch.cat([(self.received[name] - t).reshape(-1) for name, t in state.items()])
+
+    def _leads_here(self, total: Tensor) -> bool:
+        """Whether a client that adds this to x^_0 has x^_t."""
+        first, now = (
+            torch.cat([state[name].reshape(-1) for name in self.start])
+            for state in (self.start, self.received)
+        )
+        return torch.equal(first + total, now)
+
+    def begin(self, clients: Iterable[int]) -> None:
+        """Makes what these clients receive in threads, while they train."""
+        pool = ThreadPoolExecutor(THREADS)
+        for since in {self.last(client) for client in clients} - self._since.keys():
+            self._since[since] = pool.submit(self._made, since)
+        pool.shutdown(wait=False)
+
+    def _from(self, client: int) -> Message:
+        self.begin([client])
+        return self._since[self.last(client)].result()
+
+    def _made(self, since: int) -> Message:
+        """The message to a client that has x^_since."""
+        made, missed = None, len(self.known.sizes) - since
+        if not missed:
+            return self
+        if since == 0:
+            total = self._after(self.start)
+            made = self.make(total, 0) if self._leads_here(total) else None
+        elif self.exact and missed <= len(self.known.moves):
+            made = self.make(sum(self.known.moves[-missed:], self.move), since)
+        return made if made is not None and len(made) < len(self.copy) else self.copy
+
+
 def bytes_to(message: Message, client: int) -> int:
     """The bytes that the client receives in this message's round."""
     return message.bytes_to(client) if isinstance(message, PerClient) else len(message)
+
+
+def begin(message: Message, clients: Iterable[int]) -> None:
+    """Begins to make what the clients receive, if that takes time."""
+    if isinstance(message, Moves):
+        message.begin(clients)
 
 
 def known_after(message: Message, accepted: Sequence[int]) -> Known | None:
@@ -81,7 +155,13 @@ def known_after(message: Message, accepted: Sequence[int]) -> Known | None:
     known = message.known
     sizes, kept = (*known.sizes, len(message)), needed((*known.messages, bytes(message)), len(message.copy))
     state = {name: message.received[name] for name in known.state}
-    return Known(state, sizes, {**known.last, **dict.fromkeys(accepted, len(sizes))}, kept)
+    last = {**known.last, **dict.fromkeys(accepted, len(sizes))}
+    if not isinstance(message, Moves):
+        return Known(state, sizes, last, kept)
+    moves = (*known.moves, message.move)
+    missed = len(sizes) - min(last.values(), default=len(sizes))  # by the client that has missed most
+    count = min(missed, len(kept), len(moves)) if message.exact else 0
+    return Known(state, sizes, last, kept[len(kept) - count :], moves[len(moves) - count :])
 
 
 def needed(messages: tuple[bytes, ...], copy: int) -> tuple[bytes, ...]:

@@ -21,6 +21,7 @@ from fedpara.state import State
 from fedpara.wire import AnyMessage, Header, Link, Spec, admit, pack, spec_of, split_messages, unpack
 from fedpara.wire.codec import header_of
 from fedpara.wire.encoders import Encoding
+from fedpara.wire.encoders.grid import EXACT
 
 PRIVATE = "private"
 """The name under which a client's memory holds its private parameters, beside the algorithm's variables."""
@@ -72,8 +73,9 @@ class Session:
 
     def first_known(self) -> State:
         """x^_0 of `differences.py`: the initial state, as far as the downlink loses anything of it."""
-        state = self._first_broadcast()
-        return {name: state[name].float() for name in self._lossy(self.link.downlink, self.down)}
+        state, grid = self._first_broadcast(), self.link.downlink.grid
+        known = {name: state[name].float() for name in self._lossy(self.link.downlink, self.down)}
+        return known if grid is None else dict(zip(known, grid.rounded(list(known.values())), strict=True))
 
     def _lossy(self, encoding: Encoding, spec: Spec) -> list[str]:
         """The names that may arrive changed."""
@@ -130,7 +132,7 @@ class Session:
         model, variables = self.as_model(self.admit_down(message, round, self.link.down), round)
         return {**model, **message.beside} if isinstance(message, OntoBase) else model, variables
 
-    def admit_down(self, message: AnyMessage, round: int, link: str) -> State:
+    def admit_down(self, message: AnyMessage, round: int, link: str, since: int | None = None) -> State:
         """What a message of the server holds."""
         _, state = admit(
             message,
@@ -140,22 +142,35 @@ class Session:
             scheme=self.program.scheme,
             link=link,
             exact=self.exact,
+            since=since,
         )
         return state
 
+    def admit_move(self, message: AnyMessage, round: int, since: int) -> State:
+        """x^_round - x^_since on a grid, with the tensors that every message holds in full."""
+        return self.admit_down(message, round, EXACT, since)
+
     def add_differences(self, body: bytes, round: int, known: State | None, since: int) -> State:
-        """x^_round of a client that has x^_since: from the messages of all rounds after `since`, or from one copy."""
+        """x^_round of a client that has x^_since: from the messages of all rounds after `since`, or from one copy.
+
+        On a grid a message leads from any round to any later one.
+        """
         messages = split_messages(body)
         if len(messages) == 1 and header_of(messages[0])[1] == "float32":
             return self.admit_down(messages[0], round, "float32")
-        if len(messages) != round - since:
-            raise WireError(
-                f"{len(messages)} messages of differences: expected those of {since + 1} to {round}."
-            )
-        known = self.first_known() if known is None else known
-        for t, message in enumerate(messages, since + 1):
-            state = self.plus(known, self.admit_down(message, t, self.link.down))
+        known, at = self.first_known() if known is None else known, since
+        for message in messages:
+            if self.link.downlink.grid is None:
+                at, change = at + 1, self.admit_down(message, at + 1, self.link.down)
+            else:
+                to = header_of(message)[0].round
+                at, change = to, self.admit_move(message, to, at)
+            state = self.plus(known, change)
             known = {name: state[name] for name in known}
+        if not messages or at != round:
+            raise WireError(
+                f"{len(messages)} messages lead from round {since} to {at}: expected round {round}."
+            )
         return state
 
     @cached_property
@@ -270,8 +285,10 @@ class Session:
             return self.seed
         return int(join().agreed("the secret of the cohorts", fresh_key().hex())[:15], 16)
 
-    def header(self, round: int, sender: str = "server", examples: int = 0) -> Header:
-        return Header(round, self.algorithm.name, self.program.scheme, sender, examples)
+    def header(
+        self, round: int, sender: str = "server", examples: int = 0, since: int | None = None
+    ) -> Header:
+        return Header(round, self.algorithm.name, self.program.scheme, sender, examples, since)
 
 
 def named_slots(slots: Slots, prefix: str = SLOT) -> Variables:

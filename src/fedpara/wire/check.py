@@ -39,6 +39,7 @@ def admit(
     max_norm: float | None = None,
     reference: State | None = None,
     exact: frozenset[str] = frozenset(),
+    since: int | None = None,
 ) -> tuple[Header, State]:
     """The header, and the state in the order of the spec.
 
@@ -48,7 +49,7 @@ def admit(
     if max_norm is not None and not max_norm > 0:
         raise UsageError(f"max_norm is {max_norm}: expected a positive bound, or None for no bound.")
     header, state = decode(message, exact, link, spec)
-    _check_header(header, round, method, scheme, examples)
+    _check_header(header, round, method, scheme, examples, since)
     _check_names(header, state, spec)
     for name, (dtype, shape) in spec.items():
         tensor = state[name]
@@ -82,8 +83,10 @@ def admit_row(
     return header
 
 
-def _check_header(header: Header, round: int, method: str, scheme: str, examples: int | None) -> None:
-    wanted = {"round": round, "method": method, "scheme": scheme}
+def _check_header(
+    header: Header, round: int, method: str, scheme: str, examples: int | None, since: int | None = None
+) -> None:
+    wanted = {"round": round, "method": method, "scheme": scheme, "since": since}
     for field, expected in wanted.items():
         if getattr(header, field) != expected:
             _refuse(header, f"its {field} is {shown(getattr(header, field))}: expected {expected!r}")

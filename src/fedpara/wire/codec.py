@@ -56,10 +56,14 @@ class Header:
     scheme: str
     sender: str = "server"  # or "client:17"
     examples: int = 0
+    since: int | None = None
+    """The round whose state the message adds to, if it is not the one before. Left out if None."""
 
     def __post_init__(self) -> None:
-        for name in ("round", "examples"):
+        for name in ("round", "examples", "since"):
             value = getattr(self, name)
+            if name == "since" and value is None:
+                continue
             if type(value) is not int or not 0 <= value < 1 << 63:
                 raise WireError(f"header field {name} is {shown(value)}: expected an integer, 0 to 2^63 - 1.")
         for name in ("method", "scheme", "sender"):
@@ -245,13 +249,14 @@ def _read_header(view: memoryview) -> tuple[Header, str, int]:
 
 
 def _describe(header: Header, dtype: str) -> bytes:
-    return as_json({**vars(header), "dtype": dtype})
+    stated = {name: value for name, value in vars(header).items() if value is not None}
+    return as_json({**stated, "dtype": dtype})
 
 
 def _parse(raw: bytes) -> tuple[Header, str]:
     given = parse_json(raw, "header")
-    expected = [field.name for field in fields(Header)] + ["dtype"]
-    if sorted(given) != sorted(expected):
+    expected = [field.name for field in fields(Header) if field.name != "since"] + ["dtype"]
+    if given.keys() - {"since"} != set(expected):
         raise WireError(f"header fields {shown(sorted(given))}: expected {', '.join(expected)}.")
     dtype = given.pop("dtype")
     if not isinstance(dtype, str):

@@ -7,10 +7,11 @@ them from the spec, and an index of a hundred names would be larger than the num
 """
 
 import torch
+from torch import Tensor
 
 from fedpara.errors import WireError
 from fedpara.state import State
-from fedpara.wire.encoders.core import Encoder, codes, refuse_unsendable
+from fedpara.wire.encoders.core import AtMost, Encoder, codes, refuse_unsendable
 from fedpara.wire.tensors import shown
 
 Spec = dict[str, tuple[torch.dtype, torch.Size]]
@@ -51,9 +52,10 @@ def read_coded(payload: State, encoder: Encoder, spec: Spec, exact: frozenset[st
         expected[PLAIN] = torch.float32, sum(spec[name][1].numel() for name in plain)
     for part, (dtype, length) in expected.items():
         found = payload.get(part)
-        if found is None or found.dtype != dtype or found.shape != (length,):
+        if found is None or found.dtype != dtype or not _has_length(found, length):
             what = "missing" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
-            raise WireError(f"{part} is {what}: expected {length} of {dtype} for {encoder.text}.")
+            most = "at most " if isinstance(length, AtMost) else ""
+            raise WireError(f"{part} is {what}: expected {most}{length} of {dtype} for {encoder.text}.")
     state: State = {}
     for name, tensor in payload.items():
         if name in expected:
@@ -69,6 +71,10 @@ def read_coded(payload: State, encoder: Encoder, spec: Spec, exact: frozenset[st
         pieces = payload[PLAIN].split([spec[name][1].numel() for name in plain])
         state |= {name: piece.view(spec[name][1]) for name, piece in zip(plain, pieces, strict=True)}
     return state
+
+
+def _has_length(wire: Tensor, length: int) -> bool:
+    return wire.dim() == 1 and (len(wire) == length or (isinstance(length, AtMost) and len(wire) < length))
 
 
 def _names(encoder: Encoder, spec: Spec, exact: frozenset[str]) -> tuple[list[str], list[str]]:

@@ -114,7 +114,17 @@ def test_vmap_of_inputs_that_have_lanes_already():
 @pytest.mark.gpu
 @pytest.mark.parametrize("shift", [0.0, 1.0])
 @pytest.mark.parametrize(
-    "size", [(576, 64, 16), (4608, 512, 48), (10, 512, 24), (100, 300, 128), (7, 5, 8)], ids=str
+    "size",
+    [
+        (576, 64, 16),
+        (4608, 512, 48),
+        (4608, 512, 88),
+        (4608, 512, 128),
+        (10, 512, 24),
+        (100, 300, 128),
+        (7, 5, 8),
+    ],
+    ids=str,
 )
 def test_the_kernels_equal_float64(size, shift):
     a, y, dw = drawn(2, *size, "cuda", torch.bfloat16)

@@ -33,6 +33,7 @@ LINKS = (
         "stc(0.1)",
         "eden(bits=2)",
         "powersgd",
+        "grid(0.5)",
     ),
     *("int8(feedback=True)", "int4(feedback=True)"),
 )

@@ -13,7 +13,16 @@ from fedpara.errors import WireError
 from fedpara.experiments.storage.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from fedpara.wire import decode
 
-DOWN = ("int4", "sign", "topk(0.05)", "stc(0.05)", "eden", "powersgd(rank=1)", "int8(feedback=True)")
+DOWN = (
+    "int4",
+    "sign",
+    "topk(0.05)",
+    "stc(0.05)",
+    "eden",
+    "powersgd(rank=1)",
+    "int8(feedback=True)",
+    "grid(0.5)",
+)
 
 
 def same(a, b):

@@ -104,12 +104,18 @@ def _list(scale_name: str, rounds: int | None, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(found))
         return
-    unit = unit_of(max(row["bytes"] for row in found.values()))
+    unit = unit_of(max(row["bytes"] or 0.0 for row in found.values()))
+
+    def cell(number: float | None, per: float, digits: str) -> str:
+        return "–" if number is None else f"{number / per:{digits}}"
+
     shown = empty_table(["combination"], ["parameters", "up [MB]", "down [MB]", f"all rounds [{unit.name}]"])
     for name, row in found.items():
-        mega = (f"{row[way] / 1e6:.3f}" for way in ("up", "down"))
-        shown.add_row(name, f"{row['parameters']:,.0f}", *mega, f"{row['bytes'] / unit.bytes:.3g}")
+        mega = (cell(row[way], 1e6, ".3f") for way in ("up", "down"))
+        total = cell(row["bytes"], unit.bytes, ".3g")
+        shown.add_row(name, cell(row["parameters"], 1, ",.0f"), *mega, total)
     print_table(shown)
     typer.echo(
-        "up, down: the mean per client and round, from the length of encoded messages and the drawn cohorts."
+        "up, down: the mean per client and round, from the length of encoded messages and the drawn cohorts. "
+        "–: the length depends on the training."
     )

@@ -1,8 +1,11 @@
 """The server's message of a round."""
 
-import torch
+from dataclasses import replace
 
-from fedpara.engines.differences import Differences, Known
+import torch
+from torch import Tensor
+
+from fedpara.engines.differences import Differences, Known, Moves
 from fedpara.engines.progress import Progress
 from fedpara.engines.rng import torch_rng
 from fedpara.engines.server.folds import onto_base
@@ -11,6 +14,7 @@ from fedpara.engines.session import Session
 from fedpara.errors import RunError, UpdateRejected
 from fedpara.state import State, finite
 from fedpara.wire import Message, guard, make_message, pack
+from fedpara.wire.encoders.grid import EXACT, Grid, exactly
 
 
 def broadcast(session: Session, progress: Progress, round: int) -> tuple[Message, State]:
@@ -26,7 +30,12 @@ def broadcast(session: Session, progress: Progress, round: int) -> tuple[Message
             raise UpdateRejected("it holds NaN or infinity.")
         if session.differences:
             known = progress.known or Known(session.first_known())
-            message: Message = _differences(session, state, known, round, generator)
+            grid = downlink.grid
+            message: Message = (
+                _differences(session, state, known, round, generator)
+                if grid is None
+                else _moves(session, state, known, round, grid)
+            )
         else:
             message = make_message(state, session.header(round), session.link.down, generator, session.exact)
             message = onto_base(session, progress, message, round)
@@ -47,3 +56,39 @@ def _differences(
     received = session.plus(known.state, session.admit_down(message, round, session.link.down))
     copy = make_message(received, header, exact=session.exact)
     return Differences(message.head, message.tensors, received, known, copy)
+
+
+def _moves(session: Session, state: State, known: Known, round: int, grid: Grid) -> Moves:
+    nothing = torch.Generator()  # numbers on a grid are not rounded: no draws
+    rounded = grid.rounded([state[name] for name in known.state])
+    rest = {name: tensor for name, tensor in state.items() if name not in known.state}
+
+    def message_of(move: State, since: int) -> Message:
+        return make_message(
+            {**rest, **move}, session.header(round, since=since), EXACT, nothing, session.exact
+        )
+
+    def since(total: Tensor, since: int) -> Message | None:
+        pieces = total.split([tensor.numel() for tensor in rounded])
+        if not exactly(pieces):
+            return None
+        move = {name: piece.view_as(t) for (name, t), piece in zip(known.state.items(), pieces, strict=True)}
+        return message_of(move, since)
+
+    move = {name: new - old for (name, old), new in zip(known.state.items(), rounded, strict=True)}
+    message = message_of(move, round - 1)
+    received = session.plus(known.state, session.admit_move(message, round, round - 1))
+    exact = all(torch.equal(received[name], new) for name, new in zip(known.state, rounded, strict=True))
+    copy = make_message(received, session.header(round), exact=session.exact)
+    before, first = replace(known, moves=_moves_of(session, known)), session.first_known()
+    start = {name: first[name] for name in known.state}
+    return Moves(message.head, message.tensors, received, before, copy, start, exact, since)
+
+
+def _moves_of(session: Session, known: Known) -> tuple[Tensor, ...]:
+    """What the messages hold. They are decoded only in a run that has just been resumed."""
+    if len(known.moves) == len(known.messages):
+        return known.moves
+    first = len(known.sizes) - len(known.messages) + 1
+    states = (session.admit_move(one, t, t - 1) for t, one in enumerate(known.messages, first))
+    return tuple(torch.cat([state[name].reshape(-1) for name in known.state]) for state in states)

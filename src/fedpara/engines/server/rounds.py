@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 
 from fedpara.engines.client import Reply
-from fedpara.engines.differences import known_after
+from fedpara.engines.differences import begin, known_after
 from fedpara.engines.participation.cohorts import LOST
 from fedpara.engines.progress import Progress, Round, Schedule
 from fedpara.engines.server.broadcast import broadcast
@@ -150,12 +150,14 @@ def _ask(
         from fedpara.engines.secure.collect import SecureRound  # it needs an extra
 
         message, sent = broadcast(session, progress, t)
+        begin(message, chosen)
         secure = SecureRound(session, schedule, progress, message, meter)
         return secure.collect(engine, chosen, lost, sent, scored), message
     found = []
     given = progress if levels is None else levels.ordered(progress)
     for own, part, some in in_groups(session, schedule, given, chosen):
         message, sent = broadcast(own, part, t)
+        begin(message, some)
         here = [client for client in some if client not in lost]
         replies = chain(
             engine.train(t, here, message, scored) if here else (),

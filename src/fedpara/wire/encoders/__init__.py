@@ -8,6 +8,7 @@ import torch
 from fedpara.errors import ConfigError
 from fedpara.wire.encoders.core import SMALL, Encoder, codes
 from fedpara.wire.encoders.eden import Eden
+from fedpara.wire.encoders.grid import Grid
 from fedpara.wire.encoders.levels import Levels
 from fedpara.wire.encoders.powersgd import PowerSGD
 from fedpara.wire.encoders.rounding import PRECISIONS
@@ -46,6 +47,11 @@ class Encoding:
     def sends_differences(self) -> bool:
         """Whether a server on this downlink sends differences between models in place of models."""
         return self.encoder is not None or self.feedback
+
+    @property
+    def grid(self) -> Grid | None:
+        """The grid to which a server on this downlink rounds its model."""
+        return self.encoder if isinstance(self.encoder, Grid) else None
 
     def loses(self, dtype: torch.dtype, shape: torch.Size) -> bool:
         """Whether a tensor may arrive changed."""
@@ -102,6 +108,14 @@ def eden(bits: int = 1, block: int = 1024, unbiased: bool = True, feedback: bool
     return _coded(Eden(bits, block, bool(unbiased)), feedback)
 
 
+def grid(step: float, feedback: bool = False) -> Encoding:
+    if type(step) not in (int, float) or not 0 <= step <= 8:
+        raise ConfigError(
+            f"step is {step!r}: expected 0 to 8 times the root mean square of a tensor, such as 0.5."
+        )
+    return _coded(Grid(float(step)), feedback)
+
+
 def powersgd(rank: int = 2, feedback: bool = False) -> Encoding:
     if type(rank) is not int or rank < 1:
         raise ConfigError(f"rank is {rank!r}: expected 1 or more.")
@@ -110,7 +124,7 @@ def powersgd(rank: int = 2, feedback: bool = False) -> Encoding:
 
 ENCODINGS: dict[str, Callable[..., Encoding]] = {
     made.__name__: made
-    for made in (float32, float16, bfloat16, int8, int4, int2, ternary, sign, topk, stc, eden, powersgd)
+    for made in (float32, float16, bfloat16, int8, int4, int2, ternary, sign, topk, stc, eden, grid, powersgd)
 }
 
 

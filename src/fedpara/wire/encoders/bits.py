@@ -1,4 +1,4 @@
-"""Packs small numbers into bytes: 8 of base 2, 5 of base 3, 4 of base 4 or 2 of base 16 per byte.
+"""Packs small numbers into bytes: 8 of base 2, 5 of base 3, 4 of base 4, 3 of base 6 or 2 of base 16 per byte.
 
 byte = sum_i digit_i base^i
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedpara.errors import WireError
 
-DIGITS = {2: 8, 3: 5, 4: 4, 16: 2}
+DIGITS = {2: 8, 3: 5, 4: 4, 6: 3, 16: 2}
 
 
 def packed_length(count: int, base: int) -> int:

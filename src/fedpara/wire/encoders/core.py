@@ -1,8 +1,8 @@
 """Encoder: how a lossy link writes tensors as a few flat wire tensors, and reads them back.
 
 It gets all tensors of a message at once: a hundred small tensors joined are encoded as fast as one large one. Both ends
-know the shapes, so the types and lengths of the wire tensors are known before a message arrives. A decoder
-takes no size from the message, and rejects every value that its encoder could not have written.
+know the shapes, so the types and lengths of the wire tensors, or the longest ones, are known before a message arrives.
+A decoder takes no size from the message, and rejects every value that its encoder could not have written.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 from fedpara.errors import UpdateRejected
+
+
+class AtMost(int):
+    """A length that depends on the numbers, and is not above this one."""
+
 
 Layout = dict[str, tuple[torch.dtype, int]]
 """Types and lengths of the wire tensors, by the name of the part."""

@@ -186,8 +186,11 @@ def forward(a: Tensor, y: Tensor, shift: float, bm: int = 128, bn: int = 64, war
     bn, br = _block(n, bn), _block(r, RANK)
     tiles = lanes * triton.cdiv(n, bn)
     split = _split(tiles, triton.cdiv(m, bm))
+    stages = _stages(2 * bn * br + bm * bn, 2 * bm * br, a)
     with torch.cuda.device_of(a):
-        _compose[(tiles * split,)](a, y, w, shift, m, n, r, split, bm, bn, br, num_warps=warps)
+        _compose[(tiles * split,)](
+            a, y, w, shift, m, n, r, split, bm, bn, br, num_warps=warps, num_stages=stages
+        )
     return w
 
 
@@ -201,10 +204,11 @@ def row_gradient(
 ) -> Tensor:
     lanes, _, m, r = a.shape
     n = y.shape[2]
-    da, br = torch.empty_like(a), _block(r, RANK)
+    da, br, bn = torch.empty_like(a), _block(r, RANK), _block(n, bn)
+    warps, stages = 8 if br > 64 else warps, _stages(2 * bm * br + 2 * bm * bn, 2 * bn * br + bm * bn, a)
     with torch.cuda.device_of(a):
         _row_gradient[(lanes * triton.cdiv(m, bm),)](
-            a, y, dw, da, shift, m, n, r, bm, _block(n, bn), br, num_warps=8 if br > 64 else warps
+            a, y, dw, da, shift, m, n, r, bm, bn, br, num_warps=warps, num_stages=stages
         )
     return da
 
@@ -218,9 +222,10 @@ def column_gradient(
     tiles = lanes * triton.cdiv(n, bn)
     split = _split(tiles, triton.cdiv(m, bm))
     parts = torch.empty((split, *y.shape), dtype=torch.float32, device=y.device)
+    warps, stages = 8 if br > 64 else warps, _stages(2 * bn * br + 2 * bm * bn, 2 * bm * br + bm * bn, a)
     with torch.cuda.device_of(a):
         _column_gradient[(tiles * split,)](
-            a, y, dw, parts, shift, lanes, m, n, r, split, bm, bn, br, num_warps=8 if br > 64 else warps
+            a, y, dw, parts, shift, lanes, m, n, r, split, bm, bn, br, num_warps=warps, num_stages=stages
         )
     return parts.sum(0).to(y.dtype)
 
@@ -228,6 +233,18 @@ def column_gradient(
 def _split(tiles: int, rows: int) -> int:
     """In how many parts the rows are divided, of at least four blocks."""
     return max(1, min(PROGRAMS // tiles, rows // 4))
+
+
+def _stages(kept: int, loaded: int, like: Tensor) -> int:
+    """How many steps of a loop are loaded ahead: 3, or as many as fit in the shared memory.
+
+    `kept` and `loaded` are the numbers, of the type of `like`, that a program keeps, and loads in each step.
+    """
+    if like.device.type != "cuda":
+        return 1
+    properties = torch.cuda.get_device_properties(like.device)
+    shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return max(1, min(3, (shared // like.element_size() - kept) // loaded))
 
 
 def _block(size: int, most: int) -> int:

@@ -26,13 +26,15 @@ LINKS = {
     "sign": "sign",
     "sign+": "sign(feedback=True)",
     "eden": "eden",
+    "eden2": "eden(bits=2)",
     "eden+": "eden(unbiased=False, feedback=True)",
     **{f"topk{percent}": f"topk({percent / 100})" for percent in (1, 2, 3, 5)},
     **{f"topk{percent}+": f"topk({percent / 100}, feedback=True)" for percent in (1, 2, 3, 5)},
     **{f"stc{percent}": f"stc({percent / 100})" for percent in (1, 3, 5, 10)},
+    **{f"grid{step:g}": f"grid({step!r})" for step in (0.125, 0.25, 0.5, 1.0)},
     **{f"stc{percent}+": f"stc({percent / 100}, feedback=True)" for percent in (1, 3, 5, 10)},
 }
-"""Links by their words in a combination; topk5 sends the largest 5%, stc5 their signs."""
+"""Links by their words in a combination; topk5 sends the largest 5%, stc5 their signs; grid1 has a step of 1 rms."""
 
 OPTIONS: dict[str, Values] = {
     "rotate": {"rotate": True, "weight_decay": 0.0},
@@ -130,6 +132,13 @@ _DIGITS = Scale(
             "dense64 eden/stc5",
             "original stc1+/stc1",
         ),
+        *(
+            "fedpara0 eden/grid0.25",
+            "fedpara0 eden/grid0.5",
+            "fedpara0 eden/grid1",
+            "fedpara0.1 eden/grid0.5",
+        ),
+        *("dense64 eden/grid0.5", "original eden/grid0.5"),
     ),
     target=0.93,
     validation=0.2,
@@ -157,12 +166,22 @@ _CIFAR10 = Scale(
         "original": {"scheme": "original", "clip": 10.0},
         **{f"dense{width}": _dense(width) for width in (32, 20, 12)},
         "lowrank": {"scheme": "lowrank", "gamma": 0.1},
-        **{f"fedpara{gamma:g}": _fedpara(gamma, init="he:1.4") for gamma in (0.0, 0.1, 0.2)},
+        **{f"fedpara{gamma:g}": _fedpara(gamma, init="he:1.4") for gamma in (0.0, 0.1, 0.2, 0.4)},
         # "all": the three linear layers are factorized as well. Dense, they are a third of FedPara's bytes.
         **{f"fedpara{g:g}all": _fedpara(g, init="he:1.4", where="every") for g in (0.0, 0.05, 0.1)},
     },
     combinations=(
         "original f32/f32",
+        # A grid down takes fewer bytes than an uplink of one bit.
+        *("fedpara0.1 eden/grid0.25", "fedpara0.1 eden/grid0.5", "fedpara0.1 eden/grid1"),
+        *("fedpara0.1 eden/grid0.125", "fedpara0.1 eden2/grid0.25", "fedpara0.1 eden2/grid0.125"),
+        *(
+            "lowrank eden/grid0.25",
+            "dense20 eden/grid0.25",
+            "dense32 eden/grid0.25",
+            "original eden/grid0.25",
+        ),
+        *("fedpara0.2 eden/grid0.25", "fedpara0.2 eden2/grid0.125", "fedpara0.4 eden/grid0.25"),
         # By promise: the bytes of 105 rounds are within 1.64 GB and those of 200 within 3.3 GB (`--list`).
         *("fedpara0.1 eden/stc5", "fedpara0.1 eden/stc10", "fedpara0.1 stc5+/stc5", "fedpara0.2 eden/stc5"),
         *("fedpara0.1 eden/topk3", "fedpara0.05all eden/int8", "fedpara0 eden/int8", "fedpara0 eden/topk5"),

@@ -1,7 +1,7 @@
 """What a combination sends, without training: the lengths of encoded messages and the cohorts of seed 1.
 
 The numbers of the messages are random, because only the shapes decide their lengths. The layers that recycling leaves
-out depend on the training; here all are equally likely.
+out depend on the training; here all are equally likely. On a grid the lengths depend on the training: they are None.
 """
 
 from collections.abc import Mapping
@@ -27,19 +27,19 @@ from fedpara.wire import Link, Message, Spec, make_message
 CLASSES = 10
 
 
-def costs(scale: Scale, rounds: int | None = None) -> dict[str, dict[str, float]]:
+def costs(scale: Scale, rounds: int | None = None) -> dict[str, dict[str, float | None]]:
     """By combination: parameters, mean bytes up and down per client and round, and bytes of all rounds."""
     shape = models.usual_shape(scale.base.model)
-    found = {}
+    found: dict[str, dict[str, float | None]] = {}
     for name in scale.combinations:
         experiment = scale.experiment(name)
         up, down, parameters = _sent(experiment, shape, rounds or experiment.rounds)
-        total = (up + down) * experiment.cohort * (rounds or experiment.rounds)
+        total = None if down is None else (up + down) * experiment.cohort * (rounds or experiment.rounds)
         found[name] = {"parameters": parameters, "up": up, "down": down, "bytes": total}
     return found
 
 
-def _sent(e: Experiment, shape: tuple[int, ...], rounds: int) -> tuple[float, float, int]:
+def _sent(e: Experiment, shape: tuple[int, ...], rounds: int) -> tuple[float, float | None, int]:
     """(mean bytes up per client and round, the same down, shared parameters)"""
     program, link = _program(e, shape), Link(e.link_up, e.link_down)
     session = open_session(program, build_algorithm(e), link, seed=1, rotate=e.rotate, recycle=e.recycle)
@@ -75,7 +75,9 @@ def _left_out(session: Session, round: int) -> Variables:
     return {RECYCLING: {DRAWN: (layers < session.recycling.count).to(torch.uint8)}}
 
 
-def _down(session: Session, e: Experiment, rounds: int) -> float:
+def _down(session: Session, e: Experiment, rounds: int) -> float | None:
+    if session.link.downlink.grid is not None:
+        return None
     message = _message(session, session.down, session.link.down)
     if not session.differences:
         return len(message)
