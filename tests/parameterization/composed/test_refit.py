@@ -197,6 +197,7 @@ def test_recorded_iterations_find_the_same_factors(kind):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("kind", FORMS)
 def test_a_gpu_finds_the_same_factors_and_repeats_them(kind):
     form = FORMS[kind]
