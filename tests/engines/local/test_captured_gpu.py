@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedpara as fp
 from fedpara import algorithms, models
-from fedpara.engines.local.graphs import CudaGraphs
+from fedpara.cuda_graphs import CudaGraphs
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import make_program
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fedpara.parameterization import FedPara, LowRank, PFedPara, write
 from fedpara.parameterization.composed import Blocks, gauss_newton
-from fedpara.parameterization.composed.gauss_newton import refit
+from fedpara.parameterization.composed.gauss_newton import Fit
 from fedpara.parameterization.fedmud.aware import AwareLowRank
 from fedpara.parameterization.fedmud.kronecker import Kronecker
 
@@ -21,6 +21,10 @@ FORMS = {
     "personal": write(PFedPara(rank=2), (9, 11)),
     "Kronecker": write(Kronecker(ratio=0.3), (8, 8)),
 }
+
+
+def refit(compose, w, start, **options):
+    return Fit(compose, start)(w, start, **options)
 
 
 def drawn(form, seed, weights=1, size=None, around=None):
@@ -166,3 +170,42 @@ def test_blocks_of_one_form_are_refitted_together_and_fixed_factors_apart():
     kinds = [block.kind for block in blocks.over(x)]
     assert kinds[0] == kinds[2] != kinds[1]
     assert kinds[3] != kinds[4]
+
+
+class Replays:
+    """A recorder whose replays run the step again."""
+
+    def warm_up(self, step):
+        step()
+
+    def record(self, step):
+        return step
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_recorded_iterations_find_the_same_factors(kind):
+    form = FORMS[kind]
+    start = drawn(form, 0, weights=3)
+    w = composed(form, drawn(form, 1, size=0.1, around=start))
+    plain, recorded = Fit(form.compose, start), Fit(form.compose, start)
+    f = torch.cat([factor.flatten(1) for factor in start], 1)
+    recorded._search = gauss_newton._Search(recorded.composed, f, w.flatten(1))
+    recorded._search._record(Replays())
+    for _ in range(2):  # the second time, the tensors hold what the first left
+        for one, other in zip(plain(w, start), recorded(w, start), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_gpu_finds_the_same_factors_and_repeats_them(kind):
+    form = FORMS[kind]
+    start = drawn(form, 0, weights=3)
+    w = composed(form, drawn(form, 1, size=0.1, around=start))
+    there = [factor.cuda() for factor in start]
+    fit = Fit(form.compose, there)
+    first, second = (fit(w.cuda(), there) for _ in range(2))
+    for one, other, expected in zip(first, second, refit(form.compose, w, start), strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one.cpu(), expected, rtol=1e-6, atol=1e-6)

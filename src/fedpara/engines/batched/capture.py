@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from fedpara.cuda_graphs import CudaGraphs
 from fedpara.engines.batched.lane_state import LaneState
-from fedpara.engines.local.graphs import CudaGraphs
 from fedpara.errors import in_a_line
 
 KERNELS = Path(__file__).parent / "kernels"

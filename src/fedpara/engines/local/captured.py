@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from fedpara.algorithms.optimizers import Slots
+from fedpara.cuda_graphs import Recorder, Replay
 from fedpara.engines.local.augment import crop_flip
 from fedpara.engines.local.dropout import SeededDropout, layer_seed, step_seed
-from fedpara.engines.local.graphs import Recorder, Replay
 from fedpara.engines.local.host_state import HostState, attributes, changed, generators, with_parts
 from fedpara.engines.local.training import Plan, Training
 from fedpara.errors import in_a_line

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import torch
 
+from fedpara.cuda_graphs import CudaGraphs
 from fedpara.data import FederatedData
 from fedpara.engines.client import Reply, client_round, own_model, unreadable
 from fedpara.engines.device import eager_precision_on, shown
-from fedpara.engines.local.graphs import CudaGraphs
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.memory import ClientMemory, PendingMemory
 from fedpara.engines.session import Session

@@ -17,13 +17,13 @@ from torch import Tensor
 from fedpara import parameterization
 from fedpara.algorithms import Algorithm, Local, Variables, clip_by_norm
 from fedpara.algorithms.optimizers import Optimizer, Rate, Slots, build_optimizer
+from fedpara.cuda_graphs import Recorder
 from fedpara.data import Examples
 from fedpara.engines.device import widened
 from fedpara.engines.local.augment import crop_flip
 from fedpara.engines.local.buffers import BufferSlots
 from fedpara.engines.local.captured import CapturedSteps
 from fedpara.engines.local.dropout import layer_seed, seeded_dropouts, step_seed
-from fedpara.engines.local.graphs import Recorder
 from fedpara.engines.local.training import Plan, Training, make_plan
 from fedpara.engines.program import Program, named_tensors
 from fedpara.engines.rng import LayerRng

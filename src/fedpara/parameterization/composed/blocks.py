@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fedpara.parameterization.composed.gauss_newton import refit
+from fedpara.parameterization.composed.gauss_newton import Fit
 from fedpara.parameterization.schemes import Form
 from fedpara.state import State
 
@@ -56,6 +56,8 @@ class Blocks:
     forms: Mapping[str, Form] = field(default_factory=dict)
     fixed: Mapping[str, Tensor] = field(default_factory=dict)
     """Frozen factors of weights that also have trained ones."""
+    fits: dict[Hashable, Fit] = field(default_factory=dict, repr=False)
+    """On a GPU: what is recorded for the batches of a refit."""
 
     def over(self, x: Mapping[str, Tensor]) -> Iterator[Block]:
         taken: set[str] = set()
@@ -66,23 +68,20 @@ class Blocks:
                 taken |= set(shared)
                 filled = any(name in self.fixed for name in names)
                 kind = weight if filled else (form, tuple(name.removeprefix(weight) for name in shared))
-                yield Block(weight, shared, self._composer(form, names, shared), kind)
+                yield Block(weight, shared, self._composer(form, names, shared, x[shared[0]]), kind)
         for name in x:
             if name not in taken:
                 yield Block(name, (name,))
 
-    def _composer(self, form: Form, names: Sequence[str], shared: Sequence[str]) -> Compose:
+    def _composer(self, form: Form, names: Sequence[str], shared: Sequence[str], like: Tensor) -> Compose:
         whole = form if form.base is None else _without_base(form)
         if len(shared) == len(names):
             return whole.compose
         if all(name in self.fixed for name in names if name not in shared):
-            return lambda parts: whole.compose(self._filled(names, shared, parts))
+            fixed = {name: self.fixed[name].to(like) for name in names if name not in shared}
+            return lambda parts: whole.compose(_filled(names, shared, parts, fixed))
         # pFedPara: the server sees W1 only, and W = s(W1) * (s(W2) + 1) is linear in s(W1).
         return lambda parts: form.scheme.s(whole.inner(list(parts))[0])
-
-    def _filled(self, names: Sequence[str], shared: Sequence[str], parts: Sequence[Tensor]) -> list[Tensor]:
-        given = dict(zip(shared, parts, strict=True))
-        return [given[name] if name in given else self.fixed[name].to(parts[0]) for name in names]
 
     def refit(self, x: State, weights: Mapping[str, Tensor]) -> State:
         """The tensors of the blocks that have a composed weight here, near those of x."""
@@ -96,23 +95,37 @@ class Blocks:
         for blocks in alike.values():
             together = max(1, BATCH // weights[blocks[0].name].numel())
             for first in range(0, len(blocks), together):
-                found |= _refitted(blocks[first : first + together], x, weights)
+                found |= self._refitted(blocks[first : first + together], x, weights)
         return found
 
+    def _refitted(self, blocks: Sequence[Block], x: State, weights: Mapping[str, Tensor]) -> State:
+        """The tensors of blocks of one kind."""
+        start = [
+            torch.stack([x[name] for name in alike]) for alike in zip(*(b.parts for b in blocks), strict=True)
+        ]
+        factors = self._fit(blocks, start)(torch.stack([weights[block.name] for block in blocks]), start)
+        return {
+            name: factor[i].clone()
+            for i, block in enumerate(blocks)
+            for name, factor in zip(block.parts, factors, strict=True)
+        }
 
-def _refitted(blocks: Sequence[Block], x: State, weights: Mapping[str, Tensor]) -> State:
-    """The tensors of blocks of one kind."""
-    compose = blocks[0].compose
-    assert compose is not None
-    start = [
-        torch.stack([x[name] for name in alike]) for alike in zip(*(b.parts for b in blocks), strict=True)
-    ]
-    factors = refit(compose, torch.stack([weights[block.name] for block in blocks]), start)
-    return {
-        name: factor[i].clone()
-        for i, block in enumerate(blocks)
-        for name, factor in zip(block.parts, factors, strict=True)
-    }
+    def _fit(self, blocks: Sequence[Block], start: Sequence[Tensor]) -> Fit:
+        compose = blocks[0].compose
+        assert compose is not None
+        if not start[0].is_cuda:
+            return Fit(compose, start)
+        key = (blocks[0].kind, len(blocks), start[0].dtype, start[0].device)
+        if key not in self.fits:
+            self.fits[key] = Fit(compose, start)
+        return self.fits[key]
+
+
+def _filled(
+    names: Sequence[str], shared: Sequence[str], parts: Sequence[Tensor], fixed: Mapping[str, Tensor]
+) -> list[Tensor]:
+    given = {**fixed, **dict(zip(shared, parts, strict=True))}
+    return [given[name] for name in names]
 
 
 def _without_base(form: Form) -> Form:

@@ -16,7 +16,8 @@ Exact iterations have orthogonal gradients s = J^T (r - J d). Rounding ends that
 a difference in the last bits of W grows with every further one. So each s is made orthogonal to those before.
 
 Weights of the same form are one batch. Each has its own iterations and its own t. The host reads one number from the
-device per iteration, t and step: on a GPU, waiting for such numbers takes longer than computing them.
+device per iteration, t and step. An iteration takes a GPU less time than the host needs to launch its 60 kernels, so
+there it is recorded once and replayed (`cuda_graphs.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from math import prod
 import torch
 from torch import Tensor
 from torch.func import vmap
+
+from fedpara.cuda_graphs import CudaGraphs, Recorder
 
 STEPS, ITERATIONS = 8, 40
 """The largest number of Gauss-Newton steps, and of iterations in a step."""
@@ -45,75 +48,119 @@ Compose = Callable[[Tensor], Tensor]
 """[weight, entries of all its factors] -> [weight, its entries]"""
 
 
-def refit(
-    compose: Callable[[Sequence[Tensor]], Tensor],
-    weights: Tensor,
-    start: Sequence[Tensor],
-    enough: float = ENOUGH,
-) -> list[Tensor]:
-    """The factors of each weight. Weights and factors have a leading dimension: the number of weights."""
-    shapes = [factor.shape[1:] for factor in start]
+class Fit:
+    """Refits batches of weights of one form, all of these shapes."""
 
-    def composed(f: Tensor) -> Tensor:
-        return vmap(lambda *factors: compose(factors))(*_apart(f, shapes)).flatten(1)
+    def __init__(self, compose: Callable[[Sequence[Tensor]], Tensor], start: Sequence[Tensor]) -> None:
+        self.shapes = [factor.shape[1:] for factor in start]
+        self._compose = compose
+        self._search: _Search | None = None
 
-    w, f = weights.flatten(1), torch.cat([factor.flatten(1) for factor in start], 1)
-    r = w - composed(f)
-    rounding = 4 * torch.finfo(r.dtype).eps * _norm(w)
-    goal = torch.maximum(enough * _norm(r), rounding)
-    for _ in range(STEPS):
-        before = _norm(r)
-        d, foretold = _direction(composed, f, r, _scales(f, shapes), goal / 2)
-        f, r = _moved(composed, w, f, r, d, SUFFICIENT * (before - foretold))
-        after = _norm(r)
-        if not ((after > goal) & (after < WORTHWHILE * before)).any():
-            break
-    return _apart(f, shapes)
+    def composed(self, f: Tensor) -> Tensor:
+        return vmap(lambda *factors: self._compose(factors))(*_apart(f, self.shapes)).flatten(1)
+
+    def __call__(self, weights: Tensor, start: Sequence[Tensor], enough: float = ENOUGH) -> list[Tensor]:
+        """The factors of each weight. Weights and factors have a leading dimension: the number of weights."""
+        w, f = weights.flatten(1), torch.cat([factor.flatten(1) for factor in start], 1)
+        search = self._search = self._search or _Search(self.composed, f, w)
+        r = w - self.composed(f)
+        rounding = 4 * torch.finfo(r.dtype).eps * _norm(w)
+        goal = torch.maximum(enough * _norm(r), rounding)
+        for _ in range(STEPS):
+            before = _norm(r)
+            d, foretold = search.direction(f, r, _scales(f, self.shapes), goal / 2)
+            f, r = _moved(self.composed, w, f, r, d, SUFFICIENT * (before - foretold))
+            after = _norm(r)
+            if not ((after > goal) & (after < WORTHWHILE * before)).any():
+                break
+        return _apart(f, self.shapes)
 
 
-def _direction(composed: Compose, f: Tensor, r: Tensor, scale: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
-    """(d, ||r - J d||), which is <= goal or near its least value. Scaled, d is orthogonal to what J does not see."""
-    forward, backward = _products(composed, f)
-    size, eps, tiny = _norm(r), torch.finfo(r.dtype).eps, torch.finfo(r.dtype).tiny
-    goal, left = goal / size.clamp_min(tiny), r / size.clamp_min(tiny)
-    longest = RADIUS * f.shape[1] ** 0.5 / size.clamp_min(tiny)
-    d = p = torch.zeros_like(f)
-    last, after, steepest = torch.ones_like(size), torch.ones_like(size), torch.zeros_like(size)
-    gradients = f.new_empty(len(f), ITERATIONS, f.shape[1])
-    for k in range(ITERATIONS):
-        s = _orthogonal(scale * backward(left), gradients[:, :k])
-        slope, before = _norm(s), after
-        steepest = torch.maximum(steepest, slope)
-        gradients[:, k] = s / slope.clamp_min(tiny)
-        p = torch.addcmul(s, (slope / last.clamp_min(tiny)).square(), p)
-        q = forward(scale * p)
-        a = (slope / _norm(q).clamp_min(tiny)).square() * (slope > eps * steepest)  # below it is rounding
-        length = _norm(torch.addcmul(d, a, p))
-        a = torch.where(length > longest, a * longest / length if k == 0 else 0, a)
-        d, left = torch.addcmul(d, a, p), torch.addcmul(left, a, q, value=-1)
-        last, after = slope, _norm(left)
-        if not ((after > goal) & (after < STALLED * before)).any():
-            break
-    return size * scale * d, size * after
+class _Search:
+    """The iterations of a step. Their tensors stay where they are, so that a GPU can replay what it recorded."""
+
+    def __init__(self, composed: Compose, f: Tensor, w: Tensor) -> None:
+        self._composed = composed
+        self.f, self.scale, self.d, self.p = (torch.zeros_like(f) for _ in range(4))
+        self.left = torch.zeros_like(w)
+        self.gradients = f.new_zeros(len(f), ITERATIONS, f.shape[1])
+        numbers = (f.new_zeros(len(f), 1) for _ in range(5))
+        self.goal, self.longest, self.last, self.after, self.steepest = numbers
+        self.k = torch.zeros(1, dtype=torch.int64, device=f.device)
+        self.more = torch.zeros((), dtype=torch.bool, device=f.device)
+        self._linearise: Callable[[], None] = self.linearise
+        self._iterate: Callable[[int], None] = self.iterate
+        if f.is_cuda:
+            self._record(CudaGraphs(f.device))
+
+    def _record(self, graphs: Recorder) -> None:
+        graphs.warm_up(self.linearise)
+        graphs.warm_up(self.iterate)
+        self._linearise = graphs.record(self.linearise)
+        self._linearise()
+        replay = graphs.record(self.iterate)
+        self._iterate = lambda k: replay()
+
+    def direction(self, f: Tensor, r: Tensor, scale: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
+        """(d, ||r - J d||), which is <= goal or near its least value.
+
+        Scaled, d is orthogonal to what J does not see.
+        """
+        size = _norm(r)
+        divisor = size.clamp_min(torch.finfo(r.dtype).tiny)
+        self.f.copy_(f)
+        self.scale.copy_(scale)
+        self.left.copy_(r / divisor)
+        self.goal.copy_(goal / divisor)
+        self.longest.copy_(RADIUS * f.shape[1] ** 0.5 / divisor)
+        for zero in (self.d, self.p, self.gradients, self.steepest, self.k):
+            zero.zero_()
+        for one in (self.last, self.after):
+            one.fill_(1)
+        self._linearise()
+        for k in range(ITERATIONS):
+            self._iterate(k)
+            if not self.more:
+                break
+        return size * scale * self.d, size * self.after
+
+    def linearise(self) -> None:
+        """J v and J^T u at f. J^T u is linear in u, and its derivative by u is J^T: so J v takes two backwards."""
+        with torch.enable_grad():
+            f = self.f.detach().requires_grad_()
+            w = self._composed(f)
+            u = torch.zeros_like(w, requires_grad=True)
+            (transposed,) = torch.autograd.grad(w, f, u, create_graph=True)
+        self._forward = lambda v: torch.autograd.grad(transposed, u, v, retain_graph=True)[0]
+        self._backward = lambda u: torch.autograd.grad(w, f, u, retain_graph=True)[0]
+
+    def iterate(self, k: int = ITERATIONS) -> None:
+        """Iteration `self.k`, which reads the first k gradients; the later ones are 0."""
+        eps, tiny = torch.finfo(self.f.dtype).eps, torch.finfo(self.f.dtype).tiny
+        s = _orthogonal(self.scale * self._backward(self.left), self.gradients[:, :k])
+        slope, before = _norm(s), self.after.clone()
+        torch.maximum(self.steepest, slope, out=self.steepest)
+        self.gradients.index_copy_(1, self.k, (s / slope.clamp_min(tiny))[:, None])
+        self.p.copy_(torch.addcmul(s, (slope / self.last.clamp_min(tiny)).square(), self.p))
+        q = self._forward(self.scale * self.p)
+        a = (slope / _norm(q).clamp_min(tiny)).square() * (
+            slope > eps * self.steepest
+        )  # below it is rounding
+        length = _norm(torch.addcmul(self.d, a, self.p))
+        shortened = torch.where(self.k == 0, a * self.longest / length, 0)
+        a = torch.where(length > self.longest, shortened, a)
+        self.d.addcmul_(a, self.p)
+        self.left.addcmul_(a, q, value=-1)
+        self.last.copy_(slope)
+        self.after.copy_(_norm(self.left))
+        self.more.copy_(((self.after > self.goal) & (self.after < STALLED * before)).any())
+        self.k.add_(1)
 
 
 def _orthogonal(s: Tensor, units: Tensor) -> Tensor:
     """s without its parts along orthogonal unit vectors, [weight, vector, entry]."""
     along = s[:, None] @ units.mT
     return torch.baddbmm(s[:, None], along, units, alpha=-1)[:, 0]
-
-
-def _products(composed: Compose, f: Tensor) -> tuple[Compose, Compose]:
-    """(v -> J v, u -> J^T u) at f. J^T u is linear in u, and its derivative by u is J^T: so J v takes two backwards."""
-    with torch.enable_grad():
-        f = f.detach().requires_grad_()
-        w = composed(f)
-        u = torch.zeros_like(w, requires_grad=True)
-        (transposed,) = torch.autograd.grad(w, f, u, create_graph=True)
-    return (
-        lambda v: torch.autograd.grad(transposed, u, v, retain_graph=True)[0],
-        lambda u: torch.autograd.grad(w, f, u, retain_graph=True)[0],
-    )
 
 
 def _moved(
