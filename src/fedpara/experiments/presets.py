@@ -7,8 +7,11 @@ from fedpara.errors import ConfigError, among
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.studies.frontier.combinations import SCALES
 
-LEAN = ("digits", "fedpara0 eden/stc5", 0.2)
-"""The preset `lean`: a scale of the frontier, the combination that its validation chose, and the learning rate."""
+LEAN = {
+    "lean": ("digits", "fedpara0 eden/stc5", 0.2),
+    "lean-cifar10": ("cifar10", "fedpara0.4 eden/grid0.25", 0.1),
+}
+"""Presets with few bytes: a scale of the frontier, the combination that its validation chose, and the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,11 @@ def _personal_mnist() -> dict[str, Experiment]:
     }
 
 
-def _lean() -> dict[str, Experiment]:
+def _lean(name: str) -> dict[str, Experiment]:
     """The combination with the fewest bytes that loses at most one point of validation accuracy to the original."""
-    scale, combination, rate = LEAN
+    scale, combination, rate = LEAN[name]
     chosen = SCALES[scale].experiment(combination)
-    return {"lean": replace(chosen, lr=rate, engine="auto", device=None)}
+    return {name: replace(chosen, lr=rate, engine="auto", device=None)}
 
 
 PRESETS = {
@@ -83,7 +86,12 @@ PRESETS = {
         "MNIST, ten clients of two classes: pFedPara, FedPer, FedAvg and Local", _personal_mnist()
     ),
     "lean": Preset(
-        "few bytes: FedPara, one bit per number up, signs of the largest differences down", _lean()
+        "digits with few bytes: FedPara, one bit per number up, signs of the largest differences down",
+        _lean("lean"),
+    ),
+    "lean-cifar10": Preset(
+        "CIFAR-10 with few bytes: FedPara's VGG16, one bit per number up, moves on a grid down",
+        _lean("lean-cifar10"),
     ),
 }
 

@@ -142,3 +142,12 @@ def test_the_page_matches_the_saved_runs(cli, tmp_path):
     code, _, err = cli("report", *folders, "--out", "docs/frontier.md")
     assert code == 0, err
     assert (tmp_path / "docs" / "frontier.md").read_text() == (ROOT / "docs" / "frontier.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/guides/compression.md"])
+def test_the_times_in_the_text_are_those_of_the_page(name):
+    (row,) = re.findall(
+        r"\*\*fedpara0.1 eden/grid0.25\*\* \|.*", (ROOT / "docs" / "frontier.md").read_text()
+    )[:1]
+    times, spread = row.rstrip(" |").rsplit("|", 1)[1].split(" ± ")
+    assert f"{float(times):.0f} ± {float(spread):.0f} times fewer" in (ROOT / name).read_text()

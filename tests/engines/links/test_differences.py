@@ -1,5 +1,8 @@
 """A downlink of differences: both ends have the same x^, clients that missed rounds catch up, and all bytes count."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -84,7 +87,7 @@ def test_the_bytes_of_a_client_are_its_missed_messages_or_a_copy(world):
     assert rounds[-1].progress.bytes_down == sum(result.bytes_down for result in rounds)
 
 
-@pytest.mark.parametrize("down", ["int4", "topk(0.02)", "int8(feedback=True)"])
+@pytest.mark.parametrize("down", ["int4", "topk(0.02)", "int8(feedback=True)", "grid(0.5)"])
 def test_what_is_sent_to_a_client_has_its_bytes_and_gives_it_the_state(world, down):
     session = world.session(world.model(), link=fp.Link(down=down))
     _, rounds = rounds_of(world, session, 9, 2)
@@ -98,12 +101,13 @@ def test_what_is_sent_to_a_client_has_its_bytes_and_gives_it_the_state(world, do
         kinds.add(parts[0] is message.copy)
         assert len(body) == message.bytes_to(client) <= len(message.copy)
         assert same(session.add_differences(body, 10, states[since], since), message.received)
-    assert (True in kinds) == (down != "topk(0.02)")
+    assert (True in kinds) == (down not in ("topk(0.02)", "grid(0.5)"))
     assert sum(map(len, rounds[-1].progress.known.messages)) < 3 * len(message.copy)
 
 
-def test_missing_repeated_and_foreign_messages_are_refused(world):
-    session = world.session(world.model(), link=fp.Link(down="sign"))
+@pytest.mark.parametrize("down", ["sign", "grid(0.5)"])
+def test_missing_repeated_and_foreign_messages_are_refused(world, down):
+    session = world.session(world.model(), link=fp.Link(down=down))
     seen, _ = rounds_of(world, session, 3, 6)
     first, second, third = seen.down
     for body in (
@@ -170,3 +174,60 @@ def test_scoring_everyone_counts_what_each_client_lacks(world, engine):
     )
     message, _ = broadcast(run.session, run.progress, 4)
     assert run.rounds[-1].everyone.bytes_down == sum(message.bytes_to(client) for client in range(6))
+
+
+def moved(session, progress, spread, count, cohort=()):
+    """Progress and messages of rounds in which every number of the model moves at random."""
+    generator, messages = torch.Generator().manual_seed(0), []
+    for t in range(progress.round + 1, progress.round + 1 + count):
+        message, _ = broadcast(session, progress, t)
+        messages.append(message)
+        x = {name: v + spread * torch.randn(v.shape, generator=generator) for name, v in progress.x.items()}
+        progress = progress.__class__(t, x, {}, {}, known=known_after(message, cohort))
+    return progress, messages
+
+
+def test_on_a_grid_the_clients_model_is_the_nearest_point(world):
+    """Each number is off by at most half a unit, a power of two near half the tensor's root mean square."""
+    session = world.session(world.model(), link=fp.Link(down="grid(0.5)"))
+    progress, _ = moved(session, initial_progress(session), 0.05, 4)
+    message, sent = broadcast(session, progress, 5)
+    for name in progress.known.state:
+        x = progress.x[name]
+        unit = 2.0 ** round(math.log2(0.5 * float(x.double().square().mean().sqrt())))
+        assert torch.equal(sent[name], (x / unit).round() * unit)
+    assert message.exact
+
+
+def test_on_a_grid_one_message_takes_the_place_of_those_missed(world):
+    """A client's way from round a has one message, shorter than all of them, also in a run that was resumed."""
+    session = world.session(world.model(), link=fp.Link(down="grid(0.5)"))
+    progress, first = moved(session, initial_progress(session), 0.02, 3, cohort=[1])
+    progress, later = moved(session, progress, 0.02, 5, cohort=[2])
+    assert (progress.known.last, len(progress.known.messages)) == ({1: 3, 2: 8}, 5)
+    message, _ = broadcast(session, progress, 9)
+    (way,) = message.to(1)
+    assert way is not message.copy
+    assert len(way) < sum(map(len, [*later, message]))
+    known = {name: first[2].received[name] for name in progress.known.state}
+    assert same(session.add_differences(bytes(way), 9, known, 3), message.received)
+    for wrong in (2, 4):
+        with pytest.raises(WireError, match="since"):
+            session.add_differences(bytes(way), 9, known, wrong)
+    resumed, _ = broadcast(session, replace(progress, known=replace(progress.known, moves=())), 9)
+    assert [bytes(m) for m in resumed.to(1)] == [bytes(way)]
+
+
+def test_on_a_grid_a_model_that_no_message_reaches_exactly_is_copied(world):
+    """Numbers of 1e-9 that grow to 1 have no common unit within 23 bits: sums would round."""
+    session = world.session(world.model(), link=fp.Link(down="grid(0.5)"))
+    small = replace(
+        initial_progress(session), x={n: v * 1e-12 for n, v in initial_progress(session).x.items()}
+    )
+    progress, _ = moved(session, small, 0.0, 2, cohort=[1])
+    progress, (third,) = moved(session, replace(progress, x=initial_progress(session).x), 0.0, 1, cohort=[2])
+    assert not third.exact
+    assert third.to(1) == (third,)
+    message, _ = broadcast(session, progress, 4)
+    assert message.to(1) == (message.copy,)
+    assert message.to(2) == (message,)

@@ -154,11 +154,13 @@ def test_runs_belong_to_the_study_by_their_place():
     assert not belongs(Path("one"))
 
 
-def test_lean_is_the_leanest_of_the_saved_trials():
-    scale, library = SCALES["digits"], Library.of(ROOT / "results" / "frontier" / "digits" / "validation")
-    lean = leanest(points(scale, "validation", library))
+@pytest.mark.parametrize(("name", "scale"), [("lean", "digits"), ("lean-cifar10", "cifar10")])
+def test_lean_is_the_leanest_of_the_saved_trials(name, scale):
+    folders = [ROOT / "results" / "frontier" / scale / "validation", ROOT / "results" / "tuning"]
+    found = points(SCALES[scale], "validation", Library.of(*folders))
+    lean = leanest(found)
     assert lean is not None
-    (made,) = preset("lean").runs.values()
-    assert (
-        made.identity == replace(scale.experiment(lean.combination), lr=lean.runs[0].experiment.lr).identity
-    )
+    assert found[0].combination == "original f32/f32"
+    (made,) = preset(name).runs.values()
+    chosen = replace(SCALES[scale].experiment(lean.combination), lr=lean.runs[0].experiment.lr)
+    assert made.identity == chosen.identity
