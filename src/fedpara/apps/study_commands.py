@@ -212,7 +212,8 @@ def reproduce(
     tables of `fedpara report results`. --seeds limits the final seeds, and --only selects parts.
 
     Other names: robustness, the table of attacks and defences; frontier, accuracy against bytes; fedmud, FedMUD's
-    protocol. Their scales are digits and cifar10.
+    protocol. Their scales are digits and cifar10,
+    of frontier also cifar10-noniid.
 
     Finished runs are skipped; interrupted runs are resumed.
 

@@ -202,9 +202,9 @@ def _about(section: Section) -> str:
         return f"{setting} The scores are on the test set."
     rates = ", ".join(f"{rate:g}" for rate in scale.rates)
     tried = (
-        f"Each had one trial. The rate {rates} and the other settings are those that tuning chose for\n"
-        "networks of its kind (`tuned-cifar10-iid`, seven trials each)."
-        if len(scale.rates) == 1
+        "Each had one trial. The rate and the other settings are those that tuning chose for\n"
+        f"networks of its kind (`{scale.tuned}`, seven trials each)."
+        if scale.tuned is not None
         else f"Each had a trial with each rate of {rates}, and its best one is shown."
     )
     return (

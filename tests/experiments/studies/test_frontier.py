@@ -50,11 +50,12 @@ def write(folder, experiment, accuracies, each=1000):
 def test_every_combination_is_a_different_experiment(name):
     scale = SCALES[name]
     made = [trial for one in scale.combinations for trial in trials(scale, one)]
-    assert len({e.identity for e in made}) == len(made) == len(scale.combinations) * len(scale.rates)
+    assert len({e.identity for e in made}) == len(made) == len(scale.combinations) * max(1, len(scale.rates))
+    assert bool(scale.rates) != bool(scale.tuned)
     folders = {folder_name(one, e) for one in scale.combinations for e in trials(scale, one)}
     assert len(folders) == len(made)
     assert not any(set(folder) & set("/ ()") for folder in folders)
-    assert len(scale.combinations) >= 25 or name == "tiny"
+    assert len(scale.combinations) >= 25 or name in ("tiny", "cifar10-noniid")
 
 
 def test_the_words_of_a_combination():

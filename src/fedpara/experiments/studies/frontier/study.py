@@ -75,7 +75,7 @@ def trials(scale: Scale, combination: str, rounds: int | None = None) -> list[Ex
         rounds=rounds or scale.trial_rounds,
         seed=TRIAL_SEED,
     )
-    return [replace(base, lr=rate) for rate in scale.rates]
+    return [replace(base, lr=rate) for rate in scale.rates_of(combination)]
 
 
 def best_trial(scale: Scale, combination: str, library: Library, rounds: int | None = None) -> Summary | None:
@@ -86,8 +86,9 @@ def best_trial(scale: Scale, combination: str, library: Library, rounds: int | N
 
 def chosen_rate(scale: Scale, combination: str, library: Library) -> float | None:
     """The learning rate of the final runs. None if there is a choice and no trial has finished."""
-    if len(scale.rates) == 1:
-        return scale.rates[0]
+    rates = scale.rates_of(combination)
+    if len(rates) == 1:
+        return rates[0]
     best = best_trial(scale, combination, library)
     return None if best is None else best.experiment.lr
 
