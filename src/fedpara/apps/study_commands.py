@@ -212,8 +212,7 @@ def reproduce(
     tables of `fedpara report results`. --seeds limits the final seeds, and --only selects parts.
 
     Other names: robustness, the table of attacks and defences; frontier, accuracy against bytes; fedmud, FedMUD's
-    protocol. Their scales are digits and cifar10,
-    of frontier also cifar10-noniid.
+    protocol. Their scales are digits and cifar10; frontier has cifar10-noniid too.
 
     Finished runs are skipped; interrupted runs are resumed.
 
