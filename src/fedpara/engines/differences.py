@@ -35,9 +35,7 @@ class Known:
     sizes: tuple[int, ...] = ()  # the bytes of each round's message
     last: Mapping[int, int] = field(default_factory=dict)  # the round a of each client; 0 if not here
     messages: tuple[bytes, ...] = ()  # the last ones, as many as a client may need
-    moves: tuple[
-        Tensor, ...
-    ] = ()  # on a grid: what the messages hold of `state`, side by side; not in a checkpoint
+    moves: tuple[Tensor, ...] = ()  # on a grid: the messages, decoded and side by side; not in a checkpoint
 
 
 class PerClient(Message):
@@ -84,11 +82,13 @@ class Differences(PerClient):
 
 @dataclass(frozen=True, eq=False)
 class Moves(Differences):
-    """The same on a grid. `exact`: whether x^_(t-1) and the message give the rounded model without a rounding error."""
+    """The same on a grid."""
 
     start: State  # x^_0
-    exact: bool
-    make: Callable[[Tensor, int], Message | None]  # from x^_t - x^_a and a; None if no message holds it
+    exact: bool  # whether the message holds x^_t - x^_(t-1) without a rounding error
+    make: Callable[
+        [Tensor, int], Message | None
+    ]  # from x^_t - x^_a in float64 and a; None if no message holds it
     _since: dict[int, Future[Message]] = field(default_factory=dict)
 
     def bytes_to(self, client: int) -> int:
@@ -99,19 +99,12 @@ class Moves(Differences):
 
     @property
     def move(self) -> Tensor:
-        """What the message holds of x^_t - x^_(t-1), side by side."""
-        return self._after(self.known.state)
+        """x^_t - x^_(t-1), side by side."""
+        return self._after(self.known.state).float()
 
     def _after(self, state: State) -> Tensor:
-        return torch.cat([(self.received[name] - t).reshape(-1) for name, t in state.items()])
-
-    def _leads_here(self, total: Tensor) -> bool:
-        """Whether a client that adds this to x^_0 has x^_t."""
-        first, now = (
-            torch.cat([state[name].reshape(-1) for name in self.start])
-            for state in (self.start, self.received)
-        )
-        return torch.equal(first + total, now)
+        """x^_t - state, in float64 and so without a rounding error."""
+        return torch.cat([(self.received[name].double() - t).reshape(-1) for name, t in state.items()])
 
     def begin(self, clients: Iterable[int]) -> None:
         """Makes what these clients receive in threads, while they train."""
@@ -130,10 +123,9 @@ class Moves(Differences):
         if not missed:
             return self
         if since == 0:
-            total = self._after(self.start)
-            made = self.make(total, 0) if self._leads_here(total) else None
+            made = self.make(self._after(self.start), 0)
         elif self.exact and missed <= len(self.known.moves):
-            made = self.make(sum(self.known.moves[-missed:], self.move), since)
+            made = self.make(sum(self.known.moves[-missed:], self.move.double()), since)
         return made if made is not None and len(made) < len(self.copy) else self.copy
 
 

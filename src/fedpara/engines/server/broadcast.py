@@ -68,21 +68,26 @@ def _moves(session: Session, state: State, known: Known, round: int, grid: Grid)
             {**rest, **move}, session.header(round, since=since), EXACT, nothing, session.exact
         )
 
-    def since(total: Tensor, since: int) -> Message | None:
-        pieces = total.split([tensor.numel() for tensor in rounded])
-        if not exactly(pieces):
+    def joined(total: Tensor, since: int) -> Message | None:
+        pieces = total.float().split([tensor.numel() for tensor in rounded])
+        if not torch.equal(torch.cat(pieces).double(), total) or not exactly(pieces):
             return None
         move = {name: piece.view_as(t) for (name, t), piece in zip(known.state.items(), pieces, strict=True)}
         return message_of(move, since)
 
-    move = {name: new - old for (name, old), new in zip(known.state.items(), rounded, strict=True)}
-    message = message_of(move, round - 1)
-    received = session.plus(known.state, session.admit_move(message, round, round - 1))
-    exact = all(torch.equal(received[name], new) for name, new in zip(known.state, rounded, strict=True))
+    message = message_of(
+        {name: new - known.state[name] for name, new in zip(known.state, rounded, strict=True)}, round - 1
+    )
+    change = session.admit_move(message, round, round - 1)
+    received = session.plus(known.state, change)
+    exact = all(
+        torch.equal(change[name].double(), new.double() - known.state[name])
+        for name, new in zip(known.state, rounded, strict=True)
+    )
     copy = make_message(received, session.header(round), exact=session.exact)
     before, first = replace(known, moves=_moves_of(session, known)), session.first_known()
     start = {name: first[name] for name in known.state}
-    return Moves(message.head, message.tensors, received, before, copy, start, exact, since)
+    return Moves(message.head, message.tensors, received, before, copy, start, exact, joined)
 
 
 def _moves_of(session: Session, known: Known) -> tuple[Tensor, ...]:
