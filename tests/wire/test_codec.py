@@ -171,6 +171,7 @@ def test_the_format_is_as_documented() -> None:
         ({"round": 10**30}, "round is 1000"),
         ({"round": 1.0}, "round is 1.0"),
         ({"examples": -5}, "examples is -5"),
+        ({"since": -1}, "since is -1"),
         ({"method": None}, "method is None"),
         ({"sender": "client:-1"}, "sender is 'client:-1'"),
         ({"sender": "client:1" + "0" * 18}, "sender is 'client:1000"),

@@ -77,7 +77,7 @@ def flip(rng: random.Random, message: bytes) -> bytes:
 
 
 def cut(rng: random.Random, message: bytes) -> bytes:
-    start, end = sorted(rng.sample(range(len(message) + 1), 2))
+    start, end = sorted(rng.sample(range(1, len(message)), 2))
     return rng.choice(
         [message[:end], message[start:], message[:start] + message[end:], message + message[start:]]
     )
@@ -212,6 +212,7 @@ def other_header(rng: random.Random, message: bytes) -> bytes:
         "scheme": ["original", "fedpara(0.2)", ["fedpara(0.1)"]],
         "sender": ["client:-1", "client:", "client:017", "root", 17, None, "client:1\n"],
         "examples": [0, -1, 1.5, False, "500", math.nan, math.inf],
+        "since": [2, 0, -1, 1.5, None, "2", True],
         "dtype": ["float16", "int8", "bfloat16", "float64", "pickle", None, 4],
         "extra": [1],
     }
@@ -220,6 +221,8 @@ def other_header(rng: random.Random, message: bytes) -> bytes:
         del fields[name]
     else:
         fields[name] = rng.choice(lies[name])
+        if name == "since":  # in its place
+            fields["dtype"] = fields.pop("dtype")
     return forge(json.dumps(fields, separators=(",", ":")).encode(), index, data)
 
 
