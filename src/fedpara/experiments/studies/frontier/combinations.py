@@ -302,5 +302,5 @@ _TINY = Scale(
     rates=(0.05, 0.1),
 )
 
-SCALES = {"digits": _DIGITS, "cifar10": _CIFAR10, "cifar10-noniid": _NONIID, "tiny": _TINY}
-"""digits takes seconds per run on a CPU; cifar10 and cifar10-noniid need a GPU; tiny is a miniature."""
+SCALES = {"cifar10": _CIFAR10, "cifar10-noniid": _NONIID, "digits": _DIGITS, "tiny": _TINY}
+"""The first two need a GPU; digits takes seconds per run on a CPU; tiny is a miniature."""
