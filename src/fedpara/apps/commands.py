@@ -201,7 +201,7 @@ def run(
         str | None,
         typer.Option(
             help="Encoding of downloads: the same choices. Below 8 bits the server sends differences. "
-            "On CIFAR-10, grid(0.25) was best."
+            "Of those tried on CIFAR-10, grid(0.25) was best."
         ),
     ] = None,
     secure: Annotated[

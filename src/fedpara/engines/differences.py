@@ -18,6 +18,7 @@ so one message takes the place of the messages a + 1 to t:
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -84,11 +85,9 @@ class Differences(PerClient):
 class Moves(Differences):
     """The same on a grid."""
 
-    start: State  # x^_0
+    start: Callable[[], State]  # x^_0
     exact: bool  # whether the message holds x^_t - x^_(t-1) without a rounding error
-    make: Callable[
-        [Tensor, int], Message | None
-    ]  # from x^_t - x^_a in float64 and a; None if no message holds it
+    make: Callable[[Tensor, int], Message | None]  # of x^_t - x^_a in float64, and a; None if it would round
     _since: dict[int, Future[Message]] = field(default_factory=dict)
 
     def bytes_to(self, client: int) -> int:
@@ -97,7 +96,7 @@ class Moves(Differences):
     def to(self, client: int) -> tuple[AnyMessage, ...]:
         return (self._from(client),)
 
-    @property
+    @cached_property
     def move(self) -> Tensor:
         """x^_t - x^_(t-1), side by side."""
         return self._after(self.known.state).float()
@@ -114,7 +113,8 @@ class Moves(Differences):
         pool.shutdown(wait=False)
 
     def _from(self, client: int) -> Message:
-        self.begin([client])
+        if self.last(client) not in self._since:
+            self.begin([client])
         return self._since[self.last(client)].result()
 
     def _made(self, since: int) -> Message:
@@ -123,7 +123,7 @@ class Moves(Differences):
         if not missed:
             return self
         if since == 0:
-            made = self.make(self._after(self.start), 0)
+            made = self.make(self._after(self.start()), 0)
         elif self.exact and missed <= len(self.known.moves):
             made = self.make(sum(self.known.moves[-missed:], self.move.double()), since)
         return made if made is not None and len(made) < len(self.copy) else self.copy

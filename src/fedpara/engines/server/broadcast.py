@@ -63,6 +63,10 @@ def _moves(session: Session, state: State, known: Known, round: int, grid: Grid)
     rounded = grid.rounded([state[name] for name in known.state])
     rest = {name: tensor for name, tensor in state.items() if name not in known.state}
 
+    def start() -> State:
+        first = session.first_known()
+        return {name: first[name] for name in known.state}
+
     def message_of(move: State, since: int) -> Message:
         return make_message(
             {**rest, **move}, session.header(round, since=since), EXACT, nothing, session.exact
@@ -85,8 +89,7 @@ def _moves(session: Session, state: State, known: Known, round: int, grid: Grid)
         for name, new in zip(known.state, rounded, strict=True)
     )
     copy = make_message(received, session.header(round), exact=session.exact)
-    before, first = replace(known, moves=_moves_of(session, known)), session.first_known()
-    start = {name: first[name] for name in known.state}
+    before = replace(known, moves=_moves_of(session, known))
     return Moves(message.head, message.tensors, received, before, copy, start, exact, joined)
 
 

@@ -1,6 +1,6 @@
 """grid: multiples of a power of two per tensor, written with few bits where most of them are small.
 
-    value = n U,   U = 2^round(log2(step rms(x))),   n = floor(x / U + u),   u ~ U[0, 1)
+    value = n U,   U = 2^round(log2(step rms(x))),   n = floor(x / U + v),   v uniform in [0, 1)
 
 E[value] = x, and the error is below U. With step 0 nothing is rounded, as long as |n| < 2^23: U is then the largest
 power of two that divides all numbers of the tensor.
@@ -109,10 +109,8 @@ class Grid:
 
 def exactly(tensors: Sequence[Tensor]) -> bool:
     """Whether `Grid(0)` sends these tensors without loss."""
-    flat, counts = (
-        torch.cat([tensor.reshape(-1) for tensor in tensors]),
-        [tensor.numel() for tensor in tensors],
-    )
+    counts = [tensor.numel() for tensor in tensors]
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     n = flat * _per_number(_power(-_common_exponents(flat, counts)), counts)
     return bool((n == n.round()).all())
 
