@@ -46,6 +46,8 @@ from fedpara.tasks import Task
 GAMMA = 0.1
 BATCH = 64
 MODELS = ("original", "fedpara")
+LARGER = ("fedpara0.2", "fedpara0.4")
+"""FedPara with a larger gamma."""
 CORRECTED = "fedpara-jacobian"
 """FedPara with the Jacobian correction, lambda 1."""
 READY = "ready"
@@ -59,6 +61,7 @@ def names() -> list[str]:
     rows += [f"{m}/compiled/{p}/{k}" for m in MODELS for p in PRECISIONS[:2] for k in (32, 4, 1)]
     rows += [f"{m}/batched/{p}/{k}" for m in MODELS for p in PRECISIONS for k in (1, 4, 16, 32)]
     rows += [f"{m}/{way}/{p}/1" for m in MODELS for way in ("eager", "captured") for p in PRECISIONS]
+    rows += [f"{m}/compiled/bfloat16/16" for m in LARGER]
     rows += [f"{CORRECTED}/compiled/{p}/16" for p in PRECISIONS[::-1]]
     rows += [
         f"{CORRECTED}/{way}/bfloat16/{k}" for way, k in (("compiled", 32), ("batched", 16), ("eager", 1))
@@ -82,7 +85,8 @@ def network(kind: str) -> torch.nn.Module:
         return models.resnet18(10)
     model = models.vgg16(10)
     if kind != "original":
-        fp.factorize(model, fp.FedPara(gamma=GAMMA), where=models.convolutions)
+        gamma = float(kind.removeprefix("fedpara")) if kind in LARGER else GAMMA
+        fp.factorize(model, fp.FedPara(gamma=gamma), where=models.convolutions)
     return model
 
 
@@ -235,8 +239,8 @@ def table(rows: list[dict[str, Any]], device: str) -> str:
         "| weights | way | precision | lanes | ms a client-step | TFLOP/s | of the bf16 rate | GiB | ready after [s] |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    order = names()
-    for row in sorted(rows, key=lambda row: order.index(row["row"])):
+    order = {name: place for place, name in enumerate(names())}
+    for row in sorted(rows, key=lambda row: order.get(row["row"], len(order))):
         done = work / (row["ms"] / 1e3)
         cells = [*row["row"].split("/"), f"{row['ms']:.3f}", f"{done / 1e12:.1f}", f"{done / rate:.1%}"]
         lines.append(f"| {' | '.join(cells)} | {row['GiB']:.1f} | {row['ready_s']:.0f} |")

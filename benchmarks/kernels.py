@@ -22,6 +22,8 @@ from torch import Tensor
 LANES, BATCH, GROUPS, EPS = 16, 64, 32, 1e-5
 WEIGHTS = {"512-512": (4608, 512, 56), "256-512": (4608, 256, 40), "256-256": (2304, 256, 32)}
 """Rows, columns and padded rank of a composed kernel."""
+WIDE = {"gamma0.2": (4608, 512, 80), "gamma0.4": (4608, 512, 144), "gamma0.9": (4608, 512, 280)}
+"""The same for the kernels of large ranks."""
 IMAGES = {"64x32": (64, 32), "128x16": (128, 16), "256x8": (256, 8), "512x4": (512, 4)}
 
 
@@ -42,6 +44,11 @@ def cases() -> Iterator[Case]:
     for shape, (m, n, _) in WEIGHTS.items():
         for kernel, variants in (("compose", compose), ("row_gradient", rows), ("column_gradient", columns)):
             yield Case(kernel, shape, variants, 2 * LANES * m * n)
+    tiles_of_w = ((128, 128, 32, 8), (128, 128, 64, 8), (128, 64, 32, 4), (128, 64, 64, 8), (64, 128, 32, 4))
+    for shape, (m, n, _) in WIDE.items():
+        for kernel, each in (("wide_forward", 1), ("wide_inner_gradients", 3), ("wide_backward", 3)):
+            variants = ((),) if kernel == "wide_backward" else tiles_of_w
+            yield Case(kernel, shape, variants, 2 * LANES * m * n * each)
     for (shape, (c, h)), pool in product(IMAGES.items(), (False, True)):
         numbers = LANES * BATCH * c * h * h
         wide = [channels for channels in (16, 32, 64) if channels >= c // GROUPS]
@@ -54,14 +61,19 @@ def cases() -> Iterator[Case]:
 
 def call(kernel: str, shape: str, variant: tuple[int, ...]) -> Callable[[], object]:
     from fedpara.engines.batched.kernels import hadamard_triton as hadamard
+    from fedpara.engines.batched.kernels import hadamard_wide_triton as wide
 
     torch.manual_seed(0)
     if kernel.startswith("norm"):
         return norm(kernel, *IMAGES[shape], variant)
-    m, n, r = WEIGHTS[shape]
+    m, n, r = {**WEIGHTS, **WIDE}[shape]
     a, y, dw = (drawn(LANES, *size) for size in ((2, m, r), (2, n, r), (m, n)))
     if kernel == "compose":
         return lambda: hadamard.forward(a, y, 0.0, *variant)
+    if kernel == "wide_forward":
+        return lambda: wide.forward(a, y, 0.0, *variant)
+    if kernel.startswith("wide"):
+        return lambda: getattr(wide, kernel.removeprefix("wide_"))(a, y, dw, 0.0, *variant)
     gradient = getattr(hadamard, kernel)
     return lambda: gradient(a, y, dw, 0.0, *variant)
 

@@ -3,8 +3,8 @@
     W[m, n] = W1[m, n] (W2[m, n] + shift),   W_i = A_i Y_i^T        shift 0 for FedPara, 1 for pFedPara
 
 for matrices with A_i = X_i, and for kernels W[(o, k), i] with A_i[(o, k), b] = sum over a of  X_i[o, a] T_i[a, b, k].
-On a GPU neither W1 and W2 nor their gradients are written to memory (`hadamard_triton.py`); elsewhere the op is
-torch's products. It can be differentiated once.
+On a GPU W1 and W2 are not written to memory (`hadamard_triton.py`), and neither are their gradients up to a rank of
+RANK (`hadamard_wide_triton.py` for larger ones); elsewhere the op is torch's products. It can be differentiated once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,8 +29,8 @@ from fedpara.parameterization import FedPara, Form, PFedPara
 from fedpara.parameterization.compose import core_rows
 
 SHIFTS = {FedPara: 0.0, PFedPara: 1.0}
-RANK = 128
-"""The largest rank whose sums fit in a program's registers."""
+RANK = 64
+"""The largest rank whose sums fit in the registers of one program, with room for the tiles it reads."""
 MULTIPLE = 8
 """The rank is padded to a multiple: 16 bytes are read at once."""
 
@@ -57,11 +57,17 @@ def fused(forms: Mapping[str, Form]) -> dict[str, Form]:
 
 
 def fits(form: Form) -> bool:
-    return type(form.scheme) in SHIFTS and form.scheme.nonlinearity is None and form.rank <= RANK
+    return type(form.scheme) in SHIFTS and form.scheme.nonlinearity is None
 
 
 def _fused(form: Form) -> FusedForm:
     return FusedForm(**{field.name: getattr(form, field.name) for field in fields(form)})
+
+
+def _kernels(a: Tensor) -> Any:
+    from fedpara.engines.batched.kernels import hadamard_triton, hadamard_wide_triton
+
+    return hadamard_triton if a.shape[-1] <= RANK else hadamard_wide_triton
 
 
 def _compose(a: Tensor, y: Tensor, shift: float) -> Tensor:
@@ -69,9 +75,7 @@ def _compose(a: Tensor, y: Tensor, shift: float) -> Tensor:
     if a.dim() == 3:
         return _compose(a[None], y[None], shift)[0]
     if a.is_cuda:
-        from fedpara.engines.batched.kernels import hadamard_triton as kernels
-
-        return kernels.forward(a.contiguous(), y.contiguous(), shift)
+        return _kernels(a).forward(a.contiguous(), y.contiguous(), shift)
     w1, w2 = (a @ y.mT).unbind(1)
     return w1 * (w2 + shift)
 
@@ -82,9 +86,7 @@ def _gradients(a: Tensor, y: Tensor, dw: Tensor, shift: float) -> tuple[Tensor, 
         da, dy = _gradients(a[None], y[None], dw[None], shift)
         return da[0], dy[0]
     if a.is_cuda:
-        from fedpara.engines.batched.kernels import hadamard_triton as kernels
-
-        return kernels.backward(a.contiguous(), y.contiguous(), dw.contiguous(), shift)
+        return _kernels(a).backward(a.contiguous(), y.contiguous(), dw.contiguous(), shift)
     w1, w2 = (a @ y.mT).unbind(1)
     g = torch.stack([dw * (w2 + shift), dw * w1], 1)
     return g @ y, g.mT @ a

@@ -205,7 +205,7 @@ def row_gradient(
     lanes, _, m, r = a.shape
     n = y.shape[2]
     da, br, bn = torch.empty_like(a), _block(r, RANK), _block(n, bn)
-    warps, stages = 8 if br > 64 else warps, _stages(2 * bm * br + 2 * bm * bn, 2 * bn * br + bm * bn, a)
+    stages = _stages(2 * bm * br + 2 * bm * bn, 2 * bn * br + bm * bn, a)
     with torch.cuda.device_of(a):
         _row_gradient[(lanes * triton.cdiv(m, bm),)](
             a, y, dw, da, shift, m, n, r, bm, bn, br, num_warps=warps, num_stages=stages
@@ -222,7 +222,7 @@ def column_gradient(
     tiles = lanes * triton.cdiv(n, bn)
     split = _split(tiles, triton.cdiv(m, bm))
     parts = torch.empty((split, *y.shape), dtype=torch.float32, device=y.device)
-    warps, stages = 8 if br > 64 else warps, _stages(2 * bn * br + 2 * bm * bn, 2 * bm * br + bm * bn, a)
+    stages = _stages(2 * bn * br + 2 * bm * bn, 2 * bm * br + bm * bn, a)
     with torch.cuda.device_of(a):
         _column_gradient[(tiles * split,)](
             a, y, dw, parts, shift, lanes, m, n, r, split, bm, bn, br, num_warps=warps, num_stages=stages
