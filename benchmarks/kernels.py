@@ -47,8 +47,8 @@ def cases() -> Iterator[Case]:
     tiles_of_w = ((128, 128, 32, 8), (128, 128, 64, 8), (128, 64, 32, 4), (128, 64, 64, 8), (64, 128, 32, 4))
     for shape, (m, n, _) in WIDE.items():
         for kernel, each in (("wide_forward", 1), ("wide_inner_gradients", 3), ("wide_backward", 3)):
-            variants = ((),) if kernel == "wide_backward" else tiles_of_w
-            yield Case(kernel, shape, variants, 2 * LANES * m * n * each)
+            given: tuple[tuple[int, ...], ...] = ((),) if kernel == "wide_backward" else tiles_of_w
+            yield Case(kernel, shape, given, 2 * LANES * m * n * each)
     for (shape, (c, h)), pool in product(IMAGES.items(), (False, True)):
         numbers = LANES * BATCH * c * h * h
         wide = [channels for channels in (16, 32, 64) if channels >= c // GROUPS]

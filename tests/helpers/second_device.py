@@ -35,7 +35,10 @@ class SecondDevice(TorchFunctionMode):
             raise RuntimeError(f"{name} mixes tensors of two devices.")
         to = kwargs.pop("device", None)
         if to is None and name == "to":
+            like = next((one for one in args[1:] if isinstance(one, Tensor)), None)
             to = next((one for one in args[1:] if isinstance(one, torch.device | str)), None)
+            if like is not None:
+                to, args = CUDA if isinstance(like, Elsewhere) else torch.device("cpu"), (args[0], like.dtype)
         if name == "cpu":
             to = torch.device("cpu")
         kwargs.pop("pin_memory", None)

@@ -26,10 +26,11 @@ from fedpara.engines.server.collect import Collected
 from fedpara.engines.server.products import AggregationError
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings, read_gammas
+from fedpara.engines.transfer import move
 from fedpara.errors import ConfigError
 from fedpara.parameterization import Form, Scheme, covered, factorize, forms, merge, write
 from fedpara.parameterization.order import ordered
-from fedpara.state import State, mean
+from fedpara.state import State, device_of, mean
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,11 +79,11 @@ class Nested:
         self._x, self._means = x, means
 
     def aggregate(self, server: Variables, clients: int, round: int = 0) -> tuple[State, Variables, State]:
-        """(the next x, no variables, the mean of the buffers), all on the host."""
+        """(the next x, no variables, the mean of the buffers), all on the device of the first group's updates."""
         made = [one.aggregate(server, clients) for one in self._means]
-        weights = [one.arrived for one in self._means]
-        y = mean_of_nested(self._x, [x for x, _, _ in made], weights)
-        return y, {}, mean([buffers for *_, buffers in made], weights)
+        weights, device = [one.arrived for one in self._means], device_of(x for x, _, _ in made)
+        y = mean_of_nested(move(self._x, device), [move(x, device) for x, _, _ in made], weights)
+        return y, {}, mean([move(buffers, device) for *_, buffers in made], weights)
 
 
 def cut(x: State, program: Program) -> State:

@@ -9,7 +9,7 @@ RANK (`hadamard_wide_triton.py` for larger ones); elsewhere the op is torch's pr
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -64,10 +64,16 @@ def _fused(form: Form) -> FusedForm:
     return FusedForm(**{field.name: getattr(form, field.name) for field in fields(form)})
 
 
-def _kernels(a: Tensor) -> Any:
+class _Kernels(Protocol):
+    def forward(self, a: Tensor, y: Tensor, shift: float) -> Tensor: ...
+
+    def backward(self, a: Tensor, y: Tensor, dw: Tensor, shift: float) -> tuple[Tensor, Tensor]: ...
+
+
+def _kernels(rank: int) -> _Kernels:
     from fedpara.engines.batched.kernels import hadamard_triton, hadamard_wide_triton
 
-    return hadamard_triton if a.shape[-1] <= RANK else hadamard_wide_triton
+    return hadamard_triton if rank <= RANK else hadamard_wide_triton
 
 
 def _compose(a: Tensor, y: Tensor, shift: float) -> Tensor:
@@ -75,7 +81,7 @@ def _compose(a: Tensor, y: Tensor, shift: float) -> Tensor:
     if a.dim() == 3:
         return _compose(a[None], y[None], shift)[0]
     if a.is_cuda:
-        return _kernels(a).forward(a.contiguous(), y.contiguous(), shift)
+        return _kernels(a.shape[-1]).forward(a.contiguous(), y.contiguous(), shift)
     w1, w2 = (a @ y.mT).unbind(1)
     return w1 * (w2 + shift)
 
@@ -86,7 +92,7 @@ def _gradients(a: Tensor, y: Tensor, dw: Tensor, shift: float) -> tuple[Tensor, 
         da, dy = _gradients(a[None], y[None], dw[None], shift)
         return da[0], dy[0]
     if a.is_cuda:
-        return _kernels(a).backward(a.contiguous(), y.contiguous(), dw.contiguous(), shift)
+        return _kernels(a.shape[-1]).backward(a.contiguous(), y.contiguous(), dw.contiguous(), shift)
     w1, w2 = (a @ y.mT).unbind(1)
     g = torch.stack([dw * (w2 + shift), dw * w1], 1)
     return g @ y, g.mT @ a
