@@ -188,6 +188,7 @@ def section_text(section: Section, assets: str = "assets") -> str:
             f'<object type="image/svg+xml" data="{picture}"><img src="{picture}" alt="Accuracy against bytes: '
             f'{section.title}"></object>',
             table,
+            *_unfinished(section),
             *_leanest(section),
         ]
     )
@@ -212,6 +213,15 @@ def _about(section: Section) -> str:
         f"{setting} {tried} The scores are on\nthe {scale.validation:.1%} of every client's training data that the "
         "trials held out."
     )
+
+
+def _unfinished(section: Section) -> list[str]:
+    """A sentence on the methods of FedMUD's protocol whose final runs all ended early."""
+    listed = {point.combination for point in section.points}
+    missing = [f"`{name}`" for name in section.scale.combinations if name not in listed]
+    if section.stage == "validation" or section.scale.ratio is None or not missing:
+        return []
+    return [f"No final run of {', '.join(missing)} reached the last round ([log](log.md#fedmuds-protocol))."]
 
 
 def _leanest(section: Section) -> list[str]:
