@@ -9,21 +9,23 @@ the server's residue.
 A client has x^_a of the last round a in which the server accepted its update. In round t it receives the messages
 a + 1 to t, or a float32 copy of x^_t in their place, whichever takes fewer bytes. Both count as bytes sent down.
 
-On a grid (`Moves`) x^_t is x_t rounded to multiples of a power of two per tensor. Sums of such differences are exact,
+On a grid (`Moves`) x^_t is x_t rounded to multiples of a power of two per tensor. Differences of such states are exact,
 so one message takes the place of the messages a + 1 to t:
 
     message a to t = x^_t - x^_a,   exactly
+
+The server keeps the x^_a that a client may have, on the device of the model.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from fedpara.engines.threads import THREADS
+from fedpara.engines.transfer import HOST, move
 from fedpara.state import State
 from fedpara.wire import AnyMessage, Message
 
@@ -36,7 +38,18 @@ class Known:
     sizes: tuple[int, ...] = ()  # the bytes of each round's message
     last: Mapping[int, int] = field(default_factory=dict)  # the round a of each client; 0 if not here
     messages: tuple[bytes, ...] = ()  # the last ones, as many as a client may need
-    moves: tuple[Tensor, ...] = ()  # on a grid: the messages, decoded and side by side; not in a checkpoint
+    earlier: tuple[Tensor, ...] = ()  # on a grid: x^ before each of these messages, flat; not in a checkpoint
+
+    def on(self, device: torch.device) -> "Known":
+        """The same with its tensors on the device."""
+        if all(tensor.device.type == device.type for tensor in (*self.state.values(), *self.earlier)):
+            return self
+        earlier = tuple(tensor.to(device) for tensor in self.earlier)
+        return replace(self, state=move(self.state, device), earlier=earlier)
+
+    def on_host(self) -> "Known":
+        """The same with the state on the host. What is not in a checkpoint stays."""
+        return replace(self, state=move(self.state, HOST))
 
 
 class PerClient(Message):
@@ -85,9 +98,11 @@ class Differences(PerClient):
 class Moves(Differences):
     """The same on a grid."""
 
-    start: Callable[[], State]  # x^_0
+    start: Callable[[], Tensor]  # x^_0, flat
     exact: bool  # whether the message holds x^_t - x^_(t-1) without a rounding error
-    make: Callable[[Tensor, int], Message | None]  # of x^_t - x^_a in float64, and a; None if it would round
+    make: Callable[
+        [Tensor, Tensor, int], Message | None
+    ]  # of x^_t, x^_a and a; None if x^_t - x^_a would round
     _since: dict[int, Future[Message]] = field(default_factory=dict)
 
     def bytes_to(self, client: int) -> int:
@@ -95,15 +110,6 @@ class Moves(Differences):
 
     def to(self, client: int) -> tuple[AnyMessage, ...]:
         return (self._from(client),)
-
-    @cached_property
-    def move(self) -> Tensor:
-        """x^_t - x^_(t-1), side by side."""
-        return self._after(self.known.state).float()
-
-    def _after(self, state: State) -> Tensor:
-        """x^_t - state, in float64 and so without a rounding error."""
-        return torch.cat([(self.received[name].double() - t).reshape(-1) for name, t in state.items()])
 
     def begin(self, clients: Iterable[int]) -> None:
         """Makes what these clients receive in threads, while they train."""
@@ -123,9 +129,9 @@ class Moves(Differences):
         if not missed:
             return self
         if since == 0:
-            made = self.make(self._after(self.start()), 0)
-        elif self.exact and missed <= len(self.known.moves):
-            made = self.make(sum(self.known.moves[-missed:], self.move.double()), since)
+            made = self.make(flat(self.received, self.known.state), self.start(), 0)
+        elif self.exact and missed <= len(self.known.earlier):
+            made = self.make(flat(self.received, self.known.state), self.known.earlier[-missed], since)
         return made if made is not None and len(made) < len(self.copy) else self.copy
 
 
@@ -150,10 +156,15 @@ def known_after(message: Message, accepted: Sequence[int]) -> Known | None:
     last = {**known.last, **dict.fromkeys(accepted, len(sizes))}
     if not isinstance(message, Moves):
         return Known(state, sizes, last, kept)
-    moves = (*known.moves, message.move)
+    earlier = (*known.earlier, flat(known.state))
     missed = len(sizes) - min(last.values(), default=len(sizes))  # by the client that has missed most
-    count = min(missed, len(kept), len(moves)) if message.exact else 0
-    return Known(state, sizes, last, kept[len(kept) - count :], moves[len(moves) - count :])
+    count = min(missed, len(kept), len(earlier)) if message.exact else 0
+    return Known(state, sizes, last, kept[len(kept) - count :], earlier[len(earlier) - count :])
+
+
+def flat(state: State, names: Iterable[str] | None = None) -> Tensor:
+    """The tensors of these names, or of all, side by side."""
+    return torch.cat([state[name].reshape(-1) for name in (state if names is None else names)])
 
 
 def needed(messages: tuple[bytes, ...], copy: int) -> tuple[bytes, ...]:

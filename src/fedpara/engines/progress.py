@@ -43,11 +43,17 @@ class Progress:
         return {**self.x, **self.buffers, **(self.folds.state if self.folds else {})}
 
     def on_host(self) -> "Progress":
-        """The same, with the model and the server's variables on the host."""
-        if device_of([self.x, self.buffers, *self.server.values()]) == HOST:
+        """The same, with the model, the server's variables and what the clients know on the host."""
+        known = self.known.state if self.known else {}
+        if device_of([self.x, self.buffers, *self.server.values(), known]) == HOST:
             return self
-        server = move_variables(self.server, HOST)
-        return replace(self, x=move(self.x, HOST), buffers=move(self.buffers, HOST), server=server)
+        return replace(
+            self,
+            x=move(self.x, HOST),
+            buffers=move(self.buffers, HOST),
+            server=move_variables(self.server, HOST),
+            known=self.known and self.known.on_host(),
+        )
 
     def __repr__(self) -> str:
         sent = f"{self.bytes_up:,} bytes up, {self.bytes_down:,} down"

@@ -1,6 +1,7 @@
 """What the server computes from updates on a second device equals what it computes from updates on the host."""
 
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ SETTINGS = {
     "refit": {"products": "refit"},
     "rotate": {"rotate": True},
     "recycle": {"recycle": 1},
+    "grid": {"link": fp.Link(up="eden", down="grid(0.5)"), "cohort": 3, "rounds": 6},
+    "signs": {"link": fp.Link(up="sign", down="sign"), "cohort": 3, "rounds": 4},
     "max_share": {"max_share": 0.2},
     "uniform": {"weights": "uniform"},
     "target": {"target": 0.99, "patience": 1},
@@ -60,11 +63,19 @@ class Untrained(Batched):
         return lambda: torch._foreach_add_(tensors, noise)
 
 
+class AtOnce(ThreadPoolExecutor):
+    def submit(self, function, *given):
+        future = Future()
+        future.set_result(function(*given))
+        return future
+
+
 def on_second_device(monkeypatch):
     """What the simulated device lacks: threads, tensors that pass through `vmap`, and graphs, which a refit records."""
     monkeypatch.setattr(
         "fedpara.engines.batched.draw_ahead.map_in_threads", lambda f, items: list(map(f, items))
     )
+    monkeypatch.setattr("fedpara.engines.differences.ThreadPoolExecutor", AtOnce)
     monkeypatch.setattr(torch.cuda, "default_generators", (torch.default_generator,))
     monkeypatch.setattr(sys.modules["fedpara.engines.simulate"], "Batched", Untrained)
     monkeypatch.setattr(Untrained, "elsewhere", True)
@@ -95,11 +106,7 @@ def run_of(digits, settings):
         fp.Task(model, test=test),
         federation,
         algorithms.fedavg(lr=0.1, batch_size=50),
-        rounds=2,
-        cohort=CLIENTS,
-        engine="batched",
-        device="cpu",
-        **settings,
+        **{"rounds": 2, "cohort": CLIENTS, "engine": "batched", "device": "cpu", **settings},
     )
 
 

@@ -214,7 +214,7 @@ def test_on_a_grid_one_message_takes_the_place_of_those_missed(world):
     for wrong in (2, 4):
         with pytest.raises(WireError, match="since"):
             session.add_differences(bytes(way), 9, known, wrong)
-    resumed, _ = broadcast(session, replace(progress, known=replace(progress.known, moves=())), 9)
+    resumed, _ = broadcast(session, replace(progress, known=replace(progress.known, earlier=())), 9)
     assert [bytes(m) for m in resumed.to(1)] == [bytes(way)]
 
 

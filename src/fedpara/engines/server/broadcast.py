@@ -5,14 +5,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedpara.engines.differences import Differences, Known, Moves
+from fedpara.engines.differences import Differences, Known, Moves, flat
 from fedpara.engines.progress import Progress
 from fedpara.engines.rng import torch_rng
 from fedpara.engines.server.folds import onto_base
 from fedpara.engines.server.guard import without_standing
 from fedpara.engines.session import Session
 from fedpara.errors import RunError, UpdateRejected
-from fedpara.state import State, finite
+from fedpara.state import State, device_of, finite
 from fedpara.wire import Message, guard, make_message, pack
 from fedpara.wire.encoders.grid import EXACT, Grid, exactly
 
@@ -59,20 +59,24 @@ def _differences(
 
 
 def _moves(session: Session, state: State, known: Known, round: int, grid: Grid) -> Moves:
+    """Made on the device of the state: beside a GPU the host would need longer than the round."""
+    device = device_of([state])
     nothing = torch.Generator()  # numbers on a grid are not rounded: no draws
+    known = known.on(device)
     rounded = grid.rounded([state[name] for name in known.state])
     rest = {name: tensor for name, tensor in state.items() if name not in known.state}
 
-    def start() -> State:
+    def start() -> Tensor:
         first = session.first_known()
-        return {name: first[name] for name in known.state}
+        return flat(first, known.state).to(device)
 
     def message_of(move: State, since: int) -> Message:
         return make_message(
             {**rest, **move}, session.header(round, since=since), EXACT, nothing, session.exact
         )
 
-    def joined(total: Tensor, since: int) -> Message | None:
+    def joined(now: Tensor, before: Tensor, since: int) -> Message | None:
+        total = now.double() - before
         pieces = total.float().split([tensor.numel() for tensor in rounded])
         if not torch.equal(torch.cat(pieces).double(), total) or not exactly(pieces):
             return None
@@ -89,14 +93,16 @@ def _moves(session: Session, state: State, known: Known, round: int, grid: Grid)
         for name, new in zip(known.state, rounded, strict=True)
     )
     copy = make_message(received, session.header(round), exact=session.exact)
-    before = replace(known, moves=_moves_of(session, known))
+    before = replace(known, earlier=_earlier(session, known))
     return Moves(message.head, message.tensors, received, before, copy, start, exact, joined)
 
 
-def _moves_of(session: Session, known: Known) -> tuple[Tensor, ...]:
-    """What the messages hold. They are decoded only in a run that has just been resumed."""
-    if len(known.moves) == len(known.messages):
-        return known.moves
-    first = len(known.sizes) - len(known.messages) + 1
-    states = (session.admit_move(one, t, t - 1) for t, one in enumerate(known.messages, first))
-    return tuple(torch.cat([state[name].reshape(-1) for name in known.state]) for state in states)
+def _earlier(session: Session, known: Known) -> tuple[Tensor, ...]:
+    """x^ before each message. The messages are decoded, from the last one back, only after a run was resumed."""
+    if len(known.earlier) == len(known.messages):
+        return known.earlier
+    states = [flat(known.state)]
+    for back, message in enumerate(reversed(known.messages)):
+        t = len(known.sizes) - back
+        states.append(states[-1] - flat(session.admit_move(message, t, t - 1), known.state).to(states[-1]))
+    return tuple(reversed(states[1:]))

@@ -72,7 +72,8 @@ def _stays(session: Session, schedule: Schedule) -> bool:
 
     These others keep something beside it on the host.
     """
-    others = (session.differences, session.folding, schedule.levels, schedule.guard, schedule.secure)
+    differences = session.differences and session.link.downlink.grid is None
+    others = (differences, session.folding, schedule.levels, schedule.guard, schedule.secure)
     return not any(others) and not isinstance(session.privacy, User)
 
 
