@@ -54,6 +54,10 @@ def frontier_figure(points: Sequence[Point], path: Path, title: str, unit: Unit,
     axes.set_title(title, fontsize=10)
     axes.legend(fontsize=8, loc="lower right", framealpha=1, edgecolor="none")
     axes.margins(x=0.12, y=0.08)
+    least, most = axes.get_xlim()
+    between = (2.0, 5.0) if most / least < 100 else ()
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(lambda x, _: f"{x:g}" if float(f"{x:e}"[0]) in between else "")
     styled(axes)
     figure.canvas.draw()
     figure.set_layout_engine("none")  # names must not move the axes again
