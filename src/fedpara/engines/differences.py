@@ -26,8 +26,11 @@ from torch import Tensor
 
 from fedpara.engines.threads import THREADS
 from fedpara.engines.transfer import HOST, move
-from fedpara.state import State
+from fedpara.state import State, device_of
 from fedpara.wire import AnyMessage, Message
+
+THREADS_BESIDE_A_GPU = 4
+"""Each holds several copies of the model in the memory of the GPU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +116,8 @@ class Moves(Differences):
 
     def begin(self, clients: Iterable[int]) -> None:
         """Makes what these clients receive in threads, while they train."""
-        pool = ThreadPoolExecutor(THREADS)
+        on_host = device_of([self.received]) == HOST
+        pool = ThreadPoolExecutor(THREADS if on_host else min(THREADS, THREADS_BESIDE_A_GPU))
         for since in {self.last(client) for client in clients} - self._since.keys():
             self._since[since] = pool.submit(self._made, since)
         pool.shutdown(wait=False)
