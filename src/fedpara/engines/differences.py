@@ -103,9 +103,8 @@ class Moves(Differences):
 
     start: Callable[[], Tensor]  # x^_0, flat
     exact: bool  # whether the message holds x^_t - x^_(t-1) without a rounding error
-    make: Callable[
-        [Tensor, Tensor, int], Message | None
-    ]  # of x^_t, x^_a and a; None if x^_t - x^_a would round
+    make: Callable[[Tensor, Tensor, int], Message | None]
+    """the message of x^_t, x^_a and a; None if x^_t - x^_a would round"""
     _since: dict[int, Future[Message]] = field(default_factory=dict)
 
     def bytes_to(self, client: int) -> int:
