@@ -84,6 +84,26 @@ def test_a_layer_that_mixes_the_batch_sees_no_padding(digits, sizes, ran):
         assert "; not batched: short batches are padded" in engine.why
 
 
+class Shifted(nn.Module):
+    """Adding one number to all outputs changes no loss: the gradient of `shift` is pure rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.shift = nn.Linear(64, 10), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return self.fc(x.flatten(1)) + self.shift
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_rounding_is_not_mistaken_for_a_layer_that_mixes_the_batch(digits, optimizer):
+    algorithm = algorithms.fedavg(lr=0.1, batch_size=4, optimizer=optimizer)
+    session = Session(make_program(Shifted()), algorithm, fp.Link(), 0)
+    federation = fp.FederatedData(digits[0], [[0, 1, 2], [3, 4]])
+    engine = build_engine(BATCHED, session, fp.Task(session.program.model), federation, InMemory())
+    assert engine.name == "batched", engine.why
+
+
 class Noisy(Centred):
     def forward(self, x):
         return dropout(self.fc(dropout(x.flatten(1), 0.5, self.training)), 0.5, self.training)
