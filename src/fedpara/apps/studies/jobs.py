@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,7 +30,10 @@ from fedpara.experiments.studies.tune import Play, Played
 POLL = 0.1
 """Seconds between two looks at the runs."""
 THREADS = "OMP_NUM_THREADS"
-READ: dict[str, Any] = {"seed": 0, "lr": 1.0, "lr_decay": 1.0, "init": None, "privacy_seed": None}
+READ = (
+    *("seed", "lr", "lr_decay", "init", "privacy_seed", "epochs", "steps", "validation"),
+    *("link_up", "link_down", "aggregation_error", "robust", "attack", "hostile"),
+)
 """Fields that a compiled program does not depend on."""
 
 
@@ -126,7 +128,8 @@ def _play(paths: Mapping[str, Path], pool: RunProcesses, jobs: int, end: float |
 def _program(experiment: Experiment) -> str:
     """Equal for runs that share a compiled program. Noise and clip change what is sent, not the steps."""
     privacy = experiment.privacy and re.sub(r"(noise|clip)=[^,)]+", r"\1=1.0", experiment.privacy)
-    return replace(experiment, **READ, privacy=privacy).identity
+    same = {name: getattr(Experiment, name) for name in READ}
+    return replace(experiment, **same, privacy=privacy).identity
 
 
 def _choose(

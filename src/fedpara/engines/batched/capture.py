@@ -1,9 +1,12 @@
-"""One step of all lanes as a CUDA graph: traced, compiled, warmed up, captured, replayed."""
+"""One step of all lanes as a CUDA graph: traced, compiled, warmed up, captured, replayed.
+
+Only what a step does with a batch is compiled. The graph also gathers the batch and counts, so the compiled program
+does not depend on the number of steps or of examples.
+"""
 
 import os
 import warnings
 from collections.abc import Callable
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from torch.fx import GraphModule
 
 from fedpara.cuda_graphs import CudaGraphs
 from fedpara.engines.batched.lane_state import LaneState
+from fedpara.engines.batched.step import Tick
 from fedpara.errors import in_a_line
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -20,16 +24,19 @@ CUSTOM_OPS = tuple(sorted(path.name for path in KERNELS.glob("*.py") if not path
 """Files that decide what a traced step looks like. The Triton files only decide what runs inside an op."""
 
 
-def capture(
-    tick: Callable[[LaneState], None], lanes: LaneState, compile: bool, notes: list[str]
-) -> Callable[[], None]:
+def eager(tick: Tick, lanes: LaneState) -> Callable[[], None]:
+    """The tick on the next batch of these lanes."""
+    return lambda: tick(lanes, lanes.feed.next())
+
+
+def capture(tick: Tick, lanes: LaneState, compile: bool, notes: list[str]) -> Callable[[], None]:
     """The tick on these lanes, compiled and captured as a CUDA graph. `notes` gets what was not possible and why.
 
     Warming up changes the lanes, so their contents are restored afterwards.
     """
     use_lasting_caches()
-    graphs = CudaGraphs(lanes.counter.device)
-    step: Callable[[], None] = partial(tick, lanes)
+    graphs = CudaGraphs(lanes.losses.device)
+    step = eager(tick, lanes)
     if compile:
         try:
             fast = compiled(tick, lanes)
@@ -49,8 +56,8 @@ def capture(
     return replay
 
 
-def compiled(tick: Callable[[LaneState], None], lanes: LaneState) -> Callable[[], None]:
-    """The tick on these lanes, traced and compiled into one program, which torch caches."""
+def compiled(tick: Tick, lanes: LaneState) -> Callable[[], None]:
+    """The tick on the next batch of these lanes, traced and compiled into one program, which torch caches."""
     from torch._inductor import config, standalone_compile
 
     tensors = lanes.tensors()
@@ -59,21 +66,27 @@ def compiled(tick: Callable[[LaneState], None], lanes: LaneState) -> Callable[[]
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # float32 is intended
-        program = standalone_compile(traced(tick, lanes), [*tensors], dynamic_shapes="from_example_inputs")
-    return lambda: program(*tensors)
+        program = standalone_compile(
+            traced(tick, lanes),
+            [*tensors, *lanes.feed.batch().tensors()],
+            dynamic_shapes="from_example_inputs",
+        )
+    return lambda: program(*tensors, *lanes.feed.next().tensors())
 
 
-def traced(tick: Callable[[LaneState], None], lanes: LaneState) -> GraphModule:
-    """The tick as operations on `lanes.tensors()`, with `vmap`, `grad` and autocast resolved.
+def traced(tick: Tick, lanes: LaneState) -> GraphModule:
+    """The tick as operations on the tensors of the lanes and of a batch, with `vmap`, `grad` and autocast resolved.
 
     torch.compile would read the tick's Python code, which takes two or three times as long at every start.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    trace = make_fx(
-        lambda *given: tick(lanes.holding(given)), tracing_mode="fake", _allow_non_fake_inputs=True
-    )
-    return trace(*lanes.tensors())
+    tensors, batch = lanes.tensors(), lanes.feed.batch()
+
+    def on(*given: Tensor) -> None:
+        tick(lanes.holding(given[: len(tensors)]), batch.holding(given[len(tensors) :]))
+
+    return make_fx(on, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors, *batch.tensors())
 
 
 def _custom_ops_digest() -> str:
@@ -109,7 +122,7 @@ def _warm_up(graphs: CudaGraphs, tick: Callable[[], None], lanes: LaneState, tim
     saved = _contents(lanes)
 
     def first() -> None:
-        lanes.counter.zero_()
+        lanes.feed.counter.zero_()
         tick()
 
     for _ in range(times):
@@ -120,7 +133,7 @@ def _warm_up(graphs: CudaGraphs, tick: Callable[[], None], lanes: LaneState, tim
 
 def _changing(lanes: LaneState) -> list[Tensor]:
     states = (lanes.parameters, *lanes.slots.values(), lanes.buffers)
-    return [t for state in states for t in state.values()] + [lanes.counter, lanes.losses]
+    return [t for state in states for t in state.values()] + [lanes.feed.counter, lanes.losses]
 
 
 def _contents(lanes: LaneState) -> list[Tensor]:

@@ -53,7 +53,7 @@ def drive(
     lanes = [[index([s.lane for s in part]) for part in change] for change in changes]
     everyone = load_owned(range(len(plan.segments))) if waits else None
     owners = [index([s.client for s in coming] if waits else range(len(coming))) for _, coming in changes]
-    lane_state.counter.zero_()
+    lane_state.feed.counter.zero_()
     for before, event, (leaving, coming), (left, taken), who in zip(
         [0, *events], events, changes, lanes, owners, strict=False
     ):

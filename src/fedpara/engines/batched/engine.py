@@ -7,14 +7,13 @@ The clients' states are stacked into lanes and trained together (`step.py`). Sho
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from fedpara.algorithms import Variables
 from fedpara.data import FederatedData
 from fedpara.engines.batched.budget import cannot_wait, lanes_that_fit
-from fedpara.engines.batched.capture import capture
+from fedpara.engines.batched.capture import capture, eager
 from fedpara.engines.batched.draw_ahead import draw_ahead
 from fedpara.engines.batched.drive import Event, Owned, drive, joined, trained_clients
 from fedpara.engines.batched.examples import CohortExamples
@@ -23,7 +22,7 @@ from fedpara.engines.batched.lane_state import LaneState
 from fedpara.engines.batched.passes import LanePass
 from fedpara.engines.batched.round_plan import LaneShape, RoundPlan, typical_shape
 from fedpara.engines.batched.scoring import scores_in_lanes
-from fedpara.engines.batched.step import make_tick, one_step
+from fedpara.engines.batched.step import Tick, make_tick, one_step
 from fedpara.engines.client import Reply, own_model, reply_of, unreadable
 from fedpara.engines.device import find_device, precision_on
 from fedpara.engines.local.worker import Trained, Worker
@@ -120,7 +119,7 @@ class Batched:
         model, down = self._read(message, round)
         for one_pass in self._passes:
             if one_pass.lane_state is not None and not self.data.pooled:
-                one_pass.lane_state.release(self.data.train)
+                one_pass.lane_state.feed.release(self.data.train)
         problems = self.examples.read(clients)
         busy = [client for client in clients if self.examples.size(client)]
         own = CohortMemories(
@@ -302,13 +301,13 @@ class Batched:
         tick = self._tick(plan, lane_state, of)
 
         def step() -> None:
-            lane_state.counter.zero_()
+            lane_state.feed.counter.zero_()
             tick()
 
         return step
 
     def _tick(self, plan: RoundPlan, lane_state: LaneState, of: LanePass) -> Callable[[], None]:
-        masked = bool((plan.sizes < lane_state.plan.shape[2]).any())
+        masked = bool((plan.sizes < lane_state.feed.plan.shape[2]).any())
         if masked not in of.ticks:
             program = self.session.program
             step = one_step(
@@ -323,10 +322,10 @@ class Batched:
             of.ticks[masked] = self._ready(make_tick(step), lane_state)
         return of.ticks[masked]
 
-    def _ready(self, tick: Callable[[LaneState], None], lane_state: LaneState) -> Callable[[], None]:
+    def _ready(self, tick: Tick, lane_state: LaneState) -> Callable[[], None]:
         """The tick on this lane state: captured as a CUDA graph on a GPU, eager on a CPU."""
         if not self.on_gpu:
-            return partial(tick, lane_state)
+            return eager(tick, lane_state)
         if self.compile:
             logger.info("engine: compiling the step of %d lanes; this takes minutes, once", self.lanes)
         return capture(tick, lane_state, self.compile, self.notes)

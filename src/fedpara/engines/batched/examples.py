@@ -61,7 +61,7 @@ class CohortExamples:
     def put_into(self, lane_state: LaneState) -> None:
         """Copies a cohort's examples into their room, unless they are always on the device."""
         if not self._data.pooled:
-            lane_state.hold(self.current)
+            lane_state.feed.hold(self.current)
 
     def plan(self, round: int, clients: Sequence[int], lanes: int, session: Session) -> RoundPlan:
         """The plan of one training. Only that of the server's model is made ahead."""

@@ -1,7 +1,7 @@
 """LaneState: the tensors that a captured step reads and writes; their addresses stay the same in every round."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,15 +10,15 @@ from torch import Tensor
 from fedpara.algorithms import Variables
 from fedpara.algorithms.optimizers import Slots, build_optimizer
 from fedpara.data import Examples
+from fedpara.engines.batched.feed import Feed, all_tensors, allocate_feed, with_tensors
 from fedpara.engines.batched.round_plan import RoundPlan
 from fedpara.engines.session import SLOT, Session
 from fedpara.state import State
-from fedpara.trees import Tree, leaves, map_tree
 
 
 @dataclass
 class LaneState:
-    """`own` and `slots` are stacked like the parameters; all lanes share `x`, `down`, `beside` and the examples."""
+    """`own` and `slots` are stacked like the parameters; all lanes share `x`, `down` and `beside`."""
 
     parameters: State
     slots: Slots  # the optimizer's
@@ -27,38 +27,25 @@ class LaneState:
     x: State
     down: Variables
     beside: State  # what composed weights read beside the parameters (`Session.beside`)
-    plan: Tensor  # int64 [lane, step, batch]
-    sizes: Tensor  # int64 [lane, step]: examples in that step's batch, 0 once the lane is done
-    seeds: Tensor  # int64 [lane, step]
-    rates: Tensor  # [lane, step]: learning rates
-    counter: Tensor  # int64 [1]
     losses: Tensor  # [lane], summed since the client entered
-    crops: Tensor | None  # uint8 [lane, step, 3, batch], with crop-flip augmentation
-    inputs: Tree
-    targets: Tree
     first_slots: Slots  # of a client that enters a lane without kept ones
     scale: Tensor | None  # [2, channel, 1, 1]: mean and deviation, if the inputs are bytes
+    feed: Feed
 
     def tensors(self) -> list[Tensor]:
-        found: list[Tensor] = []
-        _each(found.append, vars(self))
-        return found
+        """All but the feed's."""
+        return all_tensors(self._states())
 
     def holding(self, tensors: Sequence[Tensor]) -> "LaneState":
         """The same structure with other tensors, in the order of `tensors()`."""
-        given = iter(tensors)
-        return LaneState(**_each(lambda _: next(given), vars(self)))
+        return replace(self, **with_tensors(self._states(), tensors))
+
+    def _states(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "feed"}
 
     def fill(self, plan: RoundPlan, x: State, down: Variables, beside: State) -> None:
         """Copies in a round's plan, and the tensors that all its clients receive."""
-        steps, width = plan.steps, plan.width
-        self.plan[:, :steps, :width].copy_(torch.from_numpy(plan.index))
-        self.sizes.zero_()
-        self.sizes[:, :steps].copy_(torch.from_numpy(plan.sizes))
-        self.seeds[:, :steps].copy_(torch.from_numpy(plan.seeds))
-        self.rates[:, :steps].copy_(torch.from_numpy(plan.rates))
-        if self.crops is not None and plan.crops is not None:
-            self.crops[:, :steps, :, :width].copy_(torch.from_numpy(plan.crops))
+        self.feed.fill(plan)
         for name, tensor in x.items():
             self.x[name].copy_(tensor)
         for name, tensor in beside.items():
@@ -66,24 +53,6 @@ class LaneState:
         for variable, state in down.items():
             for name, tensor in state.items():
                 self.down[variable][name].copy_(tensor)
-
-    @property
-    def room(self) -> int:
-        """How many examples there is room for."""
-        return len(leaves(self.inputs)[0])
-
-    def hold(self, examples: Examples) -> None:
-        """Takes a cohort's examples: by a copy on a GPU, where addresses must stay."""
-        if examples.device == self.counter.device:
-            self.inputs, self.targets = examples.inputs, examples.targets
-            return
-        for room, held in ((self.inputs, examples.inputs), (self.targets, examples.targets)):
-            map_tree(lambda there, here: there[: len(here)].copy_(here), room, held)
-
-    def release(self, examples: Examples) -> None:
-        """Drops the last cohort's examples on a CPU, for a few others, before the next ones are read."""
-        if examples.device == self.counter.device:
-            self.hold(examples)
 
     def enter(
         self, lanes: Tensor, start: State, clients: Tensor, private: State, variables: Variables
@@ -152,16 +121,9 @@ def allocate_lanes(
         x={name: whole[name].clone() for name in program.shared},
         down={v: {n: t.to(device, copy=True) for n, t in s.items()} for v, s in down.items()},
         beside={name: whole[name].clone() for name in session.beside},
-        plan=torch.zeros(shape, dtype=torch.int64, device=device),
-        sizes=torch.zeros(shape[:2], dtype=torch.int64, device=device),
-        seeds=torch.zeros(shape[:2], dtype=torch.int64, device=device),
-        counter=torch.zeros(1, dtype=torch.int64, device=device),
-        rates=torch.zeros(shape[:2], dtype=dtype, device=device),
         losses=torch.zeros(lanes, dtype=dtype, device=device),
-        crops=torch.zeros((*shape[:2], 3, shape[2]), dtype=torch.uint8, device=device) if crops else None,
-        inputs=examples.inputs,
-        targets=examples.targets,
         scale=_per_channel(examples),
+        feed=allocate_feed(shape, crops, examples, dtype),
     )
 
 
@@ -171,8 +133,3 @@ def _per_channel(examples: Examples) -> Tensor | None:
         return None
     both = torch.tensor([examples.mean, examples.std], device=examples.device)
     return both[:, :, None, None]
-
-
-def _each(f: Callable[[Tensor], Any], nested: Any) -> Any:
-    """Applies `f` to every tensor in nested dicts and tuples, in order."""
-    return map_tree(lambda tensor: None if tensor is None else f(tensor), nested)

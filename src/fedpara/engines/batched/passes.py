@@ -46,9 +46,9 @@ class LanePass:
         device, lane_state = examples.device, self.lane_state
         if (
             lane_state is None
-            or plan.steps > lane_state.plan.shape[1]
-            or plan.width > lane_state.plan.shape[2]
-            or (device.type != "cpu" and len(examples.current) > lane_state.room)
+            or plan.steps > lane_state.feed.plan.shape[1]
+            or plan.width > lane_state.feed.plan.shape[2]
+            or (device.type != "cpu" and len(examples.current) > lane_state.feed.room)
         ):
             own = memory_of(memory, self.training)
             self.ticks = {}

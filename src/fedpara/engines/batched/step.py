@@ -2,9 +2,9 @@
 
     step = vmap over lanes of:  g = grad of the masked mean loss;  clip;  correct;  the optimizer's step
 
-Everything a step reads is on the device at fixed addresses (`lane_state.py`): the data set, the plan [lane, step,
-batch] of example indices and its counter, the learning rates, the lanes' states. So on a GPU the step is compiled,
-captured once as a CUDA graph and replayed (`capture.py`): the host does nothing per step.
+Everything a step reads is on the device at fixed addresses: the lanes' states (`lane_state.py`), the examples and the
+plan, from which it gathers a batch (`feed.py`). So on a GPU the step is compiled, captured once as a CUDA graph with
+the gathering, and replayed (`capture.py`): the host does nothing per step.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +16,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from fedpara.algorithms import Algorithm, Variables, clip_by_norm
 from fedpara.algorithms.optimizers import Slots, build_optimizer
 from fedpara.data import normalise, unit_scale
+from fedpara.engines.batched.feed import Batch
 from fedpara.engines.batched.lane_state import LaneState
 from fedpara.engines.batched.masked_norm import masked_norms
 from fedpara.engines.device import widened
@@ -26,7 +27,7 @@ from fedpara.parameterization import Form, compose_state, corrected_backward
 from fedpara.state import State
 from fedpara.tasks import Loss
 from fedpara.tasks.losses import mean_loss
-from fedpara.trees import Tree, arguments, leaves, map_tree, take
+from fedpara.trees import Tree, arguments, leaves, map_tree
 
 # All arguments of a step are stacked except x, down and beside.
 LANES_OF_A_STEP = (0, 0, 0, 0, 0, 0, 0, 0, 0, None, None, None)
@@ -123,23 +124,18 @@ def one_step(
     return step
 
 
-def make_tick(step: Step) -> Callable[[LaneState], None]:
-    """One step of all lanes: read the plan at the counter, step, write back, count."""
+Tick = Callable[[LaneState, Batch], None]
+
+
+def make_tick(step: Step) -> Tick:
+    """One step of all lanes on a batch; writes the new states back."""
     stepped = vmap(step, in_dims=LANES_OF_A_STEP, randomness="different")
 
-    def tick(lanes: LaneState) -> None:
-        count, width = lanes.plan.shape[0], lanes.plan.shape[2]
-        index = lanes.plan.index_select(1, lanes.counter).reshape(-1)
-        size = lanes.sizes.index_select(1, lanes.counter)[:, 0]
-        seed = lanes.seeds.index_select(1, lanes.counter)[:, 0]
-        lr = lanes.rates.index_select(1, lanes.counter)[:, 0]
-        inputs = gather(lanes, index)
-        if lanes.crops is not None:
-            draws = lanes.crops.index_select(1, lanes.counter)[:, 0]
-            inputs = crop_flip(inputs, draws.transpose(0, 1).reshape(3, -1))
+    def tick(lanes: LaneState, batch: Batch) -> None:
+        inputs = prepared(lanes, batch)
         inputs, targets = (
-            map_tree(lambda tensor: tensor.reshape(count, width, *tensor.shape[1:]), tree)
-            for tree in (inputs, take(lanes.targets, index))
+            map_tree(lambda tensor: tensor.reshape(batch.lanes, batch.width, *tensor.shape[1:]), tree)
+            for tree in (inputs, batch.targets)
         )
         parameters, slots, buffers, value = stepped(
             lanes.parameters,
@@ -148,9 +144,9 @@ def make_tick(step: Step) -> Callable[[LaneState], None]:
             lanes.own,
             inputs,
             targets,
-            size,
-            seed,
-            lr,
+            batch.sizes,
+            batch.seeds,
+            batch.rates,
             lanes.x,
             lanes.down,
             lanes.beside,
@@ -158,12 +154,14 @@ def make_tick(step: Step) -> Callable[[LaneState], None]:
         for old, new in ((lanes.parameters, parameters), (lanes.slots, slots), (lanes.buffers, buffers)):
             map_tree(lambda fresh, kept: kept.copy_(fresh), new, {name: old[name] for name in new})
         lanes.losses.add_(value)
-        lanes.counter.add_(1)
 
     return tick
 
 
-def gather(lanes: LaneState, index: Tensor) -> Tree:
-    """The normalised inputs of these examples."""
-    raw, scale = take(lanes.inputs, index), lanes.scale
-    return normalise(raw, None, None) if scale is None else (unit_scale(raw) - scale[0]) / scale[1]
+def prepared(lanes: LaneState, batch: Batch) -> Tree:
+    """The batch's inputs, normalised and cropped."""
+    raw, scale = batch.inputs, lanes.scale
+    inputs = normalise(raw, None, None) if scale is None else (unit_scale(raw) - scale[0]) / scale[1]
+    if batch.crops is None:
+        return inputs
+    return crop_flip(inputs, batch.crops.transpose(0, 1).reshape(3, -1))
