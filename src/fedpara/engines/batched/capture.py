@@ -68,7 +68,7 @@ def compiled(tick: Tick, lanes: LaneState) -> Callable[[], None]:
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # float32 is intended
         program = standalone_compile(
             traced(tick, lanes),
-            [*tensors, *lanes.feed.batch().tensors()],
+            [*tensors, *lanes.feed.first().tensors()],
             dynamic_shapes="from_example_inputs",
         )
     return lambda: program(*tensors, *lanes.feed.next().tensors())
@@ -81,7 +81,7 @@ def traced(tick: Tick, lanes: LaneState) -> GraphModule:
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    tensors, batch = lanes.tensors(), lanes.feed.batch()
+    tensors, batch = lanes.tensors(), lanes.feed.first()
 
     def on(*given: Tensor) -> None:
         tick(lanes.holding(given[: len(tensors)]), batch.holding(given[len(tensors) :]))

@@ -57,15 +57,17 @@ class Feed:
 
     def next(self) -> Batch:
         """The batch at the counter, which moves on."""
-        made = self.batch()
+        made = self._at(self.counter)
         self.counter.add_(1)
         return made
 
-    def batch(self) -> Batch:
-        """The batch at the counter."""
+    def first(self) -> Batch:
+        """The batch of the first step. The counter may be at the end of an earlier round."""
+        return self._at(torch.zeros_like(self.counter))
 
+    def _at(self, step: Tensor) -> Batch:
         def now(tensor: Tensor) -> Tensor:
-            return tensor.index_select(1, self.counter)[:, 0]
+            return tensor.index_select(1, step)[:, 0]
 
         index = now(self.plan).reshape(-1)
         return Batch(
