@@ -57,10 +57,20 @@ def kernels(parts: Sequence[Sequence[Tensor]], channels_last: bool = False) -> l
     if not channels_last:
         return [_contiguous(x, y, t) for x, y, t in parts]
     if parts[0][0].is_cuda:
-        x, y, t = (torch.stack(list(same)) for same in zip(*parts, strict=True))
-        # Unbound before their axes move, so that autograd stacks gradients in the order that the products read.
-        return [w.movedim(-1, 1) for w in _channels_last_batched(x, y, t).unbind()]
+        return stacked_parts(parts)
     return [_channels_last(x, y, t) for x, y, t in parts]
+
+
+def stacked_parts(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """All kernels as one batch, channels-last."""
+    if (
+        len(parts) == 1
+    ):  # torch's compiler gives the gradient of a stack of one tensor other strides than it had
+        (one,) = ([factor[None] for factor in factors] for factors in parts)
+        return [_channels_last_batched(*one).squeeze(0).movedim(-1, 1)]
+    x, y, t = (torch.stack(list(same)) for same in zip(*parts, strict=True))
+    # Unbound before their axes move, so that autograd stacks gradients in the order that the products read.
+    return [w.movedim(-1, 1) for w in _channels_last_batched(x, y, t).unbind()]
 
 
 def _contiguous(x: Tensor, y: Tensor, t: Tensor) -> Tensor:

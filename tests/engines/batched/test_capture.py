@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fedpara as fp
 from fedpara import algorithms, data, models
@@ -26,6 +28,8 @@ from fedpara.engines.program import make_program
 from fedpara.engines.progress import Schedule
 from fedpara.engines.server.rounds import run_rounds
 from fedpara.engines.session import Session
+from fedpara.parameterization.compose import stacked_parts as kernels_on_gpu
+from fedpara.parameterization.schemes import write
 
 
 class Traced(Batched):
@@ -134,6 +138,29 @@ def test_traced_lane_layers_give_the_same_bits(name, held):
     model = small(fp.FedPara(gamma=0.3), lambda: models.build(name, classes=classes, shape=shape))
     a, b = (last_round(as_on_a_gpu(kind), method, model, examples, 1) for kind in (Batched, Traced))
     assert all(torch.equal(tensor, b.x[key]) for key, tensor in a.x.items())
+
+
+@pytest.mark.parametrize("scheme", [fp.LowRank(gamma=0.1), fp.FedPara(gamma=0.1)])
+def test_the_compiler_can_read_a_gradient_of_kernels_composed_as_on_a_gpu(scheme):
+    """Its decompositions give some tensors other strides than the traced step has."""
+    model = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    plain = use_lane_convs(torch.nn.Sequential(model))
+    form = write(scheme, model.weight.shape)
+    torch.manual_seed(0)
+    factors = [torch.randn(4, *shape) for shape in form.factors.values()]
+    x = torch.randn(4, 2, 3, 8, 8)
+
+    def loss(images, *factors):
+        halves = len(scheme.suffixes)
+        parts = [factors[i : i + 3] for i in range(0, 3 * halves, 3)]
+        kernel = scheme.join(kernels_on_gpu(parts))
+        return torch.func.functional_call(plain, {"0.weight": kernel}, (images,)).square().mean()
+
+    gradients = torch.func.vmap(torch.func.grad(loss, tuple(range(1, 1 + len(factors)))))
+    program = make_fx(gradients)(x, *factors)
+    decomposed = make_fx(program, decomposition_table=select_decomp_table())(x, *factors)
+    for expected, found in zip(gradients(x, *factors), decomposed(x, *factors), strict=True):
+        assert torch.allclose(expected, found, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
