@@ -24,13 +24,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedpara.engines.threads import THREADS
+from fedpara.engines.threads import STREAMS, THREADS, own_stream
 from fedpara.engines.transfer import HOST, move
 from fedpara.state import State, device_of
 from fedpara.wire import AnyMessage, Message
-
-THREADS_BESIDE_A_GPU = 4
-"""Each holds several copies of the model in the memory of the GPU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,10 +112,11 @@ class Moves(Differences):
 
     def begin(self, clients: Iterable[int]) -> None:
         """Makes what these clients receive in threads, while they train."""
-        on_host = device_of([self.received]) == HOST
-        pool = ThreadPoolExecutor(THREADS if on_host else min(THREADS, THREADS_BESIDE_A_GPU))
+        device = device_of([self.received])
+        ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        pool = ThreadPoolExecutor(THREADS if device == HOST else STREAMS)
         for since in {self.last(client) for client in clients} - self._since.keys():
-            self._since[since] = pool.submit(self._made, since)
+            self._since[since] = pool.submit(self._made, since, device, ready)
         pool.shutdown(wait=False)
 
     def _from(self, client: int) -> Message:
@@ -126,16 +124,17 @@ class Moves(Differences):
             self.begin([client])
         return self._since[self.last(client)].result()
 
-    def _made(self, since: int) -> Message:
+    def _made(self, since: int, device: torch.device, ready: torch.cuda.Event | None) -> Message:
         """The message to a client that has x^_since."""
         made, missed = None, len(self.known.sizes) - since
         if not missed:
             return self
-        if since == 0:
-            made = self.make(flat(self.received, self.known.state), self.start(), 0)
-        elif self.exact and missed <= len(self.known.earlier):
-            made = self.make(flat(self.received, self.known.state), self.known.earlier[-missed], since)
-        return made if made is not None and len(made) < len(self.copy) else self.copy
+        with own_stream(device, ready):
+            if since == 0:
+                made = self.make(flat(self.received, self.known.state), self.start(), 0)
+            elif self.exact and missed <= len(self.known.earlier):
+                made = self.make(flat(self.received, self.known.state), self.known.earlier[-missed], since)
+            return made if made is not None and len(made) < len(self.copy) else self.copy
 
 
 def bytes_to(message: Message, client: int) -> int:

@@ -1,18 +1,25 @@
-"""map_in_threads and checked_in_order: apply a function to items in parallel threads.
+"""map_in_threads and checked_in_order: apply a function to items in parallel threads; own_stream: a thread on a GPU.
 
-Useful for files and digests, which release Python's global lock.
+Threads are useful for files and digests, which release Python's global lock.
 """
 
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from queue import SimpleQueue
 from typing import TypeVar
+
+import torch
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 THREADS = min(16, os.cpu_count() or 1)
+STREAMS = 4
+"""Threads that use a GPU beside the training. Each holds several copies of the model in the GPU's memory."""
 
 
 def map_in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
@@ -38,3 +45,32 @@ def checked_in_order(
                 one, result = pending.popleft()
                 yield one, result.result()
         yield from ((one, result.result()) for one, result in pending)
+
+
+@contextmanager
+def own_stream(device: torch.device, ready: torch.cuda.Event | None) -> Iterator[None]:
+    """What this thread computes on a GPU goes to a stream of its own, which begins after `ready`.
+
+    On the common stream, a thread that reads a number would wait until all clients are trained.
+    """
+    if ready is None:
+        yield
+        return
+    streams = _streams(device)
+    stream = streams.get()
+    try:
+        with torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            yield
+            stream.synchronize()
+    finally:
+        streams.put(stream)
+
+
+@cache
+def _streams(device: torch.device) -> "SimpleQueue[torch.cuda.Stream]":
+    """A few lasting streams: torch keeps freed memory per stream. Their short kernels go before the training's."""
+    streams: SimpleQueue[torch.cuda.Stream] = SimpleQueue()
+    for _ in range(STREAMS):
+        streams.put(torch.cuda.Stream(device, priority=-1))
+    return streams

@@ -159,8 +159,9 @@ def _along_rows(x: Tensor) -> Tensor:
     return x.view(number, count, inner)
 
 
+@lru_cache(maxsize=1)
 def random_signs(seed: int, count: int, device: torch.device) -> Tensor:
-    """-1 or 1 from a seed, drawn on the host as bytes."""
+    """-1 or 1 from a seed, drawn on the host as bytes. In a simulation the server decodes what was just encoded."""
     generator = torch.Generator().manual_seed(seed & 0xFFFFFFFF)
     bytes_ = torch.randint(0, 256, (packed_length(count, 2),), generator=generator, dtype=torch.uint8)
     digits = unpack(bytes_.to(device), 2, 8 * len(bytes_))[:count]
