@@ -212,7 +212,7 @@ def reproduce(
     tables of `fedpara report results`. --seeds limits the final seeds, and --only selects parts.
 
     Other names: robustness, the table of attacks and defences; frontier, accuracy against bytes; fedmud, FedMUD's
-    protocol. Their scales are digits and cifar10; frontier has cifar10-noniid too.
+    protocol. Their scales are digits and cifar10; frontier also has cifar10-noniid and cifar100-noniid.
 
     Finished runs are skipped; interrupted runs are resumed.
 

@@ -39,8 +39,9 @@ LINKS = {
 OPTIONS: dict[str, Values] = {
     "rotate": {"rotate": True, "weight_decay": 0.0},
     **{f"recycle{layers}": {"recycle": layers} for layers in (1, 8)},
+    "refit": {"products": "refit", "aggregation_error": True},
 }
-"""Rotation needs a weight decay of 0: a factor that rests must not move."""
+"""Rotation needs a weight decay of 0: a factor that rests must not move. refit: factors of the mean of the weights."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Scale:
     ]  # the learning rates to try for every combination; empty if `tuned` chose each network's
     tuned: str | None = None  # the prepared study whose trials chose the settings of each network
     ratio: float | None = None  # FedMUD: the share of the original parameters that every method may train
+    classes: int = 10
 
     def rates_of(self, combination: str) -> tuple[float, ...]:
         """The learning rates to try."""
@@ -175,6 +177,7 @@ _CIFAR10 = Scale(
         **{f"dense{width}": _dense(width) for width in (32, 20, 12)},
         "lowrank": {"scheme": "lowrank", "gamma": 0.1},
         **{f"fedpara{gamma:g}": _fedpara(gamma, init="he:1.4") for gamma in (0.0, 0.1, 0.2, 0.4)},
+        "fedparamixed": {"scheme": "fedpara", "gammas": "0.1, 0.2, 0.4", "init": "he:1.4"},
         # "all": the three linear layers are factorized as well. Dense, they are a third of FedPara's bytes.
         **{f"fedpara{g:g}all": _fedpara(g, init="he:1.4", where="every") for g in (0.0, 0.05, 0.1)},
     },
@@ -242,6 +245,8 @@ _CIFAR10 = Scale(
             "lowrank eden/stc5",
         ),
         *("original eden/stc1", "original stc1+/stc1", "dense20 eden/stc5"),
+        # one gamma for all, a gamma per client, and an average of weights in place of factors
+        *("fedpara0.4 f32/f32", "fedparamixed f32/f32", "fedpara0.1 f32/f32 refit"),
     ),
     target=0.80,
     validation=0.104,
@@ -277,6 +282,27 @@ _NONIID = Scale(
     tuned="tuned-cifar10-noniid",
 )
 
+_CIFAR100 = Scale(
+    base=replace(_NONIID.base, dataset="cifar100", clients=50, cohort=8, rounds=400),
+    networks={
+        "original": {"scheme": "original"},
+        **{f"fedpara{gamma:g}": _fedpara(gamma, init="he:1.4") for gamma in (0.1, 0.4)},
+    },
+    combinations=(
+        "original f32/f32",
+        "fedpara0.4 eden/grid0.25",
+        "fedpara0.1 eden/grid0.25",
+        "fedpara0.1 f32/f32",
+        "original eden/grid0.25",
+    ),
+    target=0.45,
+    validation=0.1,
+    trial_rounds=40,
+    trial_target=0.10,
+    rates=(0.1, 0.05),
+    classes=100,
+)
+
 _TINY = Scale(
     base=Experiment(
         dataset="generated:mnist",
@@ -302,5 +328,11 @@ _TINY = Scale(
     rates=(0.05, 0.1),
 )
 
-SCALES = {"cifar10": _CIFAR10, "cifar10-noniid": _NONIID, "digits": _DIGITS, "tiny": _TINY}
-"""The first two need a GPU; digits takes seconds per run on a CPU; tiny is a miniature."""
+SCALES = {
+    "cifar10": _CIFAR10,
+    "cifar10-noniid": _NONIID,
+    "cifar100-noniid": _CIFAR100,
+    "digits": _DIGITS,
+    "tiny": _TINY,
+}
+"""The first three need a GPU; digits takes seconds per run on a CPU; tiny is a miniature."""

@@ -5,6 +5,7 @@ out depend on the training; here all are equally likely. On a grid the lengths d
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from statistics import mean
 from typing import Any
@@ -17,14 +18,13 @@ from fedpara.engines.differences import Differences, Known
 from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.program import Program, make_program
 from fedpara.engines.session import Session
+from fedpara.engines.settings import read_gammas
 from fedpara.engines.setup.private_run import open_session
 from fedpara.engines.setup.recycling import DRAWN, RECYCLING
 from fedpara.experiments.build import build_algorithm, build_model, build_scheme
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.studies.frontier.combinations import Scale
 from fedpara.wire import Link, Message, Spec, make_message
-
-CLASSES = 10
 
 
 def costs(scale: Scale, rounds: int | None = None) -> dict[str, dict[str, float | None]]:
@@ -33,15 +33,32 @@ def costs(scale: Scale, rounds: int | None = None) -> dict[str, dict[str, float 
     found: dict[str, dict[str, float | None]] = {}
     for name in scale.combinations:
         experiment = scale.experiment(name)
-        up, down, parameters = _sent(experiment, shape, rounds or experiment.rounds)
+        up, down, parameters = _sent(
+            _program(scale, experiment, shape), experiment, rounds or experiment.rounds
+        )
         total = None if down is None else (up + down) * experiment.cohort * (rounds or experiment.rounds)
         found[name] = {"parameters": parameters, "up": up, "down": down, "bytes": total}
     return found
 
 
-def _sent(e: Experiment, shape: tuple[int, ...], rounds: int) -> tuple[float, float | None, int]:
+def _of_all_gammas(
+    scale: Scale, e: Experiment, shape: tuple[int, ...], rounds: int
+) -> tuple[float, float | None, int]:
+    """`_sent`; with a gamma per client, the mean over the clients of all rounds, and the largest size."""
+    if e.gammas is None:
+        return _sent(_program(scale, e, shape), e, rounds)
+    gammas = read_gammas(e.gammas) or ()
+    each = [replace(e, gammas=None, gamma=gamma) for gamma in gammas]
+    found = [_sent(_program(scale, one, shape), one, rounds) for one in each]
+    cohorts = Cohorts(1, e.clients, e.cohort)
+    clients = [client % len(gammas) for t in range(1, rounds + 1) for client in cohorts.draw(t)]
+    down = None if found[0][1] is None else mean(found[level][1] or 0.0 for level in clients)
+    return mean(found[level][0] for level in clients), down, max(parameters for *_, parameters in found)
+
+
+def _sent(program: Program, e: Experiment, rounds: int) -> tuple[float, float | None, int]:
     """(mean bytes up per client and round, the same down, shared parameters)"""
-    program, link = _program(e, shape), Link(e.link_up, e.link_down)
+    link = Link(e.link_up, e.link_down)
     session = open_session(program, build_algorithm(e), link, seed=1, rotate=e.rotate, recycle=e.recycle)
 
     @cache
@@ -56,11 +73,11 @@ def parameters(scale: Scale, combination: str) -> int:
     """How many numbers of the model a combination trains and sends."""
     model = scale.base.model
     shape = models.usual_shape(model) if model in models.names() else None
-    return _shared(_program(scale.experiment(combination), shape))
+    return _shared(_program(scale, scale.experiment(combination), shape))
 
 
-def _program(e: Experiment, shape: tuple[int, ...] | None) -> Program:
-    return make_program(build_model(e, CLASSES, shape, build_scheme(e)))
+def _program(scale: Scale, e: Experiment, shape: tuple[int, ...] | None) -> Program:
+    return make_program(build_model(e, scale.classes, shape, build_scheme(e)))
 
 
 def _shared(program: Program) -> int:
