@@ -31,7 +31,7 @@ LINKS = {
     **{f"topk{percent}": f"topk({percent / 100})" for percent in (1, 2, 3, 5)},
     **{f"topk{percent}+": f"topk({percent / 100}, feedback=True)" for percent in (1, 2, 3, 5)},
     **{f"stc{percent}": f"stc({percent / 100})" for percent in (1, 3, 5, 10)},
-    **{f"grid{step:g}": f"grid({step!r})" for step in (0.125, 0.25, 0.5, 1.0)},
+    **{f"grid{step:g}": f"grid({step!r})" for step in (0.0625, 0.125, 0.25, 0.5, 1.0)},
     **{f"stc{percent}+": f"stc({percent / 100}, feedback=True)" for percent in (1, 3, 5, 10)},
 }
 """Links by their words in a combination; topk5 sends the largest 5%, stc5 their signs; grid1 has a step of 1 rms."""
@@ -270,6 +270,7 @@ _NONIID = Scale(
             "fedpara0.1 eden/grid0.25",
             "fedpara0.2 eden/grid0.25",
             "fedpara0.4 eden/grid0.25",
+            "fedpara0.4 eden2/grid0.0625",
         ),
         *("original eden/grid0.25", "lowrank eden/grid0.25", "dense20 eden/grid0.25"),
         *("fedpara0.1 f32/f32", "lowrank f32/f32", "dense20 f32/f32"),
@@ -291,15 +292,14 @@ _CIFAR100 = Scale(
     combinations=(
         "original f32/f32",
         "fedpara0.4 eden/grid0.25",
-        "fedpara0.1 eden/grid0.25",
-        "fedpara0.1 f32/f32",
-        "original eden/grid0.25",
+        "fedpara0.4 eden2/grid0.0625",
+        *("fedpara0.4 f32/f32", "fedpara0.1 eden/grid0.25", "fedpara0.1 f32/f32", "original eden/grid0.25"),
     ),
     target=0.45,
     validation=0.1,
     trial_rounds=40,
-    trial_target=0.10,
-    rates=(0.1, 0.05),
+    trial_target=0.05,
+    rates=(0.1, 0.05, 0.025),
     classes=100,
 )
 
