@@ -186,6 +186,39 @@ def test_a_compiled_step_is_loaded_from_the_cache(digits, tmp_path, monkeypatch)
     assert [each["autograd_cache_hit"] for each in (first, second, third)] == [0, 1, 0]
 
 
+class Recorded:
+    """Takes the place of CUDA graphs: runs what it should record."""
+
+    def __init__(self, device):
+        pass
+
+    def warm_up(self, step):
+        step()
+
+    def record(self, step):
+        return step
+
+
+def test_a_step_that_is_not_compiled_says_so_once(digits, monkeypatch, caplog):
+    def broken(tick, lanes):
+        raise ValueError("no such view")
+
+    class Captured(Batched):
+        def _ready(self, tick, lane_state):
+            return capture.capture(tick, lane_state, True, self._note)
+
+    monkeypatch.setattr(capture, "CudaGraphs", Recorded)
+    monkeypatch.setattr(capture, "compiled", broken)
+    monkeypatch.setattr(capture, "use_lasting_caches", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    method, model = algorithms.fedavg(lr=0.05, batch_size=32), small(fp.FedPara(gamma=0.3))
+    with caplog.at_level("INFO", "fedpara"):
+        made = last_round(Captured, method, model, digits)
+    said = [line for line in caplog.messages if "not compiled" in line]
+    assert said == ["engine: the step is not compiled, and slower: ValueError: no such view"]
+    assert_same_rounds(last_round(Batched, method, model, digits), made)
+
+
 FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 

@@ -29,8 +29,8 @@ def eager(tick: Tick, lanes: LaneState) -> Callable[[], None]:
     return lambda: tick(lanes, lanes.feed.next())
 
 
-def capture(tick: Tick, lanes: LaneState, compile: bool, notes: list[str]) -> Callable[[], None]:
-    """The tick on these lanes, compiled and captured as a CUDA graph. `notes` gets what was not possible and why.
+def capture(tick: Tick, lanes: LaneState, compile: bool, note: Callable[[str], None]) -> Callable[[], None]:
+    """The tick on these lanes, compiled and captured as a CUDA graph. `note` is told what was not possible and why.
 
     Warming up changes the lanes, so their contents are restored afterwards.
     """
@@ -45,7 +45,7 @@ def capture(tick: Tick, lanes: LaneState, compile: bool, notes: list[str]) -> Ca
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            notes.append(f"not compiled: {in_a_line(error)}")
+            note(f"the step is not compiled, and slower: {in_a_line(error)}")
     _warm_up(graphs, step, lanes, 3)
     graph = graphs.record(step)
 

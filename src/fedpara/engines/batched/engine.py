@@ -205,7 +205,7 @@ class Batched:
         """Scores each client's own model on its own test data, one per lane at a time."""
         tests = [self.data.client_test(client) for client in clients]
         return scores_in_lanes(
-            self.plain, self.forms, self.scorer, states, tests, self.device, self.lanes, self.notes
+            self.plain, self.forms, self.scorer, states, tests, self.device, self.lanes, self._note
         )
 
     def _train(
@@ -328,12 +328,15 @@ class Batched:
             return eager(tick, lane_state)
         if self.compile:
             logger.info("engine: compiling the step of %d lanes; this takes minutes, once", self.lanes)
-        return capture(tick, lane_state, self.compile, self.notes)
+        return capture(tick, lane_state, self.compile, self._note)
 
     def _trained(self, event: Event) -> dict[int, Trained]:
         check = self.waits and self.on_gpu
         return trained_clients(event, self.session, check, self.stays)
 
     def _note(self, text: str) -> None:
+        """Tells the user once, and says it in `why`."""
+        if text in self.notes:
+            return
         self.notes.append(text)
         logger.info("engine: %s", text)

@@ -1,6 +1,6 @@
 """Scores many clients' own models on their own test examples at once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,11 @@ def scores_in_lanes(
     tests: Sequence[Examples],
     device: torch.device,
     lanes: int,
-    notes: list[str],
+    note: Callable[[str], None],
 ) -> list[Score]:
     """One score per state on its own test examples, `lanes` at a time.
 
-    A model that cannot be scored in lanes is scored by `scorer`; `notes` then gets the reason.
+    A model that cannot be scored in lanes is scored by `scorer`; `note` is then told the reason.
     """
     found = [Score(0)] * len(states)
     able = [position for position, test in enumerate(tests) if len(test)]
@@ -45,8 +45,7 @@ def scores_in_lanes(
                 raise
             plain.train()
             scored = [scorer.evaluate(states[p], test) for p, test in zip(chosen, there, strict=True)]
-            note = f"clients' own models are scored one after another: {in_a_line(error)}"
-            notes += [note] if note not in notes else []
+            note(f"clients' own models are scored one after another: {in_a_line(error)}")
         for position, score in zip(chosen, scored, strict=True):
             found[position] = score
     return found
