@@ -94,7 +94,7 @@ def robust_mean(
 def geometry(blocks: Blocks, x: State, ys: Sequence[State], w: Tensor, own: State | None = None) -> Geometry:
     """The inner products of the composed updates, one block at a time: only one composed block is in memory."""
     everyone = [*ys, own] if own is not None else list(ys)
-    gram = torch.stack([u @ u.mT for u in _composed_updates(blocks, x, everyone)]).sum(0).cpu()
+    gram = torch.stack([_gram(u) for u in _composed_updates(blocks, x, everyone)]).sum(0).cpu()
     n = len(ys)
     trusted = (gram[:n, n], float(gram[n, n].sqrt())) if own is not None else None
     return Geometry(gram[:n, :n], w, trusted)
@@ -109,17 +109,23 @@ def residual(blocks: Blocks, x: State, ys: Sequence[State], g: Geometry, referen
     shortened = (tau / g.norms.clamp_min(1e-150)).clamp(max=1)[:, None]
     grams = []
     for u in _composed_updates(blocks, x, ys):
-        v = u * shortened.to(u.device)
-        r = v - coordinatewise_median(v[reference.to(u.device)])
-        grams.append(r @ r.mT)
+        v = u * shortened.to(u)
+        r = v - coordinatewise_median(v if reference.all() else v[reference.to(v.device)])
+        grams.append(_gram(r))
     return torch.stack(grams).sum(0).cpu()
+
+
+def _gram(rows: Tensor) -> Tensor:
+    """The inner products in float64. The rows stay in float32: a median sorts half as many bytes."""
+    wide = rows.double()
+    return wide @ wide.mT
 
 
 def _composed_updates(blocks: Blocks, x: State, ys: Sequence[State]) -> Iterator[Tensor]:
     """compose(y_i) - compose(x) of each client as a row [n, numbers of the block], for each block."""
     for block in blocks.over(x):
         before = block.of(x)
-        yield (block.of_all(list(ys), before) - before).flatten(1).double()
+        yield (block.of_all(list(ys), before) - before).flatten(1)
 
 
 def _moved(blocks: Blocks, x: State, ys: Sequence[State], c: Tensor) -> State:
