@@ -27,7 +27,7 @@ from fedpara.wire import Header, decode, make_message, spec_of
 
 LINKS = (
     *("float32", "float16", "bfloat16", "int8", "int4", "int2", "ternary", "sign"),
-    *("topk(0.1)", "topk(0.01)", "stc(0.01)", "eden", "eden(bits=2)", "eden(bits=4)"),
+    *("topk(0.1)", "topk(0.01)", "stc(0.01)", "eden", "eden(bits=2)", "eden(bits=4)", "grid(0.25)"),
     *("powersgd(rank=1)", "powersgd(rank=2)", "powersgd(rank=4)"),
 )
 HEADER = Header(1, "fedavg", "fedpara", "client:0", 500)
