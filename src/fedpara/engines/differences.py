@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedpara.engines.threads import STREAMS, THREADS, own_stream
+from fedpara.engines.threads import STREAMS, THREADS, own_stream, ready_on
 from fedpara.engines.transfer import HOST, move
 from fedpara.state import State, device_of
 from fedpara.wire import AnyMessage, Message
@@ -113,7 +113,7 @@ class Moves(Differences):
     def begin(self, clients: Iterable[int]) -> None:
         """Makes what these clients receive in threads, while they train."""
         device = device_of([self.received])
-        ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        ready = ready_on(device)
         pool = ThreadPoolExecutor(THREADS if device == HOST else STREAMS)
         for since in {self.last(client) for client in clients} - self._since.keys():
             self._since[since] = pool.submit(self._made, since, device, ready)

@@ -47,6 +47,12 @@ def checked_in_order(
         yield from ((one, result.result()) for one, result in pending)
 
 
+def ready_on(device: torch.device) -> torch.cuda.Event | None:
+    """The point that a GPU's common stream has reached; None on other devices."""
+    there = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.current_stream(device).record_event() if there else None
+
+
 @contextmanager
 def own_stream(device: torch.device, ready: torch.cuda.Event | None) -> Iterator[None]:
     """What this thread computes on a GPU goes to a stream of its own, which begins after `ready`.

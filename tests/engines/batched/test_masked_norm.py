@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, vmap
 
 import fedpara as fp
 from fedpara import algorithms, data, models
-from fedpara.engines.batched.masked_norm import masked_norms
+from fedpara.engines.batched.kernels.masked_norm import masked_norms
 from fedpara.engines.memory import InMemory
 from fedpara.engines.program import make_program
 from fedpara.engines.session import Session

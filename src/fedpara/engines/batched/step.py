@@ -17,8 +17,8 @@ from fedpara.algorithms import Algorithm, Variables, clip_by_norm
 from fedpara.algorithms.optimizers import Slots, build_optimizer
 from fedpara.data import normalise, unit_scale
 from fedpara.engines.batched.feed import Batch
+from fedpara.engines.batched.kernels.masked_norm import masked_norms
 from fedpara.engines.batched.lane_state import LaneState
-from fedpara.engines.batched.masked_norm import masked_norms
 from fedpara.engines.device import widened
 from fedpara.engines.local.augment import crop_flip
 from fedpara.engines.local.dropout import layer_seed, seeded_dropouts
