@@ -9,17 +9,15 @@ import torch
 from torch import Tensor
 
 from fedpara.algorithms import Variables
-from fedpara.engines.batched.lane_state import LaneState, slots_of
+from fedpara.engines.batched.lane_state import LaneState, lanes_of, slots_of
 from fedpara.engines.batched.packing import Segment
 from fedpara.engines.batched.round_plan import RoundPlan
 from fedpara.engines.local.trained_row import TrainedRow, in_rows
 from fedpara.engines.local.worker import Trained
 from fedpara.engines.session import Session
 from fedpara.engines.transfer import HOST, fetch, move
-from fedpara.state import State
+from fedpara.state import State, device_of
 
-Owned = tuple[State, Variables]
-"""Clients' private parameters and their algorithm's variables, stacked, on the device."""
 Event = tuple[list[Segment], State, Tensor]
 
 
@@ -28,12 +26,14 @@ def drive(
     lane_state: LaneState,
     plan: RoundPlan,
     start: State,
-    load_owned: Callable[[Sequence[int]], Owned],
+    load_owned: Callable[[Sequence[int]], list[Variables]],
     waits: bool,
     with_slots: bool,
 ) -> Iterator[Event]:
     """Yields (segments that ended, their stacked states, their summed losses), event by event.
 
+    The last event's states may be views of the lanes: read them before the next round. `load_owned` gives what clients
+    bring into their lanes, on the device, in the order of the given positions.
     With `waits`, the clients' memories are on the device before the first step, and trained states stay there until
     the last step: a copy in between would wait for the steps. A cohort may be too large for that. Then each event
     loads the memories of the entering clients and moves the states of the leaving ones to the host.
@@ -47,25 +47,23 @@ def drive(
         for event in events
     ]
 
-    def index(of: Sequence[int]) -> Tensor:
-        return torch.tensor(of, dtype=torch.int64, device=lane_state.losses.device)
-
-    lanes = [[index([s.lane for s in part]) for part in change] for change in changes]
+    device = lane_state.losses.device
+    lanes = [[lanes_of([s.lane for s in part], device) for part in change] for change in changes]
     everyone = load_owned(range(len(plan.segments))) if waits else None
-    owners = [index([s.client for s in coming] if waits else range(len(coming))) for _, coming in changes]
     lane_state.feed.counter.zero_()
-    for before, event, (leaving, coming), (left, taken), who in zip(
-        [0, *events], events, changes, lanes, owners, strict=False
+    for before, event, (leaving, coming), (left, taken) in zip(
+        [0, *events], events, changes, lanes, strict=False
     ):
         for _ in range(event - before):
             tick()
         ended = None
         if leaving:
-            state = lane_state.leave(left, with_slots)
-            ended = leaving, state if waits else move(state, HOST), lane_state.losses.index_select(0, left)
+            state, losses = lane_state.leave(left, with_slots, last=event == events[-1])
+            ended = leaving, state if waits else move(state, HOST), losses
         if coming:
-            owned = everyone or load_owned([segment.client for segment in coming])
-            lane_state.enter(taken, start, who, *owned)
+            clients = [segment.client for segment in coming]
+            owned = load_owned(clients) if everyone is None else [everyone[client] for client in clients]
+            lane_state.enter(taken, start, owned)
             del owned
         if ended:
             yield ended
@@ -93,8 +91,8 @@ def trained_clients(event: Event, session: Session, check: bool, stay: bool) -> 
     `check` finds out here, for all at once, which states are finite.
     """
     segments, stacked, losses = event
-    program = session.program
-    if stay and (rows := in_rows(session, stacked)) is not None:
+    program, here = session.program, device_of([stacked]) == HOST
+    if (stay or here) and (rows := in_rows(session, stacked)) is not None:
         return {
             segment.client: TrainedRow(session, rows, position, total / max(1, segment.steps), segment.steps)
             for position, (segment, total) in enumerate(zip(segments, losses.tolist(), strict=True))

@@ -15,7 +15,7 @@ from fedpara.data import FederatedData
 from fedpara.engines.batched.budget import cannot_wait, lanes_that_fit
 from fedpara.engines.batched.capture import capture, eager
 from fedpara.engines.batched.draw_ahead import draw_ahead
-from fedpara.engines.batched.drive import Event, Owned, drive, joined, trained_clients
+from fedpara.engines.batched.drive import Event, drive, joined, trained_clients
 from fedpara.engines.batched.examples import CohortExamples
 from fedpara.engines.batched.kernels.install import fast_forms, install_kernels
 from fedpara.engines.batched.lane_state import LaneState
@@ -258,7 +258,7 @@ class Batched:
         lane_state = of.prepare(plan, start, own[clients[0]], down, self.shape, self.examples)
         tick = self._tick(plan, lane_state, of)
 
-        def load_owned(positions: Sequence[int]) -> Owned:
+        def load_owned(positions: Sequence[int]) -> list[Variables]:
             return of.owned(own, [clients[position] for position in positions], lane_state)
 
         # Created after the warm-up, which also draws numbers, and in a resumed run happens in another round.

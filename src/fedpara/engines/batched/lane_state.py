@@ -12,8 +12,10 @@ from fedpara.algorithms.optimizers import Slots, build_optimizer
 from fedpara.data import Examples
 from fedpara.engines.batched.feed import Feed, all_tensors, allocate_feed, with_tensors
 from fedpara.engines.batched.round_plan import RoundPlan
-from fedpara.engines.session import SLOT, Session
+from fedpara.engines.session import PRIVATE, SLOT, Session
 from fedpara.state import State
+
+Lanes = Tensor | slice
 
 
 @dataclass
@@ -54,13 +56,24 @@ class LaneState:
             for name, tensor in state.items():
                 self.down[variable][name].copy_(tensor)
 
-    def enter(
-        self, lanes: Tensor, start: State, clients: Tensor, private: State, variables: Variables
-    ) -> None:
+    def enter(self, lanes: Lanes, start: State, memories: Sequence[Variables]) -> None:
         """Clients enter these lanes with the model they received and their own private part and variables."""
+        variables = dict(memories[0])
+        private = variables.pop(PRIVATE)
+
+        def put(room: Tensor, variable: str, name: str) -> None:
+            theirs = [memory[variable][name] for memory in memories]
+            if isinstance(lanes, slice):
+                torch.stack(theirs, out=room[lanes])
+            else:
+                room[lanes] = torch.stack(theirs)
+
         for tensors in (self.parameters, self.buffers):
             for name, tensor in tensors.items():
-                tensor[lanes] = private[name].index_select(0, clients) if name in private else start[name]
+                if name in private:
+                    put(tensor, PRIVATE, name)
+                else:
+                    tensor[lanes] = start[name]
         kept = {name for name in variables if name.startswith(SLOT)}
         for slot, state in self.slots.items():
             if SLOT + slot not in kept:
@@ -68,19 +81,35 @@ class LaneState:
                     tensor[lanes] = self.first_slots[slot][name]
         for variable, state in variables.items():
             room = self.slots[variable.removeprefix(SLOT)] if variable in kept else self.own[variable]
-            for name, tensor in state.items():
-                room[name][lanes] = tensor.index_select(0, clients)
+            for name in state:
+                put(room[name], variable, name)
         self.losses[lanes] = 0.0
 
-    def leave(self, lanes: Tensor, with_slots: bool) -> State:
-        """The trained states of the clients in these lanes, stacked. Slots have names such as "optimizer.m/weight"."""
+    def leave(self, lanes: Lanes, with_slots: bool, last: bool) -> tuple[State, Tensor]:
+        """(the trained states of the clients in these lanes, stacked; their losses)
+
+        Slots have names such as "optimizer.m/weight". Only the `last` clients of a round may leave as views.
+        """
+
+        def taken(tensor: Tensor) -> Tensor:
+            if isinstance(lanes, Tensor):
+                return tensor.index_select(0, lanes)
+            return tensor[lanes] if last else tensor[lanes].clone()
+
         slots = {
             f"{SLOT}{slot}/{name}": tensor
             for slot, state in self.slots.items()
             for name, tensor in state.items()
         }
         whole = {**self.parameters, **self.buffers, **(slots if with_slots else {})}
-        return {name: tensor.index_select(0, lanes) for name, tensor in whole.items()}
+        return {name: taken(tensor) for name, tensor in whole.items()}, taken(self.losses)
+
+
+def lanes_of(numbers: Sequence[int], device: torch.device) -> Lanes:
+    """A slice if the numbers follow one another, otherwise an index on the device."""
+    if numbers and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))):
+        return slice(numbers[0], numbers[0] + len(numbers))
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 def slots_of(state: State) -> Slots:

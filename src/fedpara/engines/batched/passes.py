@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fedpara.algorithms import Variables
-from fedpara.engines.batched.drive import Owned
 from fedpara.engines.batched.examples import CohortExamples
 from fedpara.engines.batched.lane_state import LaneState, allocate_lanes
 from fedpara.engines.batched.round_plan import LaneShape, RoundPlan
@@ -16,7 +15,7 @@ from fedpara.engines.client import own_variables
 from fedpara.engines.memory import CohortMemories
 from fedpara.engines.session import PRIVATE, Session, memory_of
 from fedpara.engines.transfer import move, move_variables, stack_on
-from fedpara.state import State
+from fedpara.state import State, device_of
 
 
 @dataclass(eq=False)
@@ -67,10 +66,17 @@ class LanePass:
         examples.put_into(lane_state)
         return lane_state
 
-    def owned(self, memories: CohortMemories, clients: Sequence[int], lane_state: LaneState) -> Owned:
-        """What these clients bring into their lanes, stacked."""
+    def owned(
+        self, memories: CohortMemories, clients: Sequence[int], lane_state: LaneState
+    ) -> list[Variables]:
+        """What these clients bring into their lanes, on the device."""
         if memories.are_empty:
-            return {}, {}
+            return [{PRIVATE: {}}] * len(clients)
         parts, device = [memory_of(m, self.training) for m in memories.of(clients)], lane_state.losses.device
+        if device_of(state for part in parts for state in part.values()).type == device.type:
+            return parts
         stacked = {name: stack_on([part[name] for part in parts], device) for name in parts[0]}
-        return stacked.pop(PRIVATE), stacked
+        return [
+            {variable: {name: t[i] for name, t in state.items()} for variable, state in stacked.items()}
+            for i in range(len(parts))
+        ]
