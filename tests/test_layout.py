@@ -47,6 +47,16 @@ def test_flat_takes_empty_tensors_and_runs_do_not_mix_types():
     assert [(run.dtype, len(run)) for run in found] == [(torch.int32, 4), (torch.float32, 4)]
 
 
+def test_joined_and_separated_are_inverse():
+    some = {"c": torch.randn(2, 2), "a": torch.arange(3), "b": torch.randn(())}
+    blocks = layout.joined(some)
+    assert {kind: len(block) for kind, block in blocks.items()} == {"torch.int64": 3, "torch.float32": 5}
+    back = layout.separated(blocks, some)
+    assert list(back) == list(some)
+    assert all(torch.equal(back[name], some[name]) for name in some)
+    assert layout.joined(back)["torch.float32"].data_ptr() == blocks["torch.float32"].data_ptr()
+
+
 def test_names_by_type_are_sorted():
     some = {"c": torch.ones(1), "a": torch.tensor(1), "b": torch.ones(2)}
     assert sorted(layout.by_type(some)) == [["a"], ["b", "c"]]

@@ -3,6 +3,7 @@
     runs      joins neighbouring tensors to a few flat ones
     flat      joins the named tensors to one;   cut   the inverse, as views
     by_type   groups the names of tensors that `flat` can join
+    joined    joins the tensors of each type to one;   separated   the inverse, as views
     together  computes a function of every number on joined tensors
 
 Unlike the functions of `state.py`, these return views where they can: do not write to the results.
@@ -69,6 +70,19 @@ def by_type(a: Mapping[str, Tensor]) -> list[list[str]]:
     for name in sorted(a):
         names.setdefault(a[name].dtype, []).append(name)
     return list(names.values())
+
+
+def joined(a: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """{type: the tensors of that type as one flat tensor, in the order of their names}"""
+    return {str(a[names[0]].dtype): flat(a, names) for names in by_type(a)}
+
+
+def separated(blocks: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `joined`: views, named and shaped like the tensors of `like`."""
+    found: dict[str, Tensor] = {}
+    for names in by_type(like):
+        found |= cut(blocks[str(like[names[0]].dtype)], like, names)
+    return {name: found[name] for name in like}
 
 
 def together(f: Callable[..., Tensor], *states: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from fedpara.algorithms import Variables
 from fedpara.engines.threads import map_in_threads
 from fedpara.engines.transfer import HOST, move_variables
-from fedpara.layout import by_type, cut, flat
+from fedpara.layout import joined, separated
 from fedpara.state import State, nbytes
 
 
@@ -41,7 +41,7 @@ class InMemory:
         return self._memories.get(client)
 
     def put(self, client: int, round: int, variables: Variables) -> None:
-        """Copies: the given tensors may be views into a whole cohort's memory."""
+        """Copies views into a whole cohort's memory, which would stay allocated."""
         self._memories[client] = {name: _in_one_piece(state) for name, state in variables.items()}
 
     def __len__(self) -> int:
@@ -49,11 +49,15 @@ class InMemory:
 
 
 def _in_one_piece(state: State) -> State:
-    """A copy, with the tensors of a type as neighbours: they move to a device together."""
-    copy: State = {}
-    for names in by_type(state):
-        copy |= cut(flat(state, names).clone(), state, names)
-    return {name: copy[name] for name in state}
+    """The state in memory of its own, with the tensors of a type as neighbours: they move to a device together.
+
+    Pinned memory is copied too: the system can give only so much of it.
+    """
+    blocks = {
+        kind: whole.clone() if whole.untyped_storage().nbytes() > whole.nbytes or whole.is_pinned() else whole
+        for kind, whole in joined(state).items()
+    }
+    return separated(blocks, state)
 
 
 MAX_READ_AHEAD = 1 << 30
