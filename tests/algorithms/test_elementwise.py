@@ -1,12 +1,15 @@
 """Properties of elementwise: the same results as tensor by tensor, as neighbours in memory."""
 
+from functools import partial, wraps
+
 import pytest
 import torch
 
 from fedpara.algorithms import feddyn, scaffold
-from fedpara.algorithms.elementwise import elementwise
+from fedpara.algorithms.core import no_variables
+from fedpara.algorithms.elementwise import elementwise, on_blocks
 from fedpara.errors import StateError
-from fedpara.layout import runs
+from fedpara.layout import joined, runs, separated
 from fedpara.state import add, subtract
 
 
@@ -38,6 +41,37 @@ def test_it_equals_the_computation_by_name(types):
                 assert found[variable][name].dtype == tensor.dtype
                 assert found[variable][name].shape == tensor.shape
                 torch.testing.assert_close(found[variable][name], tensor)
+
+
+@pytest.mark.parametrize("types", [{}, {"a.bias": torch.float64, "scale": torch.float64}], ids=["one", "two"])
+@pytest.mark.parametrize("algorithm", [scaffold(), feddyn(0.3)], ids=lambda a: a.name)
+def test_blocks_give_the_same_bits(algorithm, types):
+    x, y, c, own = (drawn(seed, **types) for seed in range(4))
+    down = dict.fromkeys(algorithm.broadcast(algorithm.server_init(x)), c)
+    client = dict.fromkeys(algorithm.client_init(x), own)
+    expected = algorithm.finish(x, y, down, client, 3, 0.1)
+    blocks = [{name: joined(state) for name, state in part.items()} for part in (down, client)]
+    found = on_blocks(algorithm.finish)(joined(x), joined(y), *blocks, 3, 0.1)
+    for part, theirs in zip(found, expected, strict=True):
+        assert part.keys() == theirs.keys()
+        for name, state in part.items():
+            state = separated(state, x)
+            assert all(torch.equal(state[n], theirs[name][n]) for n in x)
+
+
+def test_only_marked_functions_compute_on_blocks():
+    marked = elementwise(by_name)
+    assert on_blocks(no_variables) is no_variables
+    assert on_blocks(marked) is by_name
+    assert on_blocks(by_name) is None
+    assert on_blocks(partial(by_name, alpha=0.1)) is None
+    assert on_blocks(partial(marked, alpha=0.25)).keywords == {"alpha": 0.25}
+
+    @wraps(marked)
+    def other(*given):
+        return marked(*given)
+
+    assert on_blocks(other) is None
 
 
 @pytest.mark.parametrize("algorithm", [scaffold(), feddyn()], ids=lambda a: a.name)

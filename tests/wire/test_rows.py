@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fedpara.errors import UpdateRejected
+from fedpara.layout import joined
 from fedpara.wire import Header, admit, make_message, spec_of
 from fedpara.wire.check import admit_row
 from fedpara.wire.rows import RowMessage, Rows
@@ -77,6 +78,41 @@ def test_numbers_whose_squares_overflow_are_finite():
     given = states()
     given[2]["b.weight"].fill_(3e38)
     assert rows_of(given).finite == [True] * COUNT
+
+
+def with_variables(i, header):
+    """(a message with variables beside its row, the same state packed)"""
+    given, generator = states(), torch.Generator().manual_seed(1)
+    packed, blocks = {}, {}
+    for variable in ("c", "z"):
+        state = {
+            name: torch.randn(t.shape, generator=generator).to(t.dtype)
+            for name, t in given[i].items()
+            if t.is_floating_point()
+        }
+        packed |= {f"{variable}/{name}": t for name, t in state.items()}
+        blocks |= {f"{variable}/{kind}": block for kind, block in joined(state).items()}
+    packed |= given[i]
+    rows = Rows.of({name: torch.stack([s[name] for s in given]) for name in given[0]}, spec_of(packed))
+    return RowMessage(rows, i, header, blocks), packed
+
+
+def test_variables_beside_a_row():
+    for i, header in enumerate(HEADERS):
+        message, packed = with_variables(i, header)
+        expected = make_message(packed, header)
+        assert bytes(message) == bytes(expected)
+        assert len(message) == len(bytes(expected))
+        assert list(message.tensors) == list(expected.tensors)
+        assert admitted(message, header, spec=spec_of(packed)) == header
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_nan_in_a_variable_is_refused(kind):
+    message, packed = with_variables(1, HEADERS[1])
+    message.variables[f"c/{kind}"][-1] = float("nan")
+    with pytest.raises(UpdateRejected, match=r"'c/.*' holds NaN"):
+        admitted(message, HEADERS[1], spec=spec_of(packed))
 
 
 @pytest.mark.parametrize("field", ["round", "method", "scheme", "examples"])

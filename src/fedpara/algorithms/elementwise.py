@@ -1,12 +1,14 @@
 """elementwise: call a `finish` that treats every number alike with a whole state as one tensor.
 
 A hundred small tensors then cost as much as one. The results are neighbours in memory, as messages and files need them.
+`on_blocks` gives the function to engines whose states are joined already.
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
+from typing import Any
 
-from fedpara.algorithms.core import Variables
+from fedpara.algorithms.core import Variables, no_variables
 from fedpara.layout import by_type, cut, flat
 from fedpara.state import State, same_names
 
@@ -42,7 +44,23 @@ def elementwise(finish: Finish) -> Finish:
                     into.setdefault(key, {}).update(cut(state[""], x, names))
         return _ordered(sent, x), _ordered(own, x)
 
+    marked: Any = whole
+    marked.on_blocks = (
+        whole,
+        finish,
+    )  # not `finish` alone: functools.wraps copies attributes to other functions
     return whole
+
+
+def on_blocks(finish: Finish) -> Finish | None:
+    """`finish` for states of flat tensors, one per type. None if it may not treat every number alike."""
+    if finish is no_variables:
+        return finish
+    if isinstance(finish, partial):
+        inner = on_blocks(finish.func)
+        return None if inner is None else partial(inner, *finish.args, **finish.keywords)
+    whole, plain = getattr(finish, "on_blocks", (None, None))
+    return plain if whole is finish else None
 
 
 def _ordered(variables: Variables, x: State) -> Variables:

@@ -136,12 +136,13 @@ def reply_of(
         if problem := _divergence(one, whose):
             return Reply(client, reason=f"it diverged: {problem}", diverged=True), memory
     trained, *personal = trainings
+    x = {name: model[name] for name in program.shared}
+    eta = algorithm.local.of(client).mean_lr(round, trained.steps)
     if isinstance(trained, TrainedRow) and not personal:
         header = session.header(round, f"client:{client}", examples)
-        return Reply(client, trained.message(header), "", trained.loss), {PRIVATE: {}}
-    x = {name: model[name] for name in program.shared}
+        row, own = trained.reply(header, x, down, own_variables(memory), eta)
+        return Reply(client, row, "", trained.loss), {PRIVATE: {}, **own}
     y = {name: trained.parameters[name] for name in program.shared}
-    eta = algorithm.local.of(client).mean_lr(round, trained.steps)
     extra, own = algorithm.finish(x, y, down, own_variables(memory), trained.steps, eta)
     if algorithm.local.keep_optimizer:
         own = {**own, **named_slots(trained.slots)}

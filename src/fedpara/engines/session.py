@@ -7,6 +7,7 @@ import torch
 
 from fedpara.algorithms import Algorithm, Variables
 from fedpara.algorithms.core import as_trained, no_variables
+from fedpara.algorithms.elementwise import on_blocks
 from fedpara.algorithms.optimizers import Slots, build_optimizer
 from fedpara.engines.differences import Differences
 from fedpara.engines.distributed.process_group import join
@@ -261,11 +262,28 @@ class Session:
 
     @cached_property
     def sends_trained(self) -> bool:
-        """Whether a client keeps nothing and sends exactly what it trained, in every round."""
+        """Whether a client sends exactly what it trained, in every round.
+
+        Beside it, it sends and keeps nothing, or only variables that follow from it number by number.
+        """
         algorithm, unsent = self.algorithm, self.rotation is not None or self.recycling is not None
-        as_it_is = algorithm.send is as_trained and algorithm.finish is no_variables
-        kept = self.stateful or unsent or isinstance(self.privacy, User)
-        return as_it_is and not kept and self.link.uplink.text == "float32"
+        if algorithm.send is not as_trained or unsent or isinstance(self.privacy, User):
+            return False
+        nothing = algorithm.finish is no_variables and not self.stateful
+        return self.link.uplink.text == "float32" and (nothing or self._finishes_in_blocks())
+
+    def _finishes_in_blocks(self) -> bool:
+        """Whether all variables of a client have one number for each of x, and `finish` computes it from these."""
+        a, x = self.algorithm, self._x()
+        first, own, down = self.first_memory(x), a.client_init(x), a.broadcast(a.server_init(x))
+        others = any(first[name] for name in first.keys() - own.keys())
+        if on_blocks(a.finish) is None or self.program.shared_buffers or others:
+            return False
+        spec = spec_of(x)
+        states = [
+            state for part in (own, down, *a.finish(x, x, down, own, 1, 1.0)) for state in part.values()
+        ]
+        return all(spec_of(state) == spec for state in states)
 
     @cached_property
     def differences(self) -> bool:

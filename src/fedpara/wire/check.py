@@ -77,8 +77,7 @@ def admit_row(
     """The same checks of a message in `Rows`, without taking it apart. The link is "float32", without max_norm."""
     header, _ = header_of(message)
     _check_header(header, round, method, scheme, examples)
-    rows, row = message.rows, message.row
-    if rows.spec != spec or not rows.finite[row] or rows.negative[row]:
+    if message.rows.spec != spec or not message.sound:
         admit(message, spec=spec, round=round, method=method, scheme=scheme, link="float32")
     return header
 

@@ -1,7 +1,8 @@
-"""The messages of a cohort whose tensors lie in one matrix per type, a message per row.
+"""The messages of a cohort whose models lie in one matrix per type, a model per row.
 
 `bytes` of each is what `make_message` gives on a "float32" link. In one process nothing is taken apart: what the
-messages have in common is described once, and the numbers of all of them are checked at once.
+messages have in common is described once, and the numbers of all models are checked at once. A message may hold
+variables beside its row, such as the change of a control variate: one flat tensor for each variable and type.
 """
 
 import math
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fedpara.layout import by_type
-from fedpara.state import State
+from fedpara.state import State, all_finite
 from fedpara.wire.codec import DIGEST, Header, Message, head_of
 from fedpara.wire.coded import Spec
-from fedpara.wire.tensors import in_order, index_of
+from fedpara.wire.tensors import Entry, in_order, index_of
 
 VARIANCE = "running_var"
 """The end of a BatchNorm variance's name."""
@@ -28,7 +29,7 @@ class Rows:
 
     spec: Spec
     blocks: State
-    """[message, numbers] by type, such as "torch.float32": the tensors of that type side by side, by their names"""
+    """[message, numbers] by type, such as "torch.float32": the model's tensors of that type, side by side by name"""
     checked: bool = False
     """whether all numbers are known to be finite"""
 
@@ -45,16 +46,16 @@ class Rows:
 
     @cached_property
     def index(self) -> bytes:
-        return index_of(in_order((name, dtype, tuple(shape)) for name, (dtype, shape) in self.spec.items()))
+        return index_of(self._entries)
 
     @cached_property
     def nbytes(self) -> int:
         """The bytes of one message's numbers."""
-        return sum(whole.shape[1] * whole.element_size() for whole in self.blocks.values())
+        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.spec.values())
 
     @cached_property
     def finite(self) -> Sequence[bool]:
-        """Whether each message is without NaN and infinity. Waits for the device once, unless a number is huge."""
+        """Whether each model is without NaN and infinity. Waits for the device once, unless a number is huge."""
         floats = [whole for whole in self.blocks.values() if whole.is_floating_point() and whole.numel()]
         if self.checked or not floats:
             return [True] * len(next(iter(self.blocks.values())))
@@ -68,7 +69,7 @@ class Rows:
 
     @cached_property
     def negative(self) -> Sequence[bool]:
-        """Whether each message holds a negative BatchNorm variance."""
+        """Whether each model holds a negative BatchNorm variance."""
         if not any(name.endswith(VARIANCE) for name in self.spec):
             return [False] * len(self.finite)
         variances = [_flat(t) for name, t in self.cut(self.blocks).items() if name.endswith(VARIANCE)]
@@ -76,41 +77,60 @@ class Rows:
         return found
 
     @cached_property
-    def _order(self) -> dict[str, list[tuple[str, torch.Size]]]:
-        """The tensors of each type, as they lie in a block; all together in the order of a message's data."""
-        found: dict[str, list[tuple[str, torch.Size]]] = {}
-        for name, dtype, shape in in_order((name, *kind) for name, kind in self.spec.items()):
-            found.setdefault(str(dtype), []).append((name, torch.Size(shape)))
+    def _entries(self) -> tuple[Entry, ...]:
+        """The tensors of a message in the order of its data, which is also their order in a block."""
+        return in_order((name, dtype, tuple(shape)) for name, (dtype, shape) in self.spec.items())
+
+    @cached_property
+    def _sizes(self) -> dict[str, list[int]]:
+        """The numbers of each tensor in a block."""
+        found: dict[str, list[int]] = {}
+        for name, dtype, shape in self._entries:
+            found.setdefault(_block_of(name, dtype), []).append(math.prod(shape))
         return found
 
     def cut(self, blocks: State) -> State:
         """The tensors by their names, as views, in the order of the data. Leading dimensions of the blocks stay."""
+        parts = {kind: iter(block.split(self._sizes[kind], dim=-1)) for kind, block in blocks.items()}
         state: State = {}
-        for kind, tensors in self._order.items():
-            parts = blocks[kind].split([shape.numel() for _, shape in tensors], dim=-1)
-            state |= {
-                name: part.view((*part.shape[:-1], *shape))
-                for (name, shape), part in zip(tensors, parts, strict=True)
-            }
+        for name, dtype, shape in self._entries:
+            if (pieces := parts.get(_block_of(name, dtype))) is not None:
+                part = next(pieces)
+                state[name] = part.view((*part.shape[:-1], *shape))
         return state
 
     def row(self, row: int) -> State:
-        """The blocks of one message."""
+        """The blocks of one model."""
         return {kind: whole[row] for kind, whole in self.blocks.items()}
 
 
 class RowMessage(Message):
-    """One of the messages in `rows`. Its tensors are cut out only if they are read."""
+    """One of the messages in `rows`. Its tensors are cut out only if they are read.
+
+    `variables` holds the flat tensors beside the row, such as "control/torch.float32".
+    """
 
     rows: Rows
     row: int
+    variables: State
 
-    def __init__(self, rows: Rows, row: int, header: Header) -> None:
-        vars(self).update(head=head_of(header, "float32", rows.index), rows=rows, row=row)
+    def __init__(self, rows: Rows, row: int, header: Header, variables: State | None = None) -> None:
+        head = head_of(header, "float32", rows.index)
+        vars(self).update(head=head, rows=rows, row=row, variables=variables or {})
+
+    @property
+    def blocks(self) -> State:
+        return {**self.rows.row(self.row), **self.variables}
+
+    @cached_property
+    def sound(self) -> bool:
+        """Whether all numbers are finite and no BatchNorm variance is negative."""
+        rows, row = self.rows, self.row
+        return rows.finite[row] and not rows.negative[row] and all(map(all_finite, self.variables.values()))
 
     @cached_property
     def tensors(self) -> State:
-        return self.rows.cut(self.rows.row(self.row))
+        return self.rows.cut(self.blocks)
 
     @cached_property
     def size(self) -> int:
@@ -119,6 +139,12 @@ class RowMessage(Message):
     @property
     def device(self) -> torch.device:
         return self.rows.device
+
+
+def _block_of(name: str, dtype: torch.dtype) -> str:
+    """The block of a tensor, such as "torch.float32" for the model and "control/torch.float32" for a variable."""
+    variable, slash, _ = name.rpartition("/")
+    return f"{variable}{slash}{dtype}"
 
 
 def _flat(stacked: Tensor) -> Tensor:

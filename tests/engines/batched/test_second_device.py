@@ -98,7 +98,7 @@ def with_buffers():
     return torch.nn.Sequential(torch.nn.Flatten(), *layers)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedadam", "fednova", "scaffold"])
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedadam", "fednova", "scaffold", "feddyn"])
 @pytest.mark.parametrize("model", [with_buffers, lambda: models.mlp(64, 24, 10)], ids=["buffers", "none"])
 def test_updates_as_they_lie(digits, monkeypatch, name, model):
     """Without a bound on their norm, the updates of some algorithms are summed as rows."""
@@ -118,6 +118,52 @@ def test_rows_have_the_mean_of_the_updates(digits, model):
     assert a.progress.bytes_up == b.progress.bytes_up
     for name, tensor in (a.progress.x | a.progress.buffers).items():
         assert torch.allclose(tensor, (b.progress.x | b.progress.buffers)[name], rtol=1e-6), name
+
+
+@pytest.mark.parametrize("name", ["scaffold", "feddyn"])
+def test_rows_and_variables_as_from_every_tensor_by_itself(digits, name):
+    train, _ = digits
+    model, algorithm = models.mlp(64, 24, 10), algorithms.build(name, Local(lr=0.1, batch_size=500))
+    session = Session(make_program(model), algorithm, fp.Link(), 0)
+    federation = fp.FederatedData(train, data.dirichlet(train.targets, CLIENTS, 1.0, 0))
+    assert session.sends_trained
+    found = [rounds_of(session, fp.Task(model), federation, False, m) for m in (None, 1e9)]
+    (a, kept), (b, also) = found
+    assert a.progress.bytes_up == b.progress.bytes_up
+    pairs = [
+        (a.progress.x, b.progress.x),
+        *((a.progress.server[v], b.progress.server[v]) for v in b.progress.server),
+    ]
+    pairs += [(mine[v], theirs[v]) for mine, theirs in zip(kept, also, strict=True) for v in theirs]
+    for first, second in pairs:
+        assert first.keys() == second.keys()
+        assert all(torch.allclose(first[n], t, rtol=1e-6, atol=1e-8) for n, t in second.items())
+
+
+@pytest.mark.parametrize(
+    ("changed", "link", "scheme"),
+    [
+        ({"momentum": 0.5, "keep_optimizer": True}, "float32", None),
+        ({}, "int8", None),
+        ({}, "float32", fp.PFedPara(gamma=0.5)),
+    ],
+    ids=["optimizer", "link", "private"],
+)
+def test_what_is_more_than_rows_is_not_sent_as_rows(changed, link, scheme):
+    model = models.mlp(64, 24, 10)
+    if scheme is not None:
+        fp.factorize(model, scheme, force=True)
+    algorithm = algorithms.build("feddyn", Local(lr=0.1, batch_size=500, **changed))
+    assert not Session(make_program(model), algorithm, fp.Link(up=link), 0).sends_trained
+
+
+def test_a_finish_of_a_users_algorithm_gets_tensors_by_name():
+    base = algorithms.scaffold(lr=0.1)
+    own = replace(base, finish=lambda *given: base.finish(*given))
+    program = make_program(models.mlp(64, 24, 10))
+    assert Session(program, base, fp.Link(), 0).sends_trained
+    assert not Session(program, own, fp.Link(), 0).sends_trained
+    assert not Session(make_program(with_buffers()), base, fp.Link(), 0).sends_trained
 
 
 @pytest.mark.parametrize("link", LINKS)

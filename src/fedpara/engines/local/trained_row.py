@@ -1,4 +1,7 @@
-"""TrainedRow: a trained client whose state is a row of `Rows`, cut into tensors only if they are read."""
+"""TrainedRow: a trained client whose state is a row of `Rows`, cut into tensors only if they are read.
+
+The algorithm's `finish` then computes with flat tensors, one per type (`layout.joined`).
+"""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -6,10 +9,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fedpara.algorithms import Variables
+from fedpara.algorithms.core import no_variables
+from fedpara.algorithms.elementwise import on_blocks
 from fedpara.engines.local.worker import Trained
 from fedpara.engines.session import Session
+from fedpara.layout import joined, separated
 from fedpara.state import State
-from fedpara.wire import Header
+from fedpara.wire import Header, Spec
 from fedpara.wire.rows import RowMessage, Rows
 
 
@@ -41,15 +48,27 @@ class TrainedRow(Trained):
     def device(self) -> torch.device:
         return self.rows.device
 
-    def message(self, header: Header) -> RowMessage:
-        return RowMessage(self.rows, self.row, header)
+    def reply(
+        self, header: Header, x: State, down: Variables, client: Variables, eta: float
+    ) -> tuple[RowMessage, Variables]:
+        """(the client's message, its new variables)"""
+        finish = on_blocks(self.session.algorithm.finish)
+        assert finish is not None  # `Session.sends_trained`
+        if finish is no_variables:
+            return RowMessage(self.rows, self.row, header), {}
+        y = self.rows.row(self.row)
+        blocks = [{name: joined(state) for name, state in part.items()} for part in (down, client)]
+        extra, own = finish(joined(x), y, *blocks, self.steps, eta)
+        sent = {f"{name}/{kind}": block for name, part in extra.items() for kind, block in part.items()}
+        kept = {name: separated(part, x) for name, part in own.items()}
+        return RowMessage(self.rows, self.row, header, sent), kept
 
 
 def as_row(session: Session, trained: Trained) -> Trained:
     """The trained client as a row, if it stays on a GPU and is sent as it is."""
     if not trained.blocks or not session.sends_trained:
         return trained
-    if session.up != {name: (tensor.dtype, tensor.shape) for name, tensor in trained.state.items()}:
+    if not _is_model(session, {name: (tensor.dtype, tensor.shape) for name, tensor in trained.state.items()}):
         return trained
     blocks = {kind: block[None] for kind, block in trained.blocks.items()}
     rows = Rows(session.up, blocks, checked=bool(trained.finite))
@@ -61,4 +80,9 @@ def in_rows(session: Session, stacked: Mapping[str, Tensor]) -> Rows | None:
     if not session.sends_trained:
         return None
     spec = {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in stacked.items()}
-    return Rows.of(stacked, session.up) if spec == session.up else None
+    return Rows.of(stacked, session.up) if _is_model(session, spec) else None
+
+
+def _is_model(session: Session, spec: Spec) -> bool:
+    """Whether these are the model's tensors as they are sent."""
+    return spec == {name: kind for name, kind in session.up.items() if "/" not in name}

@@ -18,6 +18,7 @@ from fedpara.engines.server.products import AggregationError, ComposedMean, Prod
 from fedpara.engines.transfer import move, move_variables
 from fedpara.errors import ConfigError
 from fedpara.state import State, WeightedSum, device_of
+from fedpara.wire import unpack
 from fedpara.wire.rows import RowMessage, Rows
 
 
@@ -48,10 +49,9 @@ class Aggregator:
         self._held: list[Update] = []
         self._count = 0
         self._guarded: list[tuple[int, Update, State]] = []
-        # Rows are summed as they lie if one weight fits all their numbers, those of the buffers included.
-        self._one_weight = (
-            guard is None and products is None and isinstance(aggregate, FromMean) and not uniform
-        )
+        self._uniform = uniform
+        self._in_rows = guard is None and products is None and isinstance(aggregate, FromMean)
+        self._blocks = WeightedSum(expected)
         self._rows: Rows | None = None  # which all updates of the round have in common, if they are summed so
 
     def add(self, client: int, update: Update, buffers: State) -> None:
@@ -70,18 +70,27 @@ class Aggregator:
 
     def add_row(self, client: int, message: RowMessage, examples: int) -> None:
         """Adds an accepted message of `Rows`; a round has either such messages only, or none."""
-        rows = message.rows
-        if self._one_weight and all(rows.spec[name][0] == tensor.dtype for name, tensor in self._x.items()):
+        rows, weight = message.rows, self._weights[client]
+        if self._in_rows and self._one_weight(rows):
             self._rows, self._count = rows, self._count + 1
-            self._buffers.add(rows.row(message.row), self._weights[client])
+            self._blocks.add(message.blocks, 1.0 if self._uniform else weight)
+            self._buffers.add({}, weight)
             return
-        y, buffers = self._split(message.tensors)
-        self.add(client, Update(y, {}, examples), buffers)
+        y, buffers, variables = self._split(message.tensors)
+        self.add(client, Update(y, variables, examples), buffers)
 
-    def _split(self, state: State) -> tuple[State, State]:
-        """(the parameters, the buffers)"""
-        y = {name: state[name] for name in self._x}
-        return y, {name: tensor for name, tensor in state.items() if name not in y}
+    def _one_weight(self, rows: Rows) -> bool:
+        """Whether all numbers of a message, its buffers too, have one weight and are summed in their own types."""
+        if any(rows.spec[name][0] != tensor.dtype for name, tensor in self._x.items()):
+            return False
+        return not self._uniform or all(name in self._x or "/" in name for name in rows.spec)
+
+    def _split(self, state: State) -> tuple[State, State, Variables]:
+        """(the parameters, the buffers, the variables)"""
+        variables = unpack(state)
+        model = variables.pop("")
+        y = {name: model[name] for name in self._x}
+        return y, {name: tensor for name, tensor in model.items() if name not in y}, variables
 
     @property
     def arrived(self) -> float:
@@ -116,8 +125,8 @@ class Aggregator:
         """The means of the updates and of the buffers."""
         if self._rows is None:
             return self._mean.result(), self._buffers.mean()
-        y, averages = self._split(self._rows.cut(self._buffers.mean()))
-        return Mean(y, {}, self._count), averages
+        y, averages, variables = self._split(self._rows.cut(self._blocks.mean()))
+        return Mean(y, variables, self._count), averages
 
 
 def _checked(algorithm: Algorithm, made: tuple[State, Variables], x: State) -> tuple[State, Variables]:
