@@ -82,6 +82,8 @@ def library_call(
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         signature = ", ".join(map(str, inspect.signature(known[name]).parameters.values()))
         reason = str(error).partition(" (<unknown>")[0]
+        if reason.startswith("malformed node"):
+            reason = "an argument is no literal, such as 0.5, True or 'text'"
         raise ConfigError(
             f"{what} is {text!r} ({reason}): expected {name}({signature}), with Python literals."
         ) from None

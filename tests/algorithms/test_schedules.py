@@ -7,6 +7,7 @@ import pytest
 import fedpara as fp
 from fedpara.algorithms import Local
 from fedpara.algorithms.schedules import RateSchedule
+from fedpara.errors import ConfigError
 
 COSINE_4 = [1.0, (1 + math.cos(math.pi / 4)) / 2, 0.5, (1 + math.cos(3 * math.pi / 4)) / 2]
 ACROSS: dict[str, tuple[RateSchedule, list[float]]] = {
@@ -60,3 +61,19 @@ def test_steps_join_from_one_round_to_the_next() -> None:
     rates = [rate for round in range(1, 7) for rate in local.rates(round, 10)]
     expected = [k / 20 if k < 20 else (1 + math.cos(math.pi * (k - 20) / 40)) / 2 for k in range(60)]
     assert rates == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: fp.cosine(warmup=-1), "warmup is -1: expected a number of rounds, 0 or more"),
+        (lambda: fp.step_decay(0), "every is 0: expected a number of rounds, 1 or more"),
+        (
+            lambda: Local(schedule="cosine"),
+            r"schedule is 'cosine': expected a function, such as fp.cosine\(warmup=5\)",
+        ),
+    ],
+)
+def test_a_wrong_schedule_is_named(make, says):
+    with pytest.raises(ConfigError, match=says):
+        make()

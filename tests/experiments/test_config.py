@@ -172,6 +172,8 @@ BAD = {
     "lr": ("fast", "expected float"),
     "gamma": ("small", "expected float."),
     "personal": (1, "expected bool"),
+    "clip": (True, "clip is True: expected float."),
+    "rounds": (True, "rounds is True: expected int."),
     "batch_size": (2.5, "expected int"),
     "options": ({"mu": 0.1}, "fedavg has no hyper-parameter 'mu'"),
 }

@@ -167,3 +167,26 @@ def test_a_summary_tells_what_ran_and_seeds_are_one_setting(tmp_path):
         "r2",
     )
     assert len(group(runs)) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"task": nn.Linear(6, 1)}, r"task is a Linear: expected a Task, such as fp.Task\("),
+        ({"data": []}, "data is a list: expected a FederatedData"),
+        (
+            {"algorithm": "fedavg"},
+            r"algorithm is 'fedavg': expected an Algorithm, such as algorithms.fedavg\(lr=0.1\)",
+        ),
+        ({"algorithm": algorithms.fedavg}, "algorithm is a function: expected"),
+        ({"link": "int8"}, r"link is 'int8': expected a Link, such as fp.Link\(up=\"int8\"\)"),
+    ],
+)
+def test_an_object_of_another_kind_is_named(changes, says):
+    given = {
+        "task": fp.Task(nn.Linear(6, 1), loss="mse"),
+        "data": federation(),
+        "algorithm": algorithms.fedavg(),
+    }
+    with pytest.raises(ConfigError, match=says):
+        fp.simulate(**{**given, **HOW, **changes})

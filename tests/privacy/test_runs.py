@@ -211,3 +211,15 @@ def test_the_command_computes_noise_and_cost():
     told = command("--noise 1 --epsilon 9 --clients 100 --cohort 50 --rounds 4")
     assert "lasts for" in told
     assert "--privacy 'user(noise=1, clip=0.5)'" in told
+    assert "--epsilon 9" in told, "the suggested run stops at the budget"
+
+
+def test_the_command_suggests_no_run_without_a_budget_for_one_round():
+    told = command("--noise 0.2 --epsilon 1 --clients 100 --cohort 50 --rounds 4")
+    assert "lasts for 0 rounds" in told
+    assert "run it" not in told
+    refused = CliRunner().invoke(
+        app, shlex.split("privacy --noise 0.001 --clients 100 --cohort 10 --rounds 5")
+    )
+    assert isinstance(refused.exception, ConfigError)
+    assert "--noise is 0.001: expected 0.1 or more" in str(refused.exception)

@@ -142,6 +142,7 @@ def test_a_wrong_metric_is_named(metric, words):
         ({"metrics": ["acuracy"]}, "unknown metric 'acuracy'.*accuracy"),
         ({"metrics": "r2"}, r"metrics is 'r2': expected a list, such as \['r2'\]"),
         ({"metrics": ["loss"]}, "always measured"),
+        ({"metrics": ["r2", sum]}, "metrics holds .*sum.* without a name: give a dict"),
     ],
 )
 def test_an_unknown_name_is_rejected_when_the_task_is_made(fields, words):

@@ -59,6 +59,10 @@ class Local:
             object.__setattr__(self, "epochs", None)
         if (self.epochs is None) == (self.steps is None):
             raise ConfigError(f"epochs is {self.epochs} and steps is {self.steps}: expected one of the two.")
+        if self.schedule is not None and not callable(self.schedule):
+            raise ConfigError(
+                f"schedule is {self.schedule!r}: expected a function, such as fp.cosine(warmup=5)."
+            )
         check(POSITIVE, lr=self.lr, clip=self.clip, eps=self.eps)
         check(AT_MOST_ONE, lr_decay=self.lr_decay)
         check(COUNT, batch_size=self.batch_size, epochs=self.epochs, steps=self.steps)

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fedpara.errors import ConfigError
+
 RateSchedule = Callable[[float, int], float]
 
 
@@ -20,6 +22,10 @@ class _Shaped:
     floor: float
     rounds: int | None
     within: bool
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0:
+            raise ConfigError(f"warmup is {self.warmup}: expected a number of rounds, 0 or more.")
 
     def __call__(self, at: float, rounds: int) -> float:
         step = 0.0 if self.within else 1.0  # whole rounds: the first one must not have a rate of 0
@@ -53,6 +59,10 @@ def constant(*, warmup: float = 0, within: bool = False) -> RateSchedule:
 class _Steps:
     every: int
     factor: float
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ConfigError(f"every is {self.every}: expected a number of rounds, 1 or more.")
 
     def __call__(self, at: float, rounds: int) -> float:
         return self.factor ** (int(at) // self.every)

@@ -11,6 +11,7 @@ from fedpara.errors import ConfigError, UsageError
 from fedpara.privacy import epsilon as spent
 from fedpara.privacy import epsilon_rdp, noise_for, rounds_within
 from fedpara.privacy.accountant import default_delta
+from fedpara.privacy.kinds import check_noise
 
 
 def privacy(
@@ -36,15 +37,20 @@ def privacy(
             f"noise {z:.4g} keeps {rounds} rounds within epsilon {epsilon:g} at delta {found['delta']:.3g}"
         )
     elif epsilon is not None:
+        some = found["affordable"]
         typer.echo(
-            f"epsilon {epsilon:g} at delta {found['delta']:.3g} lasts for {found['affordable']} rounds"
+            f"epsilon {epsilon:g} at delta {found['delta']:.3g} lasts for {some} rounds"
+            + (" or more" if some == rounds else "")
         )
+        if not some:
+            return
     typer.echo(
         f"the mean update gets noise of standard deviation {z / cohort:.3g} * clip in every coordinate"
     )
     typer.echo(
         f"run it: fedpara run --privacy 'user(noise={z:.4g}, clip=0.5)' --delta {found['delta']:.3g} --sampler poisson "
         f"--weights uniform --clients {clients} --cohort {cohort} --rounds {rounds}"
+        + (f" --epsilon {epsilon:g}" if epsilon is not None else "")
     )
 
 
@@ -53,7 +59,9 @@ def plan(
 ) -> dict[str, Any]:
     """The noise, and the cost after a quarter, half and all of the rounds."""
     check(COUNT, clients=clients, cohort=cohort, rounds=rounds)
-    check(POSITIVE, epsilon=epsilon, noise=noise, delta=delta)
+    check(POSITIVE, epsilon=epsilon, delta=delta)
+    if noise is not None:
+        check_noise(noise, "--noise")
     if cohort > clients:
         raise ConfigError(f"a cohort of {cohort} from {clients} clients: choose a smaller cohort.")
     if epsilon is None and noise is None:

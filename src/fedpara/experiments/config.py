@@ -187,10 +187,11 @@ class Experiment:
     def __post_init__(self) -> None:
         for f in fields(self):
             value: Any = getattr(self, f.name)
-            if isinstance(value, int) and float in (f.type, *get_args(f.type)):
+            flag = isinstance(value, bool) and bool not in (f.type, *get_args(f.type))
+            if isinstance(value, int) and not flag and float in (f.type, *get_args(f.type)):
                 value = float(value)  # 1 and 1.0 are the same experiment
                 object.__setattr__(self, f.name, value)
-            if not isinstance(value, dict if f.name == "options" else f.type):  # type: ignore[arg-type]
+            if flag or not isinstance(value, dict if f.name == "options" else f.type):  # type: ignore[arg-type]
                 expected = formatannotation(f.type).removesuffix(" | None")
                 raise ConfigError(f"{f.name} is {value!r}: expected {expected}.")
             several = f.name == "metrics" and bool(value)

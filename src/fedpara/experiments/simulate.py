@@ -43,6 +43,7 @@ def simulate(
     With `out`, every round is saved. The same call resumes an interrupted run with the same bits, and returns at once
     if the run is finished. The model must have the same initial weights: seed torch before you build it.
     """
+    _check_kinds(task, data, algorithm, how.get("link"))
     if out is None:
         return engines.simulate(task, data, algorithm, **how)
     return _into(Path(out), task, data, algorithm, **how)
@@ -95,6 +96,20 @@ def _into(
     rounds = [fresh.get(line["round"]) or round_of(line, schedule, session.seed) for line in summary.metrics]
     rounds[-1] = replace(rounds[-1], progress=progress)
     return Run(session, folder.memory, tuple(rounds), summary.engine or "")
+
+
+def _check_kinds(task: object, data: object, algorithm: object, link: object) -> None:
+    """ConfigError for the mistakes that are easily made: a model, a name or a function in place of these objects."""
+    for name, given, kind, such in (
+        ("task", task, Task, "fp.Task(model, test=test)"),
+        ("data", data, FederatedData, "fp.FederatedData(train, clients)"),
+        ("algorithm", algorithm, Algorithm, "algorithms.fedavg(lr=0.1)"),
+        ("link", Link() if link is None else link, Link, 'fp.Link(up="int8")'),
+    ):
+        if not isinstance(given, kind):
+            told = repr(given) if isinstance(given, str) else f"a {type(given).__name__}"
+            article = "an" if name[0] == "a" else "a"
+            raise ConfigError(f"{name} is {told}: expected {article} {kind.__name__}, such as {such}.")
 
 
 def _refuse_other(path: Path, asked: Experiment) -> None:

@@ -143,10 +143,15 @@ def _check_noise_and_clip(kind: Privacy) -> None:
         )
     if not kind.clip > 0:
         raise ConfigError(f"privacy {kind}: clip is {kind.clip}: expected a number above 0.")
-    if not kind.noise >= SMALLEST_NOISE:
+    check_noise(kind.noise, f"privacy {kind}: noise")
+
+
+def check_noise(noise: float, what: str) -> None:
+    """ConfigError for less noise than the accountants can tell the cost of."""
+    if not noise >= SMALLEST_NOISE:
         raise ConfigError(
-            f"privacy {kind}: noise is {kind.noise}: expected {SMALLEST_NOISE} or more. With less, a single round "
-            "already costs an epsilon above 50."
+            f"{what} is {noise}: expected {SMALLEST_NOISE} or more. With less, a single round already costs an epsilon "
+            "above 50."
         )
 
 

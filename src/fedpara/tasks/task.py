@@ -52,6 +52,10 @@ class Task:
         for name in of:
             if isinstance(name, str) and name not in METRICS:
                 raise ConfigError(f"unknown metric {name!r}: {among(name, METRICS)}")
+            if not isinstance(name, str) and not isinstance(named, Mapping):
+                raise ConfigError(
+                    f"metrics holds {name!r} without a name: give a dict, such as {{'mine': ...}}."
+                )
         if self.test is not None:
             object.__setattr__(self, "test", as_examples(self.test))
 

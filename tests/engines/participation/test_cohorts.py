@@ -167,6 +167,13 @@ def test_a_bad_sampler_is_named_before_the_run(world, drawn, says):
         world.simulate(world.model(), sampler=lambda *_: drawn)
 
 
+def test_a_sampler_that_fails_is_named(world):
+    with pytest.raises(
+        ConfigError, match=r"the sampler failed in round 1 \(TypeError.*\): expected a function"
+    ):
+        world.simulate(world.model(), sampler=lambda round, clients: [0])
+
+
 def test_an_unknown_sampler_is_named(world):
     with pytest.raises(ConfigError, match="unknown sampler 'poison': did you mean 'poisson'"):
         world.simulate(world.model(), sampler="poison")

@@ -12,7 +12,7 @@ from fedpara import algorithms
 from fedpara.algorithms import Update
 from fedpara.engines.memory import InMemory
 from fedpara.engines.progress import Schedule
-from fedpara.engines.server.aggregation import Aggregator, capped
+from fedpara.engines.server.aggregation import Aggregator, capped, round_weights
 from fedpara.engines.server.rounds import run_rounds
 from fedpara.wire import decode, encode
 
@@ -83,6 +83,12 @@ def test_a_capped_client_moves_the_model_by_no_more_than_its_share(world):
     (note,) = capped_.notes
     assert "client 0 with 1099511627776 examples counts as 200" in note
     assert "max_share limits each client to 50% of a round's weight" in note
+
+
+def test_a_share_that_cannot_hold_is_said_once():
+    weights, notes = round_weights({0: 30, 1: 10, 2: 20}, "examples", 0.2)
+    assert len(set(weights.values())) == 1
+    assert notes == ["3 clients cannot each have at most 20% of a round's weight: all count the same"]
 
 
 @pytest.mark.parametrize("name", algorithms.names())

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedpara.choices import SAMPLERS
 from fedpara.engines.rng import numpy_rng
-from fedpara.errors import ConfigError, among
+from fedpara.errors import ConfigError, among, in_a_line
 
 Sampler = Callable[[int, int, int, np.random.Generator], Iterable[int]]
 """(round, number of clients, cohort size, generator) -> the numbers of the chosen clients"""
@@ -106,7 +106,14 @@ class Cohorts:
     def draw(self, round: int) -> list[int]:
         """The clients of the round, sorted."""
         generator = numpy_rng(self.seed, "cohort", round)
-        return _sorted(self.sampler(round, self.clients, self.size, generator), self.clients, round)
+        try:
+            drawn = self.sampler(round, self.clients, self.size, generator)
+        except Exception as error:
+            raise ConfigError(
+                f"the sampler failed in round {round} ({in_a_line(error)}): expected a function (round, clients, "
+                "cohort, generator) that returns client numbers."
+            ) from error
+        return _sorted(drawn, self.clients, round)
 
     def loses(self, round: int, client: int) -> bool:
         """Whether the client is lost in this round."""

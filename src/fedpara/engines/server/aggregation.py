@@ -150,6 +150,10 @@ def round_weights(
     if max_share is None:
         return {client: float(count) for client, count in present.items()}, []
     weights = dict(zip(present, capped(list(present.values()), max_share), strict=True))
+    if max_share * len(present) < 1:
+        return weights, [
+            f"{len(present)} clients cannot each have at most {max_share:.0%} of a round's weight: all count the same"
+        ]
     return weights, [
         f"client {client} with {present[client]} examples counts as {weight:.6g}: max_share limits each client to "
         f"{max_share:.0%} of a round's weight"

@@ -258,7 +258,8 @@ def load_run(path: Path, experiment: Experiment, data: str) -> RunFolder:
         on_error.callback(folder.close)
         if data_digest(path) not in (None, data):
             raise RunError(
-                f"{path} was started with different examples: use the same files. Set their folder with --data-dir."
+                f"{path} was started with different examples, or another split among clients: use the same data. On "
+                "the command line, --data-dir names its folder."
             )
         done = folder.progress.round if folder.progress else 0
         if experiment.rounds < done:
