@@ -27,9 +27,9 @@ def in_a_line(error: Exception) -> str:
 
 
 def among(name: str, known: Collection[str]) -> str:
-    """The list of known names, preceded by "did you mean ...?" if one of them is close to `name`."""
+    """What follows a colon: the list of known names, after "did you mean ...?" if one of them is close to `name`."""
     close = get_close_matches(name, known, n=1, cutoff=0.5)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"Known: {', '.join(known)}."
+    return (f"did you mean {close[0]!r}? K" if close else "k") + f"nown: {', '.join(known)}."
 
 
 def install(extra: str) -> str:

@@ -25,5 +25,5 @@ def test_it_has_the_shape_of_the_real_set(name):
 
 
 def test_an_unknown_name_lists_the_known_names():
-    with pytest.raises(ConfigError, match="no generated set is called 'imagenet': Known: cifar10"):
+    with pytest.raises(ConfigError, match="no generated set is called 'imagenet': known: cifar10"):
         data.load("generated:imagenet")

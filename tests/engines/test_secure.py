@@ -129,7 +129,7 @@ class Norm(nn.Module):
         ("fedavg", {"secure": "secagg(threshold=0.4)"}, "threshold is 0.4: expected a share above 0.5"),
         ("fedavg", {"secure": "secagg(bits=4)"}, "bits is 4: expected a whole number, 8 to 32"),
         ("fedavg", {"secure": "secagg(clip=0)"}, "clip is 0: expected a norm above 0"),
-        ("fedavg", {"secure": "paillier"}, "unknown secure 'paillier': Known: secagg."),
+        ("fedavg", {"secure": "paillier"}, "unknown secure 'paillier': known: secagg."),
     ],
 )
 def test_what_cannot_be_summed_is_refused_before_a_folder_is_made(world, tmp_path, algorithm, how, why):

@@ -113,7 +113,7 @@ def test_the_list_needs_no_run(cli, tmp_path):
     ("words", "message"),
     [
         (("frontier", "--scale", "huge"), "unknown scale 'huge'"),
-        (("fedmud", "--scale", "tiny"), "unknown scale 'tiny': Known: cifar10, digits."),
+        (("fedmud", "--scale", "tiny"), "unknown scale 'tiny': known: cifar10, digits."),
         (("fedmud", "--list"), "--list is for frontier or a study of the paper: leave it out"),
         (("frontier", "--scale", "tiny", "--validation", "--only", "zip"), "no combination has this"),
         (
