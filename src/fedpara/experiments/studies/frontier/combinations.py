@@ -299,7 +299,7 @@ _CIFAR100 = Scale(
     validation=0.1,
     trial_rounds=40,
     trial_target=0.05,
-    rates=(0.1, 0.05, 0.025),
+    rates=(0.1, 0.05),
     classes=100,
 )
 
