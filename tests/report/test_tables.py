@@ -261,6 +261,15 @@ def test_the_mean_over_a_cohort_does_not_represent_all_clients(library):
     assert other_runs(Library({"one": (whole,)}), []).entries[0].value is not None
 
 
+@pytest.mark.parametrize(
+    "path", ["results/privacy/mnist/final/original/epsilon-4/seed=1", "results/frontier/digits/test/a"]
+)
+def test_runs_that_another_page_shows_are_left_out(library, path):
+    run = replace(next(iter(library)), path=Path(path))
+    assert other_runs(Library({"one": (run,)}), []) is None
+    assert other_runs(Library({"one": (replace(run, path=Path("results/mine")),)}), []) is not None
+
+
 def tables_of(library):
     return [table_of(study, library, range(4), scale="tiny") for study in paper.STUDIES.values()]
 

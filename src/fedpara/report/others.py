@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean
 
 from fedpara.experiments import Summary
@@ -17,6 +18,8 @@ OF_COHORT = (
     "Runs of personal models are to be run again if they have only the scores of each round's cohort: the last of "
     "these is the mean over a few clients, not over all."
 )
+PRIVACY = "privacy"
+"""The folder of the runs of `benchmarks/privacy.py`, whose table is in the guide to privacy."""
 COLUMNS: dict[str, tuple[Callable[[Summary], float | None], str]] = {
     "accuracy [%]": (final_accuracy, "%"),
     "rounds": (lambda run: float(run.rounds), "n"),
@@ -25,12 +28,12 @@ COLUMNS: dict[str, tuple[Callable[[Summary], float | None], str]] = {
 
 
 def other_runs(library: Library, tables: Sequence[Table]) -> Table | None:
-    """The table, or None if the given tables use every started run. The frontier has a page of its own."""
+    """The table, or None if the given tables use every started run. Runs that another page shows are left out."""
     reported = {name for table in tables for entry in table.entries for name in entry.runs}
     # From all runs, so that the labels also differ from those of the tables' runs.
     series = [
         replace(one, runs=left)
-        for one in all_series(run for run in library if not belongs(run.path))
+        for one in all_series(run for run in library if not _is_shown_elsewhere(run.path))
         if (left := tuple(run for run in one.runs if library.name_of(run) not in reported))
     ]
     if not series:
@@ -45,6 +48,10 @@ def other_runs(library: Library, tables: Sequence[Table]) -> Table | None:
     notes = (OF_COHORT,) * any(entry.superseded for _, entry in scored)
     study = Study("runs", OTHERS, "Not in the paper", tuple(cells), notes)
     return Table(study, tuple(entry for _, entry in scored))
+
+
+def _is_shown_elsewhere(run: Path) -> bool:
+    return belongs(run) or PRIVACY in run.parts
 
 
 def _entry(series: Series, column: str, library: Library) -> Entry:
