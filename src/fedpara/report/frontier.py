@@ -28,8 +28,8 @@ HEADINGS = ("combination", "accuracy [%]", "seeds", "rate", "up", "down", "to th
 ABOUT = """\
 A combination is a network, the link up / the link down, and options. `fedpara0.1 eden/int8` is FedPara with γ 0.1, EDEN
 with one bit up and int8 down. `topk5` sends the largest 5%, `stc5` their signs, and `+` is error feedback. `grid0.25`
-rounds the model to steps of a quarter of each tensor's root mean square, and sends how far it moved. `fedparamixed` is a
-[γ per client](guides/aggregation.md), 0.1, 0.2 and 0.4, and `refit` averages weights in place of factors.
+rounds the model to steps of a quarter of each tensor's root mean square, and sends how far it moved. `fedparamixed` is
+a [γ per client](guides/aggregation.md), 0.1, 0.2 and 0.4, and `refit` averages weights in place of factors.
 [Send fewer bytes](guides/compression.md) describes the links. Learning rates are chosen by validation, with the same
 trials for every combination. `fedpara reproduce frontier` runs all of this.
 
