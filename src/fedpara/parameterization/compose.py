@@ -63,9 +63,8 @@ def kernels(parts: Sequence[Sequence[Tensor]], channels_last: bool = False) -> l
 
 def stacked_parts(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """All kernels as one batch, channels-last."""
-    if (
-        len(parts) == 1
-    ):  # torch's compiler gives the gradient of a stack of one tensor other strides than it had
+    if len(parts) == 1:
+        # Not stacked: torch's compiler gives the gradient of a stack of one tensor other strides than it had.
         (one,) = ([factor[None] for factor in factors] for factors in parts)
         return [_channels_last_batched(*one).squeeze(0).movedim(-1, 1)]
     x, y, t = (torch.stack(list(same)) for same in zip(*parts, strict=True))

@@ -33,9 +33,7 @@ def costs(scale: Scale, rounds: int | None = None) -> dict[str, dict[str, float 
     found: dict[str, dict[str, float | None]] = {}
     for name in scale.combinations:
         experiment = scale.experiment(name)
-        up, down, parameters = _sent(
-            _program(scale, experiment, shape), experiment, rounds or experiment.rounds
-        )
+        up, down, parameters = _of_all_gammas(scale, experiment, shape, rounds or experiment.rounds)
         total = None if down is None else (up + down) * experiment.cohort * (rounds or experiment.rounds)
         found[name] = {"parameters": parameters, "up": up, "down": down, "bytes": total}
     return found
