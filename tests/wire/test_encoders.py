@@ -204,6 +204,15 @@ def test_a_grid_by_hand(n, base, digits, listed):
     assert torch.equal(through("grid(0)", x), x)
 
 
+def test_a_grid_halves_its_step_on_the_downlink_only():
+    one = encoder("grid(0.5, halve=100)")
+    assert [one.at(t).step for t in (0, 100, 400)] == [0.5, 0.25, 0.5 / 16]
+    assert encoder("grid(0.5)").at(400).step == 0.5
+    assert Link(down="grid(0.5, halve=100)").downlink.text == "grid(0.5, halve=100.0)"
+    with pytest.raises(ConfigError, match="halve is for the downlink"):
+        Link(up="grid(0.5, halve=100)")
+
+
 @given(
     st.lists(st.integers(-(2**23) + 1, 2**23 - 1), min_size=1, max_size=40),
     st.integers(-60, 60),
@@ -335,6 +344,7 @@ def test_a_generator_is_needed_and_decides_everything(link):
         ("powersgd(rank=0)", "rank is 0"),
         ("grid", "step"),
         ("grid(-1)", "step is -1: expected 0 to 8"),
+        ("grid(0.5, halve=0)", "halve is 0: expected the rounds"),
         ("float32(feedback=True)", "feedback"),
         ("sign(", "sign"),
     ],

@@ -212,7 +212,8 @@ def reproduce(
     tables of `fedpara report results`. --seeds limits the final seeds, and --only selects parts.
 
     Other names: robustness, the table of attacks and defences; frontier, accuracy against bytes; fedmud, FedMUD's
-    protocol. Their scales are digits and cifar10; frontier also has cifar10-noniid and cifar100-noniid.
+    protocol. Their scales are digits and cifar10; frontier also has cifar10-noniid and cifar100-noniid, and their
+    links are chosen by the longer trials of cifar10-noniid-links and cifar100-noniid-links.
 
     Finished runs are skipped; interrupted runs are resumed.
 

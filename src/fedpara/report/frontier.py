@@ -117,6 +117,7 @@ def frontier_sections(library: Library) -> list[Section]:
         Section(name, stage, points(scale, stage, library, seeds))
         for name, scale in ALL_SCALES.items()
         for stage in stages
+        if stage == "validation" or scale.final_scale is None
     )
     return [section for section in found if section.points]
 

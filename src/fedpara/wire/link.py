@@ -26,7 +26,11 @@ class Link:
     down: str = "float32"
 
     def __post_init__(self) -> None:
-        parse_encoding(self.up, "Link up")
+        up = parse_encoding(self.up, "Link up")
+        if up.grid is not None and up.grid.halve is not None:
+            raise ConfigError(
+                f"Link up is {self.up!r}: halve is for the downlink. Updates shrink by themselves, and so do their grids."
+            )
         parse_encoding(self.down, "Link down")
 
     @property

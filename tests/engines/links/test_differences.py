@@ -25,6 +25,7 @@ DOWN = (
     "powersgd(rank=1)",
     "int8(feedback=True)",
     "grid(0.5)",
+    "grid(0.5, halve=2)",
 )
 
 
@@ -187,21 +188,23 @@ def moved(session, progress, spread, count, cohort=()):
     return progress, messages
 
 
-def test_on_a_grid_the_clients_model_is_the_nearest_point(world):
-    """Each number is off by at most half a unit, a power of two near half the tensor's root mean square."""
-    session = world.session(world.model(), link=fp.Link(down="grid(0.5)"))
+@pytest.mark.parametrize(("down", "step"), [("grid(0.5)", 0.5), ("grid(0.5, halve=2)", 0.5 * 2 ** (-5 / 2))])
+def test_on_a_grid_the_clients_model_is_the_nearest_point(world, down, step):
+    """Each number is off by at most half a unit, a power of two near the step times the tensor's root mean square."""
+    session = world.session(world.model(), link=fp.Link(down=down))
     progress, _ = moved(session, initial_progress(session), 0.05, 4)
     message, sent = broadcast(session, progress, 5)
     for name in progress.known.state:
         x = progress.x[name]
-        unit = 2.0 ** round(math.log2(0.5 * float(x.double().square().mean().sqrt())))
+        unit = 2.0 ** round(math.log2(step * float(x.double().square().mean().sqrt())))
         assert torch.equal(sent[name], (x / unit).round() * unit)
     assert message.exact
 
 
-def test_on_a_grid_one_message_takes_the_place_of_those_missed(world):
+@pytest.mark.parametrize("down", ["grid(0.5)", "grid(2.0, halve=4)"])
+def test_on_a_grid_one_message_takes_the_place_of_those_missed(world, down):
     """A client's way from round a has one message, shorter than all of them, also in a run that was resumed."""
-    session = world.session(world.model(), link=fp.Link(down="grid(0.5)"))
+    session = world.session(world.model(), link=fp.Link(down=down))
     progress, first = moved(session, initial_progress(session), 0.02, 3, cohort=[1])
     progress, later = moved(session, progress, 0.02, 5, cohort=[2])
     assert (progress.known.last, len(progress.known.messages)) == ({1: 3, 2: 8}, 5)

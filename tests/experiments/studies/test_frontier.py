@@ -55,7 +55,7 @@ def test_every_combination_is_a_different_experiment(name):
     folders = {folder_name(one, e) for one in scale.combinations for e in trials(scale, one)}
     assert len(folders) == len(made)
     assert not any(set(folder) & set("/ ()") for folder in folders)
-    assert len(scale.combinations) >= 25 or name in ("tiny", "cifar10-noniid", "cifar100-noniid")
+    assert len(scale.combinations) >= 25 or "noniid" in name or name == "tiny"
 
 
 def test_the_words_of_a_combination():
@@ -105,6 +105,8 @@ def test_the_rate_is_chosen_by_validation_and_its_finals_have_other_seeds(tmp_pa
     assert [run.path.name for run in point.runs] == ["slow"]
     with pytest.raises(ConfigError, match="no combination has this in its name"):
         frontier_jobs(TINY, "validation", library, only=["nothing"])
+    with pytest.raises(ConfigError, match="trials only: its final runs are those of --scale cifar100-noniid"):
+        frontier_jobs(SCALES["cifar100-noniid-links"], "test", library)
 
 
 def test_the_first_rate_of_all_combinations_comes_first(tmp_path):

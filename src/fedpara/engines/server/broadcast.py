@@ -63,7 +63,7 @@ def _moves(session: Session, state: State, known: Known, round: int, grid: Grid)
     device = device_of([state])
     nothing = torch.Generator()  # numbers on a grid are not rounded: no draws
     known = known.on(device)
-    rounded = grid.rounded([state[name] for name in known.state])
+    rounded = grid.at(round).rounded([state[name] for name in known.state])
     rest = {name: tensor for name, tensor in state.items() if name not in known.state}
 
     def start() -> Tensor:

@@ -57,7 +57,7 @@ SCALES = {
         clients=100,
         cohort=16,
         rounds=60,
-        epochs=10,
+        epochs=5,
         batch_size=64,
         lr=0.1,
         lr_decay=0.992,
@@ -66,7 +66,8 @@ SCALES = {
         evaluate_every=10,
     ),
 }
-"""digits takes seconds per run on a CPU; cifar10 needs a GPU and has the recipe of `results/tuning/cifar10-iid`."""
+"""digits takes seconds per run on a CPU; cifar10 needs a GPU and has the recipe of
+`results/tuning/cifar10-iid` with half its epochs."""
 HELD_OUT = {"digits": 0.2, "cifar10": 0.104}
 """The share of each client's examples that validation scores."""
 SEEDS, FIRST_SEED, FIRST_VALIDATION_SEED = 3, 80, 100

@@ -1,5 +1,6 @@
 """The encoders of lossy links, one file each, by the names that a link uses."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -50,7 +51,7 @@ class Encoding:
 
     @property
     def grid(self) -> Grid | None:
-        """The grid to which a server on this downlink rounds its model."""
+        """The grid of this encoding. A server on such a downlink rounds its model to it."""
         return self.encoder if isinstance(self.encoder, Grid) else None
 
     def loses(self, dtype: torch.dtype, shape: torch.Size) -> bool:
@@ -108,12 +109,14 @@ def eden(bits: int = 1, block: int = 1024, unbiased: bool = True, feedback: bool
     return _coded(Eden(bits, block, bool(unbiased)), feedback)
 
 
-def grid(step: float, feedback: bool = False) -> Encoding:
+def grid(step: float, halve: float | None = None, feedback: bool = False) -> Encoding:
     if type(step) not in (int, float) or not 0 <= step <= 8:
         raise ConfigError(
             f"step is {step!r}: expected 0 to 8 times the root mean square of a tensor, such as 0.5."
         )
-    return _coded(Grid(float(step)), feedback)
+    if halve is not None and (type(halve) not in (int, float) or not 1 <= halve < math.inf):
+        raise ConfigError(f"halve is {halve!r}: expected the rounds in which the step halves, such as 100.")
+    return _coded(Grid(float(step), None if halve is None else float(halve)), feedback)
 
 
 def powersgd(rank: int = 2, feedback: bool = False) -> Encoding:

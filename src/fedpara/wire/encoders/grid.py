@@ -10,6 +10,9 @@ base 4, whichever promises the shortest message. The largest digit stands for al
 Deflate gives frequent bytes a short Huffman code. So the length of a message depends on its numbers, and slightly on
 the version of zlib.
 
+On a downlink, `halve=h` makes the step finer as training slows down: the server's grid in round t has the step
+step * 2^(-t/h). A constant step leaves the same error in the clients' model when the learning rate is small.
+
 Sums and differences of multiples of powers of two are exact in float32. So a server whose models lie on such grids can
 tell any client in one message by how much the model has moved since the client's last one (`engines/differences.py`).
 """
@@ -41,10 +44,15 @@ LISTED_BITS = 10
 @dataclass(frozen=True)
 class Grid:
     step: float
+    halve: float | None = None  # the rounds in which the step of a downlink falls to a half
 
     @property
     def text(self) -> str:
-        return f"grid({self.step!r})"
+        return f"grid({self.step!r})" if self.halve is None else f"grid({self.step!r}, halve={self.halve!r})"
+
+    def at(self, round: int) -> "Grid":
+        """The grid of the server's model in this round."""
+        return self if self.halve is None else Grid(self.step * 2.0 ** (-round / self.halve))
 
     def layout(self, shapes: Sequence[torch.Size]) -> Layout:
         count = sum(shape.numel() for shape in shapes)

@@ -32,9 +32,13 @@ LINKS = {
     **{f"topk{percent}+": f"topk({percent / 100}, feedback=True)" for percent in (1, 2, 3, 5)},
     **{f"stc{percent}": f"stc({percent / 100})" for percent in (1, 3, 5, 10)},
     **{f"grid{step:g}": f"grid({step!r})" for step in (0.0625, 0.125, 0.25, 0.5, 1.0)},
+    **{f"grid{step:g}h86": f"grid({step!r}, halve=86.0)" for step in (0.125, 0.25)},
     **{f"stc{percent}+": f"stc({percent / 100}, feedback=True)" for percent in (1, 3, 5, 10)},
 }
-"""Links by their words in a combination; topk5 sends the largest 5%, stc5 their signs; grid1 has a step of 1 rms."""
+"""Links by their words in a combination; topk5 sends the largest 5%, stc5 their signs; grid1 has a step of 1 rms.
+
+With h86 the step halves in 86 rounds, as a learning rate does that falls by 0.8% per round.
+"""
 
 OPTIONS: dict[str, Values] = {
     "rotate": {"rotate": True, "weight_decay": 0.0},
@@ -61,6 +65,7 @@ class Scale:
     tuned: str | None = None  # the prepared study whose trials chose the settings of each network
     ratio: float | None = None  # FedMUD: the share of the original parameters that every method may train
     classes: int = 10
+    final_scale: str | None = None  # the scale that carries out the final runs of what is chosen here, if another
 
     def rates_of(self, combination: str) -> tuple[float, ...]:
         """The learning rates to try."""
@@ -272,6 +277,7 @@ _NONIID = Scale(
             "fedpara0.4 eden/grid0.25",
             "fedpara0.4 eden2/grid0.0625",
         ),
+        *("fedpara0.4 eden/grid0.25h86", "fedpara0.4 eden2/grid0.125h86"),
         *("original eden/grid0.25", "lowrank eden/grid0.25", "dense20 eden/grid0.25"),
         *("fedpara0.1 f32/f32", "lowrank f32/f32", "dense20 f32/f32"),
     ),
@@ -293,6 +299,7 @@ _CIFAR100 = Scale(
         "original f32/f32",
         "fedpara0.4 eden/grid0.25",
         "fedpara0.4 eden2/grid0.0625",
+        *("fedpara0.4 eden/grid0.25h86", "fedpara0.4 eden2/grid0.125h86"),
         *("fedpara0.4 f32/f32", "fedpara0.1 eden/grid0.25", "fedpara0.1 f32/f32", "original eden/grid0.25"),
     ),
     target=0.45,
@@ -301,6 +308,26 @@ _CIFAR100 = Scale(
     trial_target=0.05,
     rates=(0.1, 0.05),
     classes=100,
+)
+
+_CHOICE_OF_LINKS = (
+    "original f32/f32",
+    *("fedpara0.4 f32/f32", "fedpara0.4 eden/grid0.25h86", "fedpara0.4 eden2/grid0.125h86"),
+)
+"""Trials as long as the final runs: a link may do harm only when the learning rate is small."""
+_NONIID_LINKS = replace(_NONIID,
+    combinations=_CHOICE_OF_LINKS,
+    trial_rounds=200,
+    trial_target=0.7,
+    final_scale="cifar10-noniid",
+)
+_CIFAR100_LINKS = replace(
+    _CIFAR100,
+    combinations=_CHOICE_OF_LINKS,
+    trial_rounds=400,
+    trial_target=0.4,
+    rates=(0.05,),
+    final_scale="cifar100-noniid",
 )
 
 _TINY = Scale(
@@ -331,8 +358,10 @@ _TINY = Scale(
 SCALES = {
     "cifar10": _CIFAR10,
     "cifar10-noniid": _NONIID,
+    "cifar10-noniid-links": _NONIID_LINKS,
     "cifar100-noniid": _CIFAR100,
+    "cifar100-noniid-links": _CIFAR100_LINKS,
     "digits": _DIGITS,
     "tiny": _TINY,
 }
-"""The first three need a GPU; digits takes seconds per run on a CPU; tiny is a miniature."""
+"""The first five need a GPU; digits takes seconds per run on a CPU; tiny is a miniature."""
