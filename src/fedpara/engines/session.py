@@ -76,7 +76,9 @@ class Session:
         """x^_0 of `differences.py`: the initial state, as far as the downlink loses anything of it."""
         state, grid = self._first_broadcast(), self.link.downlink.grid
         known = {name: state[name].float() for name in self._lossy(self.link.downlink, self.down)}
-        return known if grid is None else dict(zip(known, grid.at(0).rounded(list(known.values())), strict=True))
+        if grid is None:
+            return known
+        return dict(zip(known, grid.at(0).rounded(list(known.values())), strict=True))
 
     def _lossy(self, encoding: Encoding, spec: Spec) -> list[str]:
         """The names that may arrive changed."""

@@ -28,8 +28,9 @@ HEADINGS = ("combination", "accuracy [%]", "seeds", "rate", "up", "down", "to th
 ABOUT = """\
 A combination is a network, the link up / the link down, and options. `fedpara0.1 eden/int8` is FedPara with γ 0.1, EDEN
 with one bit up and int8 down. `topk5` sends the largest 5%, `stc5` their signs, and `+` is error feedback. `grid0.25`
-rounds the model to steps of a quarter of each tensor's root mean square, and sends how far it moved. `fedparamixed` is
-a [γ per client](guides/aggregation.md), 0.1, 0.2 and 0.4, and `refit` averages weights in place of factors.
+rounds the model to steps of a quarter of each tensor's root mean square, and sends how far it moved. With `h86` the
+step halves in 86 rounds. `fedparamixed` is a [γ per client](guides/aggregation.md), 0.1, 0.2 and 0.4. `refit` averages
+weights in place of factors.
 [Send fewer bytes](guides/compression.md) describes the links. Learning rates are chosen by validation, with the same
 trials for every combination. `fedpara reproduce frontier` runs all of this.
 
@@ -100,6 +101,11 @@ class Section:
         return f"{protocol}{what}, {self.stage}, {self.rounds} rounds"
 
     @property
+    def compares(self) -> bool:
+        """Whether the combination that the others are compared with has a run."""
+        return self.points[0].combination == self.scale.combinations[0]
+
+    @property
     def unit(self) -> Unit:
         return unit_of(max(point.sent for point in self.points))
 
@@ -130,7 +136,7 @@ def rows(section: Section) -> tuple[list[str], list[list[str]]]:
         "down": f"down [{unit.name}]",
         "to the target": f"to {target:.0%} [{unit.name}]",
     }
-    first = section.points[0].sent_to(target)
+    first = section.points[0].sent_to(target) if section.compares else None
     found = sorted(section.points, key=lambda one: _key(one, target))
     headings, body = [named.get(one, one) for one in HEADINGS], [_row(one, section, first) for one in found]
     if section.scale.ratio is not None:
@@ -231,7 +237,7 @@ def _leanest(section: Section) -> list[str]:
     first, lean = section.points[0].combination, leanest(section.points)
     assert lean is not None
     compared = section.stage == "validation" and section.scale.ratio is None
-    if not compared or first != section.scale.combinations[0]:
+    if not (compared and section.compares):
         return []
     near = f"at most {100 * LOSS:g} point to `{first}`."
     if lean.combination == first:

@@ -29,7 +29,7 @@ class Link:
         up = parse_encoding(self.up, "Link up")
         if up.grid is not None and up.grid.halve is not None:
             raise ConfigError(
-                f"Link up is {self.up!r}: halve is for the downlink. Updates shrink by themselves, and so do their grids."
+                f"Link up is {self.up!r}: halve is for the downlink. The grid of an update shrinks with the update."
             )
         parse_encoding(self.down, "Link down")
 

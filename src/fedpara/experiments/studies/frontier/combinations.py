@@ -65,7 +65,9 @@ class Scale:
     tuned: str | None = None  # the prepared study whose trials chose the settings of each network
     ratio: float | None = None  # FedMUD: the share of the original parameters that every method may train
     classes: int = 10
-    final_scale: str | None = None  # the scale that carries out the final runs of what is chosen here, if another
+    final_scale: str | None = (
+        None  # the scale that carries out the final runs of what is chosen here, if another
+    )
 
     def rates_of(self, combination: str) -> tuple[float, ...]:
         """The learning rates to try."""
@@ -315,7 +317,8 @@ _CHOICE_OF_LINKS = (
     *("fedpara0.4 f32/f32", "fedpara0.4 eden/grid0.25h86", "fedpara0.4 eden2/grid0.125h86"),
 )
 """Trials as long as the final runs: a link may do harm only when the learning rate is small."""
-_NONIID_LINKS = replace(_NONIID,
+_NONIID_LINKS = replace(
+    _NONIID,
     combinations=_CHOICE_OF_LINKS,
     trial_rounds=200,
     trial_target=0.7,

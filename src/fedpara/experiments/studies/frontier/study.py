@@ -116,7 +116,9 @@ def frontier_jobs(
     ConfigError if `only` matches no combination, or if a final run waits for its trials.
     """
     if stage == "test" and scale.final_scale is not None:
-        raise ConfigError(f"this scale has trials only: its final runs are those of --scale {scale.final_scale}.")
+        raise ConfigError(
+            f"this scale has trials only: its final runs are those of --scale {scale.final_scale}."
+        )
     names = [
         name for name in scale.combinations if not only or any(_chooses(one, name, scale) for one in only)
     ]
