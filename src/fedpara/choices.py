@@ -31,6 +31,42 @@ SAMPLERS = ("uniform", "poisson", "by-data")
 FORMATS = ("html", "markdown", "csv", "latex", "png", "svg", "pdf")
 """Output formats of `fedpara report`."""
 
+DEFAULTS = {
+    "dataset": "digits",
+    "model": "cnn",
+    "scheme": "fedpara",
+    "loss": "cross-entropy",
+    "algorithm": "fedavg",
+    "share": "all",
+    "split": "dirichlet",
+    "alpha": 0.5,
+    "clients": 100,
+    "cohort": 10,
+    "sampler": "uniform",
+    "lost": 0.0,
+    "rounds": 20,
+    "epochs": 1,
+    "batch_size": 32,
+    "lr": 0.1,
+    "lr_decay": 1.0,
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+    "optimizer": "sgd",
+    "jacobian": 0.0,
+    "augment": "none",
+    "validation": 0.0,
+    "link_up": "float32",
+    "link_down": "float32",
+    "evaluate_every": 1,
+    "weights": "examples",
+    "products": "mean",
+    "hostile": 0.0,
+    "recycle": 0,
+    "seed": 0,
+    "engine": "auto",
+}
+"""Defaults of an Experiment's fields that are options of `fedpara run`. A test compares them."""
+
 REFERENCE = "package.module:function"
 """How a user names a function of their own; see `references`."""
 

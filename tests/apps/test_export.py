@@ -196,6 +196,13 @@ def test_a_run_folder_describes_its_own_model(cli, tmp_path, words, names):
     assert contents(tmp_path) == before
 
 
+def test_safetensors_of_an_own_model_take_images_of_the_runs_shape(cli, tmp_path):
+    own = "fedpara.models:mlp(inputs=64, hidden=16, layers=1)"
+    run(Experiment(**{**PLAIN, "model": own}, rounds=1), tmp_path / "run")
+    code, out, _ = cli("export", "run")
+    assert (code, "inputs: float32 [batch, 1, 8, 8], normalised: (x / 255 - mean)" in out) == (0, True), out
+
+
 @pytest.mark.parametrize("more", [[], ["--overwrite"]])
 def test_out_must_not_be_a_folder(cli, tmp_path, more):
     run(Experiment(**PLAIN, rounds=1), tmp_path / "run")

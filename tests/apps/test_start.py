@@ -1,12 +1,17 @@
 """Startup: help, the version and mistyped options do not import torch."""
 
+import dataclasses
+import inspect
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from fedpara import attacks, choices, data, models, parameterization, robust, tasks
+from fedpara.apps import commands
+from fedpara.experiments import Experiment
 
 HEAVY = {"torch", "numpy", "sklearn", "safetensors", "matplotlib", "flwr"}
 PROGRAM = """
@@ -57,6 +62,17 @@ def test_choices_equal_the_registries():
     assert ("original", *parameterization.SCHEMES) == choices.SCHEMES
     assert (tuple(tasks.LOSSES), tuple(tasks.METRICS)) == (choices.LOSSES, choices.METRICS)
     assert (tuple(robust.DEFENCES), tuple(attacks.ATTACKS)) == (choices.DEFENCES, choices.ATTACKS)
+
+
+def test_the_help_shows_the_defaults_of_an_experiment():
+    fields = {f.name: f.default for f in dataclasses.fields(Experiment)}
+    options = inspect.signature(commands.run).parameters.keys() & fields.keys()
+    assert {
+        name: v for name in options if (v := fields[name]) is not None and v is not False
+    } == choices.DEFAULTS
+    words = [sys.executable, "-m", "fedpara", "run", "--help"]
+    got = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"}).stdout
+    assert all(f"[default:{value}]" in "".join(got.split()) for value in choices.DEFAULTS.values())
 
 
 def test_ctrl_c_during_the_import_of_torch(tmp_path):

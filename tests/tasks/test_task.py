@@ -9,6 +9,7 @@ import fedpara as fp
 from fedpara import algorithms
 from fedpara.data import Examples
 from fedpara.errors import ConfigError
+from fedpara.tasks import LOSSES, METRICS, losses, metrics
 
 ENGINES = ("sequential", "batched")
 X = torch.randn(46, 3, generator=torch.Generator().manual_seed(0))
@@ -133,6 +134,29 @@ def test_a_wrong_loss_is_one_sentence_before_the_first_round(wrong, engine):
 def test_a_wrong_metric_is_named(metric, words):
     with pytest.raises(ConfigError, match=words):
         simulate(fp.Task(linear(), loss="mse", metrics={"mine": metric}))
+
+
+@pytest.mark.parametrize("name", sorted({*LOSSES, *METRICS}))
+def test_a_message_says_what_each_named_loss_and_metric_takes(name):
+    """The lists are complete."""
+    assert all(
+        name in takes for known, takes in ((LOSSES, losses.TAKES), (METRICS, metrics.TAKES)) if name in known
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"loss": "next-token"},
+            r"the loss 'next-token' failed on output float32 \[2, 1\] .* takes logits \[N, length",
+        ),
+        ({"loss": "mse", "metrics": ["dice"]}, "metric 'dice' failed on output .* where it takes logits"),
+    ],
+)
+def test_a_loss_or_metric_that_does_not_fit_says_what_it_takes(fields, words):
+    with pytest.raises(ConfigError, match=words):
+        simulate(fp.Task(linear(), **fields))
 
 
 @pytest.mark.parametrize(

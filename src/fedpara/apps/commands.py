@@ -3,8 +3,9 @@
 Help and parsing work without torch. A command imports its work, and torch, once its options are valid.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -12,6 +13,7 @@ from fedpara.apps.terminal.interrupt import starting
 from fedpara.choices import (
     ATTACKS,
     DATASETS,
+    DEFAULTS,
     DEFENCES,
     ENGINES,
     LOSSES,
@@ -84,6 +86,16 @@ def privacy(
     work(clients, cohort, rounds, epsilon, noise, delta, as_json)
 
 
+def _show_defaults(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Help shows the default of a field. The option itself has none: a preset or config may give another value."""
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        if name in DEFAULTS:
+            option = hint.__metadata__[0]
+            option.help = f"{option.help}  [default: {DEFAULTS[name]}]"
+    return command
+
+
+@_show_defaults
 def run(
     preset: Annotated[str | None, typer.Argument(help="A preset, such as quickstart.")] = None,
     config: Annotated[

@@ -5,7 +5,7 @@ one example of each test set is scored.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +24,10 @@ from fedpara.engines.settings import Settings
 from fedpara.errors import ConfigError, in_a_line
 from fedpara.parameterization import covered
 from fedpara.state import State, zeros_like
-from fedpara.tasks import Task
+from fedpara.tasks import Task, losses, metrics
 from fedpara.tasks.losses import mean_loss, problem_of
 from fedpara.tasks.metrics import FRACTIONS
+from fedpara.tasks.task import LOSS
 from fedpara.trees import describe
 
 Problem = tuple[str, Exception | None]
@@ -116,7 +117,7 @@ def _training_problems(
     """Problems of a model that cannot train on one example: it may still train on two."""
     message = in_a_line(error).rstrip(".")
     if _failure(program, task, data, local, 2) is not None:
-        if callable(task.loss):
+        if task.loss != "cross-entropy":
             yield from _loss_problems(program, task, data)
         advice = _type_advice(program, data) if "type" in message else ""
         yield f"the model cannot train on {_kind(_one_batch(data, 1))}: {message}.{advice}", error
@@ -140,16 +141,31 @@ def _loss_problems(program: Program, task: Task, data: FederatedData) -> Iterato
         except Exception:
             return
         for name, metric in task.scored.items():
-            what = "the loss" if name == "loss" else f"metric {name!r}"
+            called = f" {task.loss!r}" if isinstance(task.loss, str) else ""
+            what = f"the loss{called}" if name == LOSS else f"metric {name!r}"
             try:
                 made = metric.of(output, some.targets)
             except Exception as error:
-                yield f"{what} failed: {in_a_line(error).rstrip('.')}.", error
+                yield (
+                    f"{what} failed{_taken(task, name, output, some)}: {in_a_line(error).rstrip('.')}.",
+                    error,
+                )
                 continue
             if problem := problem_of(made, 2, what):
                 yield problem, None
-            elif name == "loss" and not math.isfinite(float(mean_loss(made))):
+            elif name == LOSS and not math.isfinite(float(mean_loss(made))):
                 yield f"the loss of the first example is {float(mean_loss(made))}, before any training.", None
+
+
+def _taken(task: Task, name: str, output: Any, some: Examples) -> str:
+    """What a loss or metric of the library was given, and what it takes."""
+    called = task.loss if name == LOSS else name
+    known: Mapping[str, Any] = losses.LOSSES if name == LOSS else metrics.METRICS
+    if not isinstance(called, str) or (name != LOSS and task.scored[name] is not known.get(name)):
+        return ""
+    takes = (losses if name == LOSS else metrics).TAKES[called]
+    given = f"output {describe(output)} and targets {describe(some.targets)}"
+    return f" on {given}, where it takes {takes}"
 
 
 def _test_set_problems(program: Program, task: Task, what: str, test: Examples) -> Iterator[Problem]:

@@ -166,13 +166,17 @@ def _write_safetensors(
     inputs: Inputs = ()
     if isinstance(source, nn.Module):
         source = SavedState(merge(source).cpu().state_dict())
-    state = source.merged()
+    state, shape = source.merged(), shape_of(source.model or {})
     if model is not None or "name" in (source.model or {}):
         with torch.random.fork_rng(devices=[]):
             network = model if model is not None else rebuild(source.model or {})
         refuse_misfit(state, network, _name(source, model))
-        if shape_of(source.model or {}) is not None:
+        if shape is not None:
             inputs = _inputs(network, None, source.model, None)
+    elif (
+        shape is not None and source.preprocessing is not None
+    ):  # images: no network is needed to know their type
+        inputs = (torch.empty(2, *shape),)
     save_state(path, state, {}, model=source.model, preprocessing=preprocessing)
     read_state(path)
     return state, inputs

@@ -57,6 +57,16 @@ LOSSES: dict[str, Loss] = {
     "next-token": next_token,
 }
 
+_ALIKE = "an output of the targets' shape, or [N, 1] for targets [N]"
+TAKES = {
+    "cross-entropy": "logits [N, classes, ...] and classes [N, ...]",
+    "mse": _ALIKE,
+    "mae": _ALIKE,
+    "bce": _ALIKE,
+    "next-token": "logits [N, length, vocabulary] and token ids [N, length]",
+}
+"""What each loss takes, for messages."""
+
 
 def mean_loss(made: PerExample, counts: Tensor | None = None) -> Tensor:
     """The loss of a batch, from what a loss returned. `counts` marks the examples that are not padding."""

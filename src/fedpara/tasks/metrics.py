@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedpara.tasks import losses
 from fedpara.tasks.losses import IGNORED, Loss, PerExample, fit, mae, mse, next_token
 
 
@@ -140,6 +141,16 @@ METRICS: dict[str, Metric] = {
     "iou": Metric(iou),
     "perplexity": Metric(next_token, higher_is_better=False, finish=_perplexity),
 }
+_MASKS = "logits [N, classes, ...] and classes [N, ...] per pixel, or one logit per target"
+TAKES = {
+    "accuracy": "logits [N, classes, ...] and classes [N, ...], or one logit per target",
+    "top-5": "logits [N, classes] and classes [N]",
+    **dict.fromkeys(("r2", "mse", "mae"), losses.TAKES["mse"]),
+    "dice": _MASKS,
+    "iou": _MASKS,
+    "perplexity": losses.TAKES["next-token"],
+}
+"""What each metric takes, for messages."""
 FRACTIONS = frozenset({"accuracy", "top-5", "dice", "iou"})
 """Metrics between 0 and 1, which are shown in percent."""
 
