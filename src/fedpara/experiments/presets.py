@@ -5,7 +5,7 @@ from typing import Any
 
 from fedpara.errors import ConfigError, among
 from fedpara.experiments.config import Experiment
-from fedpara.experiments.studies.frontier.combinations import SCALES
+from fedpara.experiments.studies.frontier.scales import SCALES
 
 LEAN = {
     "lean": ("digits", "fedpara0 eden/stc5", 0.2),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpara.experiments.studies.frontier.combinations import SCALES
+from fedpara.experiments.studies.frontier.scales import SCALES
 
 TINY = SCALES["tiny"]
 ROOT = Path(__file__).parents[3]

@@ -11,8 +11,8 @@ from fedpara.experiments import run
 from fedpara.experiments.config_file import to_toml
 from fedpara.experiments.presets import preset
 from fedpara.experiments.storage.catalog import Library
-from fedpara.experiments.studies.frontier.combinations import SCALES
 from fedpara.experiments.studies.frontier.cost import costs
+from fedpara.experiments.studies.frontier.scales import SCALES
 from fedpara.experiments.studies.frontier.study import (
     SEEDS,
     TRIAL_SEED,

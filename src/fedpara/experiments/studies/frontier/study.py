@@ -16,8 +16,9 @@ from fedpara.errors import ConfigError, among
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.storage.catalog import Library
 from fedpara.experiments.storage.summary import Summary
-from fedpara.experiments.studies.frontier.combinations import SCALES, Scale
+from fedpara.experiments.studies.frontier.combinations import Scale
 from fedpara.experiments.studies.frontier.fedmud import FEDMUD
+from fedpara.experiments.studies.frontier.scales import SCALES
 from fedpara.experiments.studies.reproduce import Job, matches
 
 FOLDER = "frontier"
