@@ -117,6 +117,8 @@ BAD_SETTINGS = {
     "engine": "parallel",
     "share": "some",
     "personal": True,
+    "privacy": 1.0,
+    "devices": {"bandwidth": 1e6},
 }
 
 

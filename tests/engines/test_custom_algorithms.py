@@ -123,6 +123,10 @@ def test_a_variable_cannot_have_a_reserved_name(name):
             "returned float64 (8,) for '0.bias'",
         ),
         (lambda x, server: (x, {"rounds": 3}), "returned dict: expected a dict of states"),
+        (
+            lambda x, server: (x, {"own": {"h": 3}}),
+            "returned a state that holds int: expected a dict of states",
+        ),
     ],
 )
 def test_an_aggregate_unlike_x_is_rejected_in_its_round(spoil, message, engine):

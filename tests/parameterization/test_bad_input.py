@@ -233,3 +233,8 @@ def test_an_initialiser_may_return_one_tensor_twice():
     with torch.no_grad():
         x1 += 1
     assert not torch.equal(x1, x2)
+
+
+def test_a_rule_that_is_no_function_is_named():
+    with pytest.raises(SchemeError, match="where is 'early': expected a function"):
+        fp.factorize(nn.Linear(8, 8), fp.LowRank(rank=2), where="early")

@@ -9,6 +9,7 @@ from fedpara.engines.participation.cohorts import Cohorts, poisson
 from fedpara.errors import ConfigError
 from fedpara.privacy import User, epsilon, epsilon_rdp, noise_for, rounds_within
 from fedpara.privacy.accountant import default_delta
+from fedpara.privacy.spending import in_words
 
 SETTINGS = [(1.0, 0.1, 50, 1e-5), (0.8, 0.02, 50, 1e-6), (4.0, 1.0, 10, 1e-5), (1.2, 0.002, 100, 1e-6)]
 
@@ -76,3 +77,10 @@ def test_canaries_find_no_more_than_the_accountant_allows(rounds, kind, rounds_p
     found = empirical(world(0), world(1), delta)
     claimed = epsilon(kind.noise, cohort / clients, rounds_played, delta)
     assert 0.4 < found < claimed
+
+
+def test_a_large_delta_is_called_so():
+    """Of ten clients, the default delta is 0.08."""
+    line = {"epsilon": 0.5, "delta": 0.08, "private": True}
+    assert "too large to protect anyone" in in_words(line)
+    assert "too large" not in in_words({**line, "delta": 1e-3})

@@ -125,6 +125,16 @@ def test_the_lowest_loss_is_best_and_its_target_counts_downwards():
     assert metrics == [{"name": "mse", "percent": False, "higher": False}] * 2
 
 
+def test_every_other_metric_has_a_column():
+    runs = of_schemes()
+    for run in runs:
+        run.metrics[-1]["scores"] = {"accuracy": 0.5, "loss": 1.0, "top-5": 0.9, "own": 0.25}
+    table = reported(runs)[1][0]
+    assert table.at("FedPara", "top-5 [%]").value == pytest.approx(90)
+    assert table.at("FedPara", "own").value == 0.25
+    assert "loss" not in {entry.column for entry in table.entries}
+
+
 def test_the_common_target_is_reached_by_every_run():
     ((section,), (table,)) = reported(of_schemes())
     assert section.targets == [0.5], "the worst of the best: 0.7, 0.9, 0.8, 0.6, 0.5"

@@ -219,10 +219,14 @@ def expect_variables(algorithm: str, function: str, made: Any) -> Variables:
     """What a custom algorithm's function returned, or ConfigError if it is not a dict of states."""
     if not isinstance(made, dict) or not all(isinstance(state, dict) for state in made.values()):
         got = type(made).__name__
-        raise ConfigError(
-            f"algorithm {algorithm!r}: {function} returned {got}: expected a dict of states, such as {{'h': x}}."
-        )
-    return made
+    elif wrong := [one for state in made.values() for one in state.values() if not isinstance(one, Tensor)]:
+        got = f"a state that holds {type(wrong[0]).__name__}"
+    else:
+        return made
+    raise ConfigError(
+        f"algorithm {algorithm!r}: {function} returned {got}: expected a dict of states, which hold tensors, such as "
+        "{'h': x}."
+    )
 
 
 def expect_like(algorithm: str, function: str, made: Any, x: State) -> None:

@@ -13,7 +13,7 @@ from fedpara.choices import ENGINES, PRODUCTS
 from fedpara.engines.participation.cohorts import Sampler, check_sampler
 from fedpara.engines.participation.devices import Devices
 from fedpara.errors import ConfigError
-from fedpara.privacy import Privacy
+from fedpara.privacy import Privacy, read_privacy
 from fedpara.references import library_call
 from fedpara.robust import DEFENCES, Defence
 from fedpara.secure import SecAgg, read_secure
@@ -53,7 +53,7 @@ class Settings:
     hostile: float = 0.0
     rotate: bool = False
     recycle: int = 0
-    privacy: Privacy | None = None
+    privacy: str | Privacy | None = None
     epsilon: float | None = None
     delta: float | None = None
     privacy_seed: int | None = None
@@ -90,6 +90,14 @@ class Settings:
         check_hostile(self.attack, self.hostile, self.engine)
         if isinstance(self.secure, str):
             object.__setattr__(self, "secure", read_secure(self.secure))
+        if isinstance(self.privacy, str):
+            object.__setattr__(self, "privacy", read_privacy(self.privacy))
+        for name, kind, such in (
+            ("privacy", Privacy, "privacy.User(noise=1.1, clip=0.5)"),
+            ("devices", Devices, "Devices(bandwidth=1e6)"),
+        ):
+            if (given := getattr(self, name)) is not None and not isinstance(given, kind):
+                raise ConfigError(f"{name} is {type(given).__name__}: expected {such}.")
         check_device(self.device)
         check_precision(self.precision, self.engine, self.device)
 

@@ -77,7 +77,7 @@ def simulate(
     hostile: float = 0.0,
     rotate: bool = False,
     recycle: int = 0,
-    privacy: Privacy | None = None,
+    privacy: str | Privacy | None = None,
     epsilon: float | None = None,
     delta: float | None = None,
     privacy_seed: int | None = None,
@@ -100,8 +100,8 @@ def simulate(
     seed            decides every random draw of the run
     link            the encoding of messages in each direction, such as `Link(up="float16")` or
                     `Link(up="topk(0.01, feedback=True)", down="int8")`
-    share           what clients send: "all", "fedper" (all but the last layer) or "none"; pFedPara's second factors
-                    are never sent
+    share           what clients send: "all", "fedper" (all but the layer registered last) or "none"; pFedPara's second
+                    factors are never sent
     engine          "auto", "batched" or "sequential"
     precision       on a GPU: "float32", "tf32" or "bfloat16"; by default the fastest in the batched engine, and float32
                     in the sequential one
@@ -233,7 +233,7 @@ def prepare(
         attacked(algorithm, program, settings, len(data)),
         settings.link,
         seed=settings.seed,
-        privacy=settings.privacy,
+        privacy=settings.privacy,  # type: ignore[arg-type]  # Settings has read it
         privacy_seed=settings.privacy_seed,
         rotate=settings.rotate,
         fold_every=settings.fold_every,

@@ -74,7 +74,10 @@ def read_options(given: Iterable[str]) -> dict[str, float]:
         try:
             options[name.strip()] = float(value)
         except ValueError:
-            raise ConfigError(f"option {text!r}: expected name=number, such as mu=0.1.") from None
+            raise ConfigError(
+                f"option {text!r}: expected name=number, such as mu=0.1. An algorithm of your own takes other values "
+                "in its name, such as --algorithm \"mypkg:mine(mode='b')\"."
+            ) from None
     return options
 
 

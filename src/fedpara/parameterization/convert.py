@@ -95,6 +95,11 @@ def factorize(
 
     If this raises, the model is unchanged.
     """
+    if where is not None and not callable(where):
+        raise SchemeError(
+            f"where is {where!r}: expected a function (name, module, parameter_name) that returns True, False, or a "
+            "scheme for that weight."
+        )
     if onto is not None:
         where = adapters.rule(model, scheme, where, train)
     elif train or alpha is not None:

@@ -8,6 +8,7 @@ from fedpara.errors import ConfigError
 from fedpara.privacy.accountant import epsilon, epsilon_rdp
 from fedpara.privacy.kinds import Privacy
 
+LARGE_DELTA = 0.01
 SEEDED = "the noise comes from a seed, so it hides nothing"
 
 
@@ -81,4 +82,6 @@ class Spending:
 def in_words(line: dict[str, Any]) -> str:
     """A line of metrics.jsonl for people: epsilon 3.9 at delta 1e-05."""
     cost = f"epsilon {line['epsilon']:.3g} at delta {line['delta']:.3g}"
+    if line["delta"] > LARGE_DELTA:
+        cost += ", which is too large to protect anyone: set a smaller delta, or take more clients"
     return cost if line["private"] else f"not private ({SEEDED}); with secret noise: {cost}"

@@ -162,6 +162,7 @@ def _results(section: Section) -> list[Column]:
 
     return [
         Column(metric.title, score, "%" if metric.unit else "4", spread=True),
+        *_others(section),
         Column("seeds", lambda run: float(seeds[run.path]), "n"),
         Column("rounds", lambda run: float(run.rounds)),
         Column(f"{unit.name} sent", lambda run: (run.bytes_up + run.bytes_down) / unit.bytes),
@@ -170,8 +171,23 @@ def _results(section: Section) -> list[Column]:
             for target in section.targets
         ),
         Column("epsilon", lambda run: run.privacy["epsilon"] if run.privacy else None, "4"),
+        Column("delta", lambda run: run.privacy["delta"] if run.privacy else None, "4"),
         Column("seconds", lambda run: run.seconds if run.timing else None),
     ]
+
+
+def _others(section: Section) -> list[Column]:
+    """A column for each metric beside the primary one."""
+
+    def of(metric: Primary) -> Callable[[Summary], float | None]:
+        def measure(run: Summary) -> float | None:
+            value = run.others.get(metric.name)
+            return None if value is None else metric.scaled(value)
+
+        return measure
+
+    metrics = [Primary(name) for name in dict.fromkeys(name for run in section.runs for name in run.others)]
+    return [Column(one.title, of(one), "%" if one.unit else "4", spread=True) for one in metrics]
 
 
 def _clients(section: Section) -> list[Column]:

@@ -151,8 +151,8 @@ TAKES = {
     "perplexity": losses.TAKES["next-token"],
 }
 """What each metric takes, for messages."""
-FRACTIONS = frozenset({"accuracy", "top-5", "dice", "iou"})
-"""Metrics between 0 and 1, which are shown in percent."""
+FRACTIONS = frozenset({"accuracy", "top-5", "dice", "iou", "backdoor"})
+"""Metrics between 0 and 1, which are shown in percent; `backdoor` is the score of an attack."""
 
 
 def shown(name: str, value: float) -> str:

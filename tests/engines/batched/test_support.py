@@ -15,7 +15,7 @@ from fedpara.engines.program import make_program
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
 from fedpara.engines.simulate import build_engine
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, RunError
 
 BATCHED = Settings(rounds=1, cohort=2, engine="batched")
 
@@ -84,6 +84,34 @@ def test_a_layer_that_mixes_the_batch_sees_no_padding(digits, sizes, ran):
         assert "; not batched: short batches are padded" in engine.why
 
 
+def hardest(output, target):
+    """Only the hardest fifth of the batch counts."""
+    each = torch.nn.functional.cross_entropy(output, target, reduction="none")
+    return each * (each >= each.sort().values[len(each) * 4 // 5])
+
+
+def focal(output, target):
+    each = torch.nn.functional.cross_entropy(output, target, reduction="none")
+    return each * (1 - torch.exp(-each)) ** 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("loss", "sizes", "ran"), [
+    (hardest, (9, 8, 8), "sequential"),
+    (hardest, (8, 8, 8), "batched"),
+    (focal, (9, 8, 8), "batched"),
+])  # fmt: skip
+def test_a_loss_that_mixes_the_batch_sees_no_padding(digits, loss, sizes, ran, seed):
+    torch.manual_seed(seed)
+    owners = torch.randperm(len(digits[0])).split([*sizes, len(digits[0]) - sum(sizes)])[:-1]
+    federation = fp.FederatedData(digits[0], [rows.tolist() for rows in owners])
+    task = fp.Task(models.mlp(64, 16, 10), loss=loss)
+    session = Session(make_program(task.model), algorithms.fedavg(lr=0.1, batch_size=4), fp.Link(), 0)
+    engine = build_engine(BATCHED, session, task, federation, InMemory())
+    assert engine.name == ran
+    assert (ran == "sequential") == ("the loss of an example depends on the others" in engine.why)
+
+
 class Shifted(nn.Module):
     """Adding one number to all outputs changes no loss: the gradient of `shift` is pure rounding."""
 
@@ -149,3 +177,19 @@ def test_a_parametrization_on_top_of_the_factors_runs_sequentially(world):
     assert all(torch.equal(tensor, runs[1].state[name]) for name, tensor in runs[0].state.items())
     with pytest.raises(ConfigError, match="another parametrization on top"):
         world.simulate(model, world.algorithm(jacobian=1.0))
+
+
+def test_a_branch_that_a_loss_takes_later_ends_the_run_with_advice(digits):
+    late = []
+
+    def loss(output, target):
+        each = torch.nn.functional.cross_entropy(output, target, reduction="none")
+        return each * (2.0 if late and bool(each.mean() > 0) else 1.0)
+
+    federation = fp.FederatedData(digits[0], [range(8), range(8, 16)])
+    task = fp.Task(models.mlp(64, 16, 10), loss=loss)
+    with pytest.raises(RunError, match=r"round 2: .* a branch on a value.* Use the sequential engine"):
+        fp.simulate(
+            task, federation, algorithms.fedavg(lr=0.1, batch_size=4), rounds=3, cohort=2, engine="batched",
+            on_round=lambda result: late.append(result.number),
+        )  # fmt: skip

@@ -32,7 +32,7 @@ from fedpara.engines.rng import LayerRng
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Precision
 from fedpara.engines.transfer import HOST, move, move_variables
-from fedpara.errors import RunError
+from fedpara.errors import RunError, in_a_line
 from fedpara.state import State
 from fedpara.tasks import Score, Task
 from fedpara.wire import Message
@@ -231,6 +231,14 @@ class Batched:
                         f"round {round}: a single client does not fit into the memory of {self.device}. The state "
                         "before this round is kept. Use a smaller batch, or the sequential engine."
                     ) from None
+            except RuntimeError as error:
+                if "vmap" not in str(error):
+                    raise
+                raise RunError(
+                    f"round {round}: the model or its loss did something that lanes cannot, such as a branch on a "
+                    "value, and had not done it in the first step. The state before this round is kept. Use the "
+                    f"sequential engine. ({in_a_line(error)})"
+                ) from error
             fewer = max(1, self.lanes // 2)
             self._note(
                 f"out of memory with {self.lanes} lanes: at most {fewer} train at a time, and each state "

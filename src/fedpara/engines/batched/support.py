@@ -10,16 +10,19 @@ from fedpara.algorithms.optimizers import build_optimizer
 from fedpara.data import Examples, FederatedData
 from fedpara.engines.batched.step import LANES_OF_A_STEP, Step, one_step
 from fedpara.engines.local.buffers import BufferSlots
+from fedpara.engines.local.worker import Worker
 from fedpara.engines.session import Session
 from fedpara.errors import in_a_line
 from fedpara.parameterization import covered
 from fedpara.privacy import Example
 from fedpara.state import State
 from fedpara.tasks import Task
-from fedpara.trees import Tree, join, leaves, map_tree
+from fedpara.trees import Tree, join, leaves, map_tree, take
 
 LANES_THAT_PAY = 5
 """On a CPU fewer lanes are slower than sequential training: benchmarks/README.md."""
+PARTS = 20
+"""How many parts of a batch an own loss is called on, to see whether its values depend on the others in the batch."""
 
 
 def unsupported(session: Session, task: Task, data: FederatedData) -> str:
@@ -62,6 +65,8 @@ def _unsupported(session: Session, task: Task, data: FederatedData) -> str:
         return in_a_line(error)
     if name := slots.replaced():
         return f"the forward pass replaces buffer {name!r} by another tensor"
+    if uneven and (reason := _mixing_loss(session, task, some)):
+        return reason
     if alike:
         return ""
     if not _same(stepped(by_sgd, one), stepped(by_sgd, one, seed=1)):
@@ -70,6 +75,35 @@ def _unsupported(session: Session, task: Task, data: FederatedData) -> str:
         "short batches are padded, and this model's output for an example depends on the others in its batch, as with "
         "a custom batch normalisation"
     )
+
+
+def _mixing_loss(session: Session, task: Task, some: Examples) -> str:
+    """Why an own loss must see no padding, or "": on parts of a batch its values are not those on the whole batch.
+
+    A rank or a threshold within the batch changes few values, so many parts are compared.
+    """
+    if isinstance(task.loss, str):
+        return ""
+    worker, generator = Worker(session.program, task), torch.Generator().manual_seed(0)
+    worker.model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            output, target = worker.output(some.normalised()), some.targets
+            whole = _values(task, output, target)
+            for part in range(PARTS):
+                size = 1 + part % max(1, len(some) - 1)
+                rows = torch.randperm(len(some), generator=generator)[:size]
+                found = _values(task, take(output, rows), take(target, rows))
+                if not _same(found, {name: value[rows] for name, value in whole.items()}):
+                    return "short batches are padded, and the loss of an example depends on the others in its batch"
+    except Exception as error:
+        return f"short batches are padded, and the loss fails on some of them: {in_a_line(error)}"
+    return ""
+
+
+def _values(task: Task, output: Tree, target: Tree) -> State:
+    made = task.objective(output, target)
+    return dict(zip("sw", made if isinstance(made, tuple) else (made,), strict=False))
 
 
 def _padded(some: Examples) -> list[Tree]:

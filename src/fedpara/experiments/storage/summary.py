@@ -79,6 +79,13 @@ class Summary:
         return self.everyone.get("score", self.everyone.get("accuracy")) if self.everyone else self.score
 
     @property
+    def others(self) -> dict[str, float]:
+        """The last scores in the other metrics, and the backdoor's success, but not the loss."""
+        scored: list[dict[str, float]] = [line["scores"] for line in self.metrics if line.get("scores")]
+        left_out = {self.metric.name, "loss"}
+        return {name: value for name, value in scored[-1].items() if name not in left_out} if scored else {}
+
+    @property
     def of_cohort(self) -> bool:
         """Whether each personal score covers only the cohort of its round and not all clients."""
         return self.experiment.personal and self.experiment.cohort < self.clients
