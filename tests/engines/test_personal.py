@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import fedpara as fp
 from fedpara import algorithms, data, models
@@ -10,7 +11,10 @@ from fedpara.engines.memory import InMemory
 from fedpara.engines.session import PRIVATE
 from fedpara.errors import ConfigError, RunError
 
-KINDS = [("pfedpara", "all"), ("original", "fedper"), ("original", "none"), ("pfedpara", "fedper")]
+KINDS = [
+    *(("pfedpara", "all"), ("original", "fedper"), ("original", "none"), ("pfedpara", "fedper")),
+    ("fedpara", "all but fc1"),
+]
 
 each_kind = pytest.mark.parametrize(("scheme", "share"), KINDS)
 
@@ -134,3 +138,44 @@ def test_clients_without_test_examples_do_not_count_before_training(world):
     federation = fp.FederatedData(world.train, [row[:-2] for row in rows], test_clients=tests)
     some = world.simulate(world.model(), federation=federation, share="none", rounds=2, cohort=6)
     assert some.rounds[1].before == some.rounds[0].after
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "ditto"])
+def test_named_norms_stay_on_the_clients_with_their_statistics(digits, engine, algorithm, tmp_path):
+    """FedBN. Both engines have the same numbers, and a resumed run has the same bits."""
+
+    def run(engine, rounds=3, **more):
+        torch.manual_seed(0)
+        network = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10)
+        )
+        options = {"share": "all but 2", "engine": engine, "cohort": 4, "rounds": rounds}
+        federation = fp.FederatedData(digits[0], [range(k, 160, 7) for k in range(6)])
+        method = algorithms.build(algorithm, algorithms.Local(lr=0.05, batch_size=11, steps=2))
+        return fp.simulate(fp.Task(network), federation, method, **options, **more)
+
+    whole = run(engine)
+    program = whole.session.program
+    statistics = {"2.running_mean", "2.running_var", "2.num_batches_tracked"}
+    assert program.local == {"2.weight", "2.bias", *statistics}
+    assert not program.local & {*whole.session.up, *whole.session.down}
+    a, b = (whole.client_state(client) for client in whole.rounds[-1].cohort[:2])
+    assert not any(torch.equal(a[name], b[name]) for name in program.local - {"2.num_batches_tracked"})
+    assert torch.equal(a["1.weight"], b["1.weight"]) == (
+        algorithm != "ditto"
+    )  # whose clients own a whole model
+    other = run("sequential" if engine == "batched" else "batched")
+    for client in range(6):
+        ours, theirs = whole.client_state(client), other.client_state(client)
+        for name in ours:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5)
+    run(engine, 2, out=tmp_path / "run")
+    resumed = run(engine, out=tmp_path / "run")
+    assert all(torch.equal(tensor, whole.state[name]) for name, tensor in resumed.state.items())
+
+
+def test_a_part_that_the_model_does_not_have_is_named(world):
+    with pytest.raises(
+        ConfigError, match=r"share names 'head', .* no such module or parameter: .*\(fc1, fc2\)"
+    ):
+        world.simulate(world.model(), share="all but fc1, head")

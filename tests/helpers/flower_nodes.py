@@ -21,6 +21,7 @@ CASES = {
     "pfedpara": {"scheme": "pfedpara", "personal": True, "link_up": "float16"},
     "fedper": {"scheme": "original", "share": "fedper", "link_up": "int8", "link_down": "bfloat16"},
     "local": {"scheme": "original", "share": "none", "personal": True},
+    "own-layer": {"scheme": "fedpara", "share": "all but fc1", "personal": True},
     "refit": {"products": "refit", "aggregation_error": True},
     "pfedpara-scaffold": {"scheme": "pfedpara", "algorithm": "scaffold", "personal": True},
 }

@@ -146,7 +146,10 @@ def run(
         list[str] | None, typer.Option(help="An option of the algorithm, such as mu=0.1; repeatable.")
     ] = None,
     share: Annotated[
-        str | None, typer.Option(help="all, fedper (all but the layer registered last), none (Local)")
+        str | None,
+        typer.Option(
+            help="all, fedper (all but the layer registered last), none (Local), or 'all but head, norm1'."
+        ),
     ] = None,
     split: Annotated[str | None, typer.Option(help=f"{', '.join(SPLITS)}; or {REFERENCE}")] = None,
     alpha: Annotated[float | None, typer.Option(help="Concentration of the Dirichlet splits.")] = None,

@@ -113,7 +113,7 @@ def _from_run(path: Path, client: int | None) -> Source:
     experiment = read_config(path)
     newest = final_checkpoint(path)
     network, description, preprocessing, recorded = _initial(path, experiment)
-    program = make_program(network, experiment.share)  # type: ignore[arg-type]
+    program = make_program(network, experiment.share)
     found = _state(path, client, newest, bool(program.private))
     missing = [name for name in (*program.parameters, *program.buffers) if name not in found]
     if missing:

@@ -218,7 +218,7 @@ def _encode_update(
     if sends_changes(session.link):
         sent = as_change(sent, model, session.exact)
     state = pack({"": sent, **extra})
-    guard(state, session.program.private)
+    guard(state, session.program.local)
     uplink, residue = session.link.uplink, memory.get(RESIDUE, {})
     kept = {name: left for name, left in residue.items() if name in state}
     state |= together(torch.add, kept, state)

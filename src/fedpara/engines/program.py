@@ -3,14 +3,15 @@
     parameters   trainable tensors, by their readable names
     buffers      tensors that the forward pass changes (BatchNorm's statistics): averaged, never trained
     private      parameters that never leave the client: pFedPara's second factors, the last layer with share="fedper",
-                 everything with share="none"
+                 the named ones with share="all but head, norm1", everything with share="none"
+    kept         buffers that do not leave it either: those of the named modules, as FedBN does with its norms
 
     frozen       parameters that do not train, an adapter's W0, and buffers that never change (`local/changing.py`)
 
 Frozen tensors belong to the model's definition: they are neither trained nor sent. Both ends compare their digest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from fedpara import models, parameterization
 from fedpara.engines.local.changing import changing_buffers
-from fedpara.engines.settings import Share
+from fedpara.engines.settings import kept_of
 from fedpara.errors import ConfigError
 from fedpara.parameterization import Form
 from fedpara.state import State, in_words
@@ -35,6 +36,7 @@ class Program:
     private: frozenset[str]
     scheme: str
     initial: State
+    kept: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         trained = {name: self.initial[name] for name in self.parameters}
@@ -51,12 +53,17 @@ class Program:
     @cached_property
     def shared_buffers(self) -> tuple[str, ...]:
         """Buffers are sent with the parameters; if nothing is shared, they stay on the client too."""
-        return self.buffers if self.shared else ()
+        return tuple(name for name in self.buffers if name not in self.kept) if self.shared else ()
 
     @cached_property
     def retained(self) -> tuple[str, ...]:
         """What a client keeps between rounds."""
-        return (*sorted(self.private), *(self.buffers if not self.shared else ()))
+        return (*sorted(self.private), *(name for name in self.buffers if name not in self.shared_buffers))
+
+    @cached_property
+    def local(self) -> frozenset[str]:
+        """What is never sent."""
+        return frozenset(self.retained)
 
     @cached_property
     def frozen(self) -> tuple[str, ...]:
@@ -101,7 +108,7 @@ class Program:
         return {name: self.initial[name].clone() for name in names}
 
 
-def make_program(model: nn.Module, share: Share = "all") -> Program:
+def make_program(model: nn.Module, share: str = "all") -> Program:
     parameterization.refuse_old_norms(model)  # an engine trains a copy
     named = named_tensors(model)
     parameters = tuple(n for n, t in named.items() if isinstance(t, nn.Parameter) and t.requires_grad)
@@ -109,7 +116,11 @@ def make_program(model: nn.Module, share: Share = "all") -> Program:
     buffers = tuple(n for n, t in named.items() if not isinstance(t, nn.Parameter) and id(t) in changing)
     if not parameters:
         raise ConfigError(f"{type(model).__name__} has no trainable parameter.")
-    if share == "all":
+    kept: frozenset[str] = frozenset()
+    if names := kept_of(share):
+        kept = _under(model, names)
+        private = parameterization.private(model) | kept
+    elif share == "all":
         private = parameterization.private(model)
     elif share == "fedper":
         twins = shared_names(model)
@@ -118,7 +129,24 @@ def make_program(model: nn.Module, share: Share = "all") -> Program:
     else:
         private = frozenset(parameters)
     initial = {name: tensor.detach().clone() for name, tensor in named.items()}
-    return Program(model, parameters, buffers, private & set(parameters), describe(model), initial)
+    scheme, local = describe(model), kept & set(buffers)
+    return Program(model, parameters, buffers, private & set(parameters), scheme, initial, local)
+
+
+def _under(model: nn.Module, names: Sequence[str]) -> frozenset[str]:
+    """The tensors in whose dotted names one of these is a whole part: "head" names `model.head.weight`."""
+    twins, held = shared_names(model), [*model.state_dict()]
+    found: set[str] = set()
+    for name in names:
+        under = [tensor for tensor in held if f".{name}." in f".{tensor}."]
+        if not under:
+            parts = ", ".join(dict.fromkeys(tensor.partition(".")[0] for tensor in held))
+            raise ConfigError(
+                f"share names {name!r}, and {type(model).__name__} has no such module or parameter: expected names "
+                f"such as those of its parts ({parts})."
+            )
+        found |= {twins.get(tensor, tensor) for tensor in under}
+    return frozenset(found)
 
 
 def base_digest(frozen: State, forms: Mapping[str, Form]) -> str:

@@ -12,14 +12,16 @@ from fedpara.attacks import ATTACKS, Attack
 from fedpara.choices import ENGINES, PRODUCTS
 from fedpara.engines.participation.cohorts import Sampler, check_sampler
 from fedpara.engines.participation.devices import Devices
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, among
 from fedpara.privacy import Privacy, read_privacy
 from fedpara.references import library_call
 from fedpara.robust import DEFENCES, Defence
 from fedpara.secure import SecAgg, read_secure
 from fedpara.wire import Link
 
-Share = Literal["all", "none", "fedper"]
+SHARES = ("all", "none", "fedper")
+ALL_BUT = "all but "
+"""`share="all but head, norm1"` keeps these modules and parameters on the clients."""
 Precision = Literal["float32", "tf32", "bfloat16"]
 
 
@@ -31,7 +33,7 @@ class Settings:
     cohort: int
     seed: int = 0
     link: Link = field(default_factory=Link)
-    share: Share = "all"
+    share: str = "all"
     engine: str = "auto"
     precision: Precision | None = None
     device: str | None = None
@@ -72,8 +74,8 @@ class Settings:
         for rule, name in ((POSITIVE, "max_norm"), (AT_MOST_ONE, "max_share")):
             if getattr(self, name) is not None:
                 check(rule, **{name: getattr(self, name)})
+        check_share(self.share)
         for name, known in (
-            ("share", get_args(Share)),
             ("weights", get_args(Weighting)),
             ("engine", ENGINES),
             ("products", PRODUCTS),
@@ -100,6 +102,21 @@ class Settings:
                 raise ConfigError(f"{name} is {type(given).__name__}: expected {such}.")
         check_device(self.device)
         check_precision(self.precision, self.engine, self.device)
+
+
+def check_share(share: object) -> None:
+    """ConfigError unless `share` is a name, or names what stays on the clients."""
+    if not isinstance(share, str) or (share not in SHARES and not kept_of(share)):
+        raise ConfigError(
+            f"unknown share {share!r}: {among(str(share), SHARES)} Or name what stays on the clients, such as 'all but "
+            "head, norm1'."
+        )
+
+
+def kept_of(share: str) -> tuple[str, ...]:
+    """The names that "all but head, norm1" keeps on the clients; empty for other values."""
+    names = share.removeprefix(ALL_BUT).split(",") if share.startswith(ALL_BUT) else []
+    return tuple(filter(None, (name.strip() for name in names)))
 
 
 def read_gammas(given: str | Sequence[float] | None) -> tuple[float, ...] | None:

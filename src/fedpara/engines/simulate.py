@@ -31,7 +31,7 @@ from fedpara.engines.server.products import make_products
 from fedpara.engines.server.rounds import run_rounds
 from fedpara.engines.server.scores import with_everyone
 from fedpara.engines.session import Session
-from fedpara.engines.settings import Precision, Settings, Share
+from fedpara.engines.settings import Precision, Settings
 from fedpara.engines.setup.folding import refuse_with_folding
 from fedpara.engines.setup.private_run import open_session, private_spending
 from fedpara.engines.setup.recycling import refuse_others
@@ -55,7 +55,7 @@ def simulate(
     cohort: int,
     seed: int = 0,
     link: Link | None = None,
-    share: Share = "all",
+    share: str = "all",
     engine: str = "auto",
     precision: Precision | None = None,
     device: str | None = None,
@@ -100,8 +100,8 @@ def simulate(
     seed            decides every random draw of the run
     link            the encoding of messages in each direction, such as `Link(up="float16")` or
                     `Link(up="topk(0.01, feedback=True)", down="int8")`
-    share           what clients send: "all", "fedper" (all but the layer registered last) or "none"; pFedPara's second
-                    factors are never sent
+    share           what clients send: "all", "fedper" (all but the layer registered last), "none", or "all but head,
+                    norm1" for modules and parameters by name; pFedPara's second factors are never sent
     engine          "auto", "batched" or "sequential"
     precision       on a GPU: "float32", "tf32" or "bfloat16"; by default the fastest in the batched engine, and float32
                     in the sequential one

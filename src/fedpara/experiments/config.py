@@ -14,7 +14,7 @@ from fedpara.algorithms.optimizers import OPTIMIZERS
 from fedpara.algorithms.schedules import SCHEDULES
 from fedpara.attacks import ATTACKS
 from fedpara.choices import ENGINES, PRODUCTS, SAMPLERS, SPLITS
-from fedpara.engines.settings import Precision, Share, read_gammas
+from fedpara.engines.settings import Precision, check_share, read_gammas
 from fedpara.errors import ConfigError, among
 from fedpara.privacy import read_privacy
 from fedpara.references import OBJECT, REFERENCE_HINT
@@ -39,7 +39,6 @@ CHOICES: dict[str, Sequence[str]] = {
     "sampler": SAMPLERS,
     "engine": ENGINES,
     "precision": get_args(Precision),
-    "share": get_args(Share),
     "augment": get_args(Augment),
     "weights": get_args(Weighting),
     "products": PRODUCTS,
@@ -122,7 +121,7 @@ class Experiment:
     metrics: str | None = None  # of METRICS, such as "dice, iou"; the first is the primary one
     algorithm: str = "fedavg"
     options: dict[str, float] = field(default_factory=dict, hash=False)  # of the algorithm: mu, alpha, ...
-    share: str = "all"  # fedper: all but the last layer; none: Local
+    share: str = "all"  # fedper: all but the last layer; none: Local; all but head, norm1: by name
     split: str = "dirichlet"  # one of SPLITS; largest, drawn: owners with many examples (`federation.py`)
     alpha: float = 0.5  # of the Dirichlet splits
     clients: int = 100
@@ -223,6 +222,8 @@ class Experiment:
             parse_encoding(text, field)
         elif field == "privacy":
             read_privacy(text)
+        elif field == "share":
+            check_share(text)
         elif field in CALLS:
             references.library_call(text, CALLS[field], field, REFERENCE_HINT if field in REFERENCED else "")
         elif field in CHOICES and text not in CHOICES[field]:

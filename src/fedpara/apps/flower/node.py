@@ -247,7 +247,7 @@ def _site(experiment_toml: str, node_config: tuple[tuple[str, Any], ...]) -> Sit
     experiment = _experiment(experiment_toml)
     data_dir = config.get(DATA_DIR)
     parts = build(experiment, Path(str(data_dir)).expanduser() if data_dir else None)
-    program = make_program(parts.task.model, experiment.share)  # type: ignore[arg-type]
+    program = make_program(parts.task.model, experiment.share)
     own = read_own(experiment.dataset, config) if is_own(experiment.dataset) else None
     session = open_session(
         program,

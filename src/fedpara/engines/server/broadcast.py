@@ -22,7 +22,7 @@ def broadcast(session: Session, progress: Progress, round: int) -> tuple[Message
     model = {**progress.x, **progress.buffers}
     sent = {name: tensor for name, tensor in model.items() if name not in session.left_out(round)}
     state = pack({"": sent, **session.algorithm.broadcast(without_standing(progress.server))})
-    guard(state, session.program.private)
+    guard(state, session.program.local)
     downlink = session.link.downlink
     generator = torch_rng(session.seed, "link-down", round) if downlink.draws else None
     try:

@@ -115,7 +115,7 @@ def _program(e: Experiment) -> Program:
         model = models.build(e.model, classes=kind.classes, shape=kind.shape)
         if scheme is not None:
             factorize(model, scheme, build_rule(e, model, scheme), init=_nothing)
-        return make_program(model, e.share)  # type: ignore[arg-type]
+        return make_program(model, e.share)
 
 
 def _nothing(form: Form, generator: torch.Generator | None) -> list[torch.Tensor]:
