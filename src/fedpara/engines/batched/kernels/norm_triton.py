@@ -5,8 +5,7 @@
 
 A program has one image and a block of whole groups of channels. It goes through the pixels several times, a few at a
 time: first for the sums, in float32, and last to write. It reads again what the caches still have. It needs few
-registers, so many programs run at a time, which hides how long each waits for the memory. The forward pass of a small
-image has all its pixels in registers and reads them once.
+registers, so many programs run at a time, which hides how long each waits for the memory.
 """
 
 import torch
@@ -18,8 +17,6 @@ from fedpara.engines.batched.kernels.norm_ops import block, power
 
 TILES = {1: 2048, 4: 1024}
 """By taps: numbers of the result that a program has at a time, 8 per thread: it reads 16 bytes per tap at once."""
-AT_ONCE = 1 << 14
-"""The most numbers of an image that a program of the forward pass has in registers."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -109,47 +106,6 @@ def _forward(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _forward_at_once(
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    y: tl.tensor,
-    stats: tl.tensor,
-    count: int,
-    eps: float,
-    BATCH: tl.constexpr,
-    C: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    SIZE: tl.constexpr,
-    CB: tl.constexpr,
-    PIXELS: tl.constexpr,
-    TAPS: tl.constexpr,
-) -> None:
-    """The same with all `count` pixels of the result at once, [tap, pixel, channel]."""
-    program = tl.program_id(0)
-    image, start = (program // (C // CB)).to(tl.int64), program % (C // CB) * CB
-    channels = start + tl.arange(0, CB)
-    p = tl.arange(0, PIXELS)[:, None]
-    inside = (p < count) & (channels >= 0)[None, :]
-    t = tl.arange(0, TAPS)[:, None, None]
-    at = (_first_tap(p, C, W, TAPS) + channels[None, :])[None, :, :] + (t // 2 * W + t % 2) * C
-    values = tl.load(x + image * (C * H * W) + at, inside[None, :, :], 0.0).to(tl.float32)
-    n = SIZE * H * W
-    mean = _group_sums(tl.sum(values, 0), SIZE, CB) / n
-    shifted = tl.where(inside[None, :, :], values - mean[None, :, :], 0.0)
-    scale = tl.rsqrt(_group_sums(tl.sum(shifted * shifted, 0), SIZE, CB) / n + eps)
-    group = stats + image * (2 * C // SIZE) + channels // SIZE
-    tl.store(group, mean.reshape(CB), channels % SIZE == 0)
-    tl.store(group + C // SIZE, scale.reshape(CB), channels % SIZE == 0)
-    w = tl.load(weight + image // BATCH * C + channels).to(tl.float32)[None, None, :]
-    b = tl.load(bias + image // BATCH * C + channels).to(tl.float32)[None, None, :]
-    top = tl.maximum(tl.max(shifted * scale[None, :, :] * w + b, 0), 0.0)
-    y += image * (C * H * W // TAPS) + channels[None, :]
-    tl.store(y + p * C, top.to(y.dtype.element_ty), inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _chosen(
     x: tl.tensor,
     dy: tl.tensor,
@@ -197,9 +153,8 @@ def _backward(
     CB: tl.constexpr,
     PIXELS: tl.constexpr,
     TAPS: tl.constexpr,
-    STAGES: tl.constexpr,
 ) -> None:
-    """parts is [image, 2, channel]: its share of the gradients of weight and bias. Loads are STAGES - 1 tiles ahead."""
+    """parts is [image, 2, channel]: its share of the gradients of weight and bias."""
     program = tl.program_id(0)
     image, start = (program // (C // CB)).to(tl.int64), program % (C // CB) * CB
     channels = start + tl.arange(0, CB)
@@ -212,7 +167,7 @@ def _backward(
     dy += image * (C * H * W // TAPS) + channels[None, :]
     dz_hat = tl.zeros((PIXELS, CB), tl.float32)
     dz_sum = tl.zeros((PIXELS, CB), tl.float32)
-    for first in tl.range(0, count, PIXELS, num_stages=STAGES):
+    for first in range(0, count, PIXELS):
         p = first + tl.arange(0, PIXELS)[:, None]
         inside = (p < count) & (channels >= 0)[None, :]
         at = _first_tap(p, C, W, TAPS)
@@ -223,7 +178,7 @@ def _backward(
     tl.store(parts + image * (2 * C) + C + channels, tl.sum(dz_sum, 0))
     n = SIZE * H * W
     g_hat, g = _group_sums(dz_hat * w, SIZE, CB) / n, _group_sums(dz_sum * w, SIZE, CB) / n
-    for first in tl.range(0, count, PIXELS, num_stages=STAGES):
+    for first in range(0, count, PIXELS):
         p = first + tl.arange(0, PIXELS)[:, None]
         inside = (p < count) & (channels >= 0)[None, :]
         at = _first_tap(p, C, W, TAPS)
@@ -247,18 +202,14 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """x [l, b, h, w, c], weight and bias [l, c] to y, as x or half as high and wide, and stats [l, b, 2, g]
 
-    A program has this many channels, and `tile` numbers of the result at a time; 0 is all of the image at once.
+    A program has this many channels, and `tile` numbers of the result at a time.
     """
     lanes, batch, h, w, c = x.shape
     y = x.new_empty((lanes, batch, h // 2, w // 2, c) if pool else x.shape)
     stats = torch.empty((lanes, batch, 2, groups), dtype=torch.float32, device=x.device)
     count, blocks, warps = _sizes(x, groups, pool, channels, tile)
-    whole = power(count) * blocks["TAPS"] * blocks["CB"]
-    at_once = tile == 0 or (tile is None and whole <= AT_ONCE)
-    if at_once:
-        blocks["PIXELS"], warps = power(count), max(1, min(16, whole // 2048))
     with torch.cuda.device_of(x):
-        (_forward_at_once if at_once else _forward)[(lanes * batch * (c // blocks["CB"]),)](
+        _forward[(lanes * batch * (c // blocks["CB"]),)](
             x, weight, bias, y, stats, count, eps, batch, c, h, w, **blocks, num_warps=warps
         )
     return y, stats
@@ -274,7 +225,6 @@ def backward(
     pool: bool,
     channels: int | None = None,
     tile: int | None = None,
-    stages: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """dx, and the gradients of weight and bias image by image, [l, b, 2, c]"""
     lanes, batch, h, w, c = x.shape
@@ -282,21 +232,7 @@ def backward(
     count, blocks, warps = _sizes(x, groups, pool, channels, tile)
     with torch.cuda.device_of(x):
         _backward[(lanes * batch * (c // blocks["CB"]),)](
-            x,
-            dy,
-            weight,
-            bias,
-            stats,
-            dx,
-            parts,
-            count,
-            batch,
-            c,
-            h,
-            w,
-            **blocks,
-            STAGES=stages,
-            num_warps=warps,
+            x, dy, weight, bias, stats, dx, parts, count, batch, c, h, w, **blocks, num_warps=warps
         )
     return dx, parts
 
