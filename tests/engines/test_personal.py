@@ -174,6 +174,22 @@ def test_named_norms_stay_on_the_clients_with_their_statistics(digits, engine, a
     assert all(torch.equal(tensor, whole.state[name]) for name, tensor in resumed.state.items())
 
 
+def test_statistics_alone_make_a_clients_model_its_own(digits):
+    """A norm without weights: no parameter is private, and still there is no global model to score."""
+    norm = nn.BatchNorm1d(8, affine=False)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), norm, nn.ReLU(), nn.Linear(8, 10))
+    federation = fp.FederatedData(digits[0], [range(k, 160, 4) for k in range(4)])
+    options = {"share": "all but 2", "rounds": 2, "cohort": 4}
+    run = fp.simulate(
+        fp.Task(network, test=digits[1]), federation, algorithms.fedavg(lr=0.05, batch_size=20), **options
+    )
+    assert not run.session.program.private
+    assert run.session.program.local == {"2.running_mean", "2.running_var", "2.num_batches_tracked"}
+    assert run.rounds[-1].accuracy is None
+    a, b = (run.client_state(client) for client in (0, 1))
+    assert not torch.equal(a["2.running_mean"], b["2.running_mean"])
+
+
 def test_a_part_that_the_model_does_not_have_is_named(world):
     with pytest.raises(
         ConfigError, match=r"share names 'head', .* no such module or parameter: .*\(fc1, fc2\)"

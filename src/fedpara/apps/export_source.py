@@ -114,7 +114,7 @@ def _from_run(path: Path, client: int | None) -> Source:
     newest = final_checkpoint(path)
     network, description, preprocessing, recorded = _initial(path, experiment)
     program = make_program(network, experiment.share)
-    found = _state(path, client, newest, bool(program.private))
+    found = _state(path, client, newest, bool(program.local))
     missing = [name for name in (*program.parameters, *program.buffers) if name not in found]
     if missing:
         raise RunError(f"{path} lacks {missing[0]}: expected every tensor of the model its config describes.")

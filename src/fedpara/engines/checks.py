@@ -59,7 +59,7 @@ def _problems(
         yield from _loss_problems(program, task, data)
     if personal and not data.has_personal:
         yield "personal=True scores each client's own model, and no client has test data.", None
-    if task.test is not None and not program.private:
+    if task.test is not None and not program.local:
         yield from _test_set_problems(program, task, "the test data", task.test)
     if personal and data.personal is not None:
         yield from _test_set_problems(program, task, "the clients' test data", data.personal[0])
@@ -70,7 +70,7 @@ def _problems(
         )
     goals = {"target": settings.target, "patience": settings.patience}
     asked = [f"a {name} of {value}" for name, value in goals.items() if value is not None]
-    if asked and not personal and (program.private or task.test is None):
+    if asked and not personal and (program.local or task.test is None):
         yield (
             f"{asked[0]} needs test data to be measured on: give the Task a test set, or the "
             "clients test data where parts of the model are private.",

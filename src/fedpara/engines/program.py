@@ -25,6 +25,7 @@ from fedpara.engines.local.changing import changing_buffers
 from fedpara.engines.settings import kept_of
 from fedpara.errors import ConfigError
 from fedpara.parameterization import Form
+from fedpara.parameterization.naming import is_named, unknown
 from fedpara.state import State, in_words
 
 
@@ -134,19 +135,11 @@ def make_program(model: nn.Module, share: str = "all") -> Program:
 
 
 def _under(model: nn.Module, names: Sequence[str]) -> frozenset[str]:
-    """The tensors in whose dotted names one of these is a whole part: "head" names `model.head.weight`."""
+    """The tensors of these modules and parameters."""
     twins, held = shared_names(model), [*model.state_dict()]
-    found: set[str] = set()
-    for name in names:
-        under = [tensor for tensor in held if f".{name}." in f".{tensor}."]
-        if not under:
-            parts = ", ".join(dict.fromkeys(tensor.partition(".")[0] for tensor in held))
-            raise ConfigError(
-                f"share names {name!r}, and {type(model).__name__} has no such module or parameter: expected names "
-                f"such as those of its parts ({parts})."
-            )
-        found |= {twins.get(tensor, tensor) for tensor in under}
-    return frozenset(found)
+    if problem := unknown(model, held, names):
+        raise ConfigError(f"share {problem}")
+    return frozenset(twins.get(tensor, tensor) for tensor in held if is_named(tensor, names))
 
 
 def base_digest(frozen: State, forms: Mapping[str, Form]) -> str:

@@ -68,7 +68,7 @@ class Run:
     def _last(self, metric: str) -> float:
         measured = [r.scores[metric] for r in self.rounds if metric in r.scores]
         if not measured:
-            whose = "the clients" if self.session.program.private else "the Task or the clients"
+            whose = "the clients" if self.session.program.local else "the Task or the clients"
             among_ = f" as a metric of the Task, and {whose}" if metric != self.primary else f" {whose}"
             raise RunError(f"no {metric} was measured: give{among_} test data.")
         return measured[-1]

@@ -102,7 +102,7 @@ def _parts(task: Task, algorithm: Algorithm, settings: Settings, program: Progra
     functions = {f.name: getattr(algorithm, f.name) for f in fields(algorithm) if f.name != "local"}
     shapes = {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in program.initial.items()}
     return {
-        "model": [program.scheme, sorted(program.private), shapes],
+        "model": [program.scheme, sorted(program.private | program.kept), shapes],
         WEIGHTS: program.initial,
         "task": task.scored,
         "algorithm": [functions, own, settings.rounds if follows else None],

@@ -289,7 +289,7 @@ def _run_rounds(
         engine = build_engine(settings, session, parts.task, parts.data, folder.memory)
     chosen = f"engine {engine.name} ({experiment.engine} was requested): {engine.why}"
     (logger.info if _is_unexpected(experiment.engine, engine.name) else folder.log)(chosen)
-    if session.program.private and not personal:
+    if session.program.local and not personal:
         logger.info("no accuracy is measured: parts of the model are private, and --personal was not given")
     if note := unchecked(settings):
         logger.info("%s", note)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from fedpara.errors import SchemeError
+from fedpara.parameterization.naming import is_named, unknown
 from fedpara.parameterization.schemes import Scheme, write
 from fedpara.parameterization.selection import Where, everything
 
@@ -29,8 +30,10 @@ def rule(model: nn.Module, scheme: Scheme, where: Where | None, train: str | Seq
     weights that are too small for the rank.
     """
     named = [name for name in _each(train) if name != REST]
-    _refuse_unknown(model, named)
-    taken = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if _named(name, named)}
+    held = dict(model.named_parameters(remove_duplicate=False))
+    if problem := unknown(model, [*held], named):
+        raise SchemeError(f"train {problem}")
+    taken = {id(p) for name, p in held.items() if is_named(name, named)}
     if where is None:
         tables = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
         taken |= {id(p) for module in tables for p in module.parameters(recurse=False)}
@@ -50,30 +53,14 @@ def freeze(model: nn.Module, train: str | Sequence[str], factors: Iterable[nn.Pa
     if REST not in _each(train):
         model.requires_grad_(False)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if _named(name, train):
+        if is_named(name, _each(train)):
             parameter.requires_grad_(True)
     for factor in factors:
         factor.requires_grad_(True)
 
 
-def _named(parameter: str, train: str | Sequence[str]) -> bool:
-    """Whether a whole part of the dotted name is in `train`: "classifier" names `model.classifier.weight`."""
-    return any(f".{name}." in f".{parameter}." for name in _each(train))
-
-
 def _each(train: str | Sequence[str]) -> Sequence[str]:
     return [train] if isinstance(train, str) else train
-
-
-def _refuse_unknown(model: nn.Module, train: str | Sequence[str]) -> None:
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for name in _each(train):
-        if not any(_named(parameter, [name]) for parameter in names):
-            parts = ", ".join(dict.fromkeys(parameter.partition(".")[0] for parameter in names))
-            raise SchemeError(
-                f"train names {name!r}, and {type(model).__name__} has no such module or parameter: expected names "
-                f"such as those of its parts ({parts})."
-            )
 
 
 def _fits(scheme: Scheme, weight: nn.Parameter) -> bool:

@@ -4,7 +4,7 @@ Each module with factors gets a pair of state-dict hooks that translate both way
 `load_state_dict()` use the readable names, on the model and on any part of it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -17,6 +17,23 @@ from fedpara.parameterization.schemes import Form
 HOOKS = "_fedpara_hooks"
 BASE = "base"
 """The name of an adapter's frozen weight W0 in a state: `features.0.weight.base`."""
+
+
+def is_named(tensor: str, names: Iterable[str]) -> bool:
+    """Whether one of the names is a whole part of the dotted name: "head" names `model.head.weight`."""
+    return any(f".{name}." in f".{tensor}." for name in names)
+
+
+def unknown(model: nn.Module, tensors: Sequence[str], names: Iterable[str]) -> str:
+    """What is wrong with the first of the names that no tensor has, in words that follow the option; "" if none."""
+    wrong = next((name for name in names if not any(is_named(tensor, [name]) for tensor in tensors)), None)
+    if wrong is None:
+        return ""
+    parts = ", ".join(dict.fromkeys(tensor.partition(".")[0] for tensor in tensors))
+    return (
+        f"names {wrong!r}, and {type(model).__name__} has no such module or parameter: expected names such as those of "
+        f"its parts ({parts})."
+    )
 
 
 def attach(module: nn.Module) -> None:

@@ -22,7 +22,7 @@ from fedpara.trees import Tree, join, leaves, map_tree, take
 LANES_THAT_PAY = 5
 """On a CPU fewer lanes are slower than sequential training: benchmarks/README.md."""
 PARTS = 20
-"""How many parts of a batch an own loss is called on, to see whether its values depend on the others in the batch."""
+"""On how many parts of a batch a user's loss is tried, to see whether an example's value depends on the others."""
 
 
 def unsupported(session: Session, task: Task, data: FederatedData) -> str:
@@ -78,7 +78,7 @@ def _unsupported(session: Session, task: Task, data: FederatedData) -> str:
 
 
 def _mixing_loss(session: Session, task: Task, some: Examples) -> str:
-    """Why an own loss must see no padding, or "": on parts of a batch its values are not those on the whole batch.
+    """Why a user's loss must see no padding, or "": its values on a part of a batch differ from those on all of it.
 
     A rank or a threshold within the batch changes few values, so many parts are compared.
     """

@@ -137,7 +137,7 @@ def _problems(session: Session, settings: Settings, personal: bool, largest: flo
             yield f"{weight} is an adapter or has frozen factors: factorize the whole weight."
         if not form.scheme.nested:
             yield f"{weight} is written by {form.scheme.name}, whose factors are not nested: use fedpara or lowrank."
-    if program.private:
+    if program.local:
         yield "parts of this model are private: use fedpara or lowrank, and share all."
     if over := covered(program.model):
         yield f"{over} has another parametrization on top of its factors: remove it."

@@ -30,7 +30,7 @@ def evaluated(
         result = replace(result, before=mean_of(before, primary), after=means[primary], scores=means)
         worst, deviation = fairness_of([v[primary] for v in after], schedule.higher_is_better)
         result = replace(result, worst_tenth=worst, spread=deviation)
-    if not session.program.private:
+    if not session.program.local:
         score = engine.evaluate(result.progress.model)
         if score is not None:
             probed = schedule.guard.probe(result.progress) if schedule.guard is not None else {}

@@ -162,7 +162,7 @@ def _problems(program: Program, algorithm: Algorithm, link: Link) -> Iterator[st
         yield 'this model has none: factorize it with onto="frozen", train="*".'
     if others := program.forms.keys() - set(adapters):
         yield f'{min(others)} is a whole weight of factors: factorize it with onto="frozen" too.'
-    if program.private:
+    if program.local:
         yield "parts of this model are private: use lowrank, fedpara or a scheme of FedMUD, and share all."
     if program.half_frozen:
         yield f"some factors of {program.half_frozen} are frozen: let all of them train."

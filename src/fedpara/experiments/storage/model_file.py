@@ -53,5 +53,5 @@ def _structure(network: nn.Module, program: Program) -> dict[str, Any]:
         "forms": {weight: describe_form(weight, form) for weight, form in forms(network).items()},
         "ties": shared_names(network),
         "fixed": sorted(program.initial.keys() - held - {*program.retained}),
-        "private": bool(program.private),
+        "private": bool(program.local),
     }
