@@ -173,9 +173,8 @@ def _write_safetensors(
         refuse_misfit(state, network, _name(source, model))
         if shape is not None:
             inputs = _inputs(network, None, source.model, None)
-    elif (
-        shape is not None and source.preprocessing is not None
-    ):  # images: no network is needed to know their type
+    elif shape is not None and source.preprocessing is not None:
+        # Images, whose type is known without the network.
         inputs = (torch.empty(2, *shape),)
     save_state(path, state, {}, model=source.model, preprocessing=preprocessing)
     read_state(path)

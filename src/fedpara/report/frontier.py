@@ -211,11 +211,13 @@ def _about(section: Section) -> str:
     if section.stage == "test":
         return f"{setting} The scores are on the test set."
     rates = ", ".join(f"{rate:g}" for rate in scale.rates)
+    one = f"Each had one trial, with rate {rates}."
+    several = f"Each had a trial with each rate of {rates}, and its best one is shown."
     tried = (
         "Each had one trial. The rate and the other settings are those that tuning chose for\n"
         f"networks of its kind (`{scale.tuned}`, seven trials each)."
         if scale.tuned is not None
-        else f"Each had a trial with each rate of {rates}, and its best one is shown."
+        else (several if len(scale.rates) > 1 else one)
     )
     return (
         f"{setting} {tried} The scores are on\nthe {scale.validation:.1%} of every client's training data that the "

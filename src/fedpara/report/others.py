@@ -19,7 +19,7 @@ OF_COHORT = (
     "these is the mean over a few clients, not over all."
 )
 PRIVACY = "privacy"
-"""The folder of the runs of `benchmarks/privacy.py`, whose table is in the guide to privacy."""
+"""privacy/DATA/STAGE/METHOD/EPSILON/NAME are runs of `benchmarks/privacy.py`; the guide to privacy has their table."""
 COLUMNS: dict[str, tuple[Callable[[Summary], float | None], str]] = {
     "accuracy [%]": (final_accuracy, "%"),
     "rounds": (lambda run: float(run.rounds), "n"),
@@ -51,7 +51,7 @@ def other_runs(library: Library, tables: Sequence[Table]) -> Table | None:
 
 
 def _is_shown_elsewhere(run: Path) -> bool:
-    return belongs(run) or PRIVACY in run.parts
+    return belongs(run) or run.parts[-6:-5] == (PRIVACY,)
 
 
 def _entry(series: Series, column: str, library: Library) -> Entry:

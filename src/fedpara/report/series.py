@@ -193,8 +193,8 @@ def label_of(experiment: Experiment) -> str:
         words = ["FedAvg's global model"]
     else:
         words = [TITLES[e.scheme]]
-    if e.scheme == "original" and e.share.startswith("all but "):
-        words.append(f"own {e.share.removeprefix('all but ')}")
+    if e.scheme == "original" and e.share not in ("all", *_SHARES):
+        words.append(f"share {e.share}")
     if e.gamma is not None and e.scheme != "lowrank":
         words.append(f"γ {e.gamma:g}")
     if e.algorithm != "fedavg":
