@@ -11,11 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+from fedpara.experiments.config import Experiment
 from fedpara.experiments.paper.measures import GIGABYTE
 from fedpara.experiments.storage.catalog import Library
 from fedpara.experiments.studies.frontier.combinations import Scale
 from fedpara.experiments.studies.frontier.cost import parameters
-from fedpara.experiments.studies.frontier.study import ALL_SCALES, LOSS, Point, Stage, front, leanest, points
+from fedpara.experiments.studies.frontier.study import (
+    ALL_SCALES,
+    LOSS,
+    TRIAL_SEED,
+    Point,
+    Stage,
+    front,
+    leanest,
+    points,
+)
 from fedpara.report.frontier_figure import frontier_figure
 from fedpara.report.own import Unit
 from fedpara.report.series import data_of
@@ -118,7 +128,7 @@ def unit_of(most: float) -> Unit:
 def frontier_sections(library: Library) -> list[Section]:
     """Final runs come before the trials that chose their rates."""
     stages: tuple[Stage, ...] = ("test", "validation")
-    seeds = max((run.experiment.seed for run in library if not run.experiment.validation), default=0)
+    seeds = max((_number_of_seeds(run.experiment) for run in library), default=0)
     found = (
         Section(name, stage, points(scale, stage, library, seeds))
         for name, scale in ALL_SCALES.items()
@@ -126,6 +136,11 @@ def frontier_sections(library: Library) -> list[Section]:
         if stage == "validation" or scale.final_scale is None
     )
     return [section for section in found if section.points]
+
+
+def _number_of_seeds(last: Experiment) -> int:
+    """How many seeds there are up to this one: trials count from TRIAL_SEED, final runs from 1."""
+    return last.seed - TRIAL_SEED + 1 if last.validation else last.seed
 
 
 def rows(section: Section) -> tuple[list[str], list[list[str]]]:
@@ -219,9 +234,11 @@ def _about(section: Section) -> str:
         if scale.tuned is not None
         else (several if len(scale.rates) > 1 else one)
     )
+    repeated = any(len(point.runs) > 1 for point in section.points)
+    more = " Some were repeated with further seeds, which chose nothing." * repeated
     return (
-        f"{setting} {tried} The scores are on\nthe {scale.validation:.1%} of every client's training data that the "
-        "trials held out."
+        f"{setting} {tried}{more} The scores are on\nthe {scale.validation:.1%} of every client's training data that "
+        "the trials held out."
     )
 
 

@@ -109,6 +109,24 @@ def test_the_rate_is_chosen_by_validation_and_its_finals_have_other_seeds(tmp_pa
         frontier_jobs(SCALES["cifar100-noniid-links"], "test", library)
 
 
+def test_repeated_trials_have_the_chosen_rate_and_change_no_choice(tmp_path):
+    name = TINY.combinations[1]
+    with pytest.raises(ConfigError, match="no finished trial, such as 'fedpara0 f32/f32'"):
+        frontier_jobs(TINY, "validation", Library.of(tmp_path), seeds=3, only=["fedpara0 f32"])
+    slow, fast = trials(TINY, name)
+    write(tmp_path / "slow", slow, [0.1, 0.6])
+    write(tmp_path / "fast", fast, [0.5, 0.5])
+    listed = frontier_jobs(TINY, "validation", Library.of(tmp_path), seeds=3, only=["fedpara0 f32"])
+    first, second = (job.experiment for job in listed[2:])
+    assert [first, second] == [replace(slow, seed=TRIAL_SEED + 1), replace(slow, seed=TRIAL_SEED + 2)]
+    assert {job.experiment.seed for job in listed[:2]} == {TRIAL_SEED}
+    write(tmp_path / "first", first, [0.1, 0.2])
+    library = Library.of(tmp_path)
+    (point,) = points(TINY, "validation", library)
+    assert [run.path.name for run in point.runs] == ["slow", "first"]
+    assert finals(TINY, name, library)[0].lr == slow.lr
+
+
 def test_the_first_rate_of_all_combinations_comes_first(tmp_path):
     listed = frontier_jobs(TINY, "validation", Library.of(tmp_path))
     assert [job.experiment.lr for job in listed] == [0.05] * 4 + [0.1] * 4
@@ -133,8 +151,10 @@ def test_the_front_and_the_leanest_by_hand(tmp_path):
     b = made_point(tmp_path, "b", [[0.5, 0.895], [0.5, 0.895]], 100)
     c = made_point(tmp_path, "c", [[0.5, 0.6]], 200)
     d = made_point(tmp_path, "d", [[0.5, 0.55]], 10)
+    e = made_point(tmp_path, "e", [[0.5, 0.895], [0.5, 0.5]], 50)
     assert [point.combination for point in front([a, b, c, d])] == ["d", "b", "a"]
     assert leanest([a, b, c, d]) is b
+    assert leanest([a, b, c, d, e]) is e  # by the first seed
     assert (a.sent, b.sent, d.sent) == (4000, 400, 40)
     assert a.accuracy == pytest.approx(0.9)
     assert a.sent_to(0.8) == [4000, 2000]

@@ -50,7 +50,7 @@ def frontier(
     folder = out / scale_name / stage
     library = Library.of(out, results)
     chosen = [one.strip() for one in only.split(",")] if only else []
-    listed = frontier_jobs(scale, stage, library, seeds=seeds or SEEDS, rounds=rounds, only=chosen)
+    listed = frontier_jobs(scale, stage, library, seeds=seeds, rounds=rounds, only=chosen)
     if configs is not None:
         _write_configs([job for job in listed if job.found is None], configs, folder)
         return

@@ -1,7 +1,8 @@
 """`fedpara reproduce frontier` and `fedmud`: the runs of a scale, the choice by validation, the points of the figure.
 
     SCALE/validation/NAME-lrR-seed100    one run per combination and learning rate, scored on held-out examples
-    SCALE/test/NAME-lrR-seedS            the rate that was best on them, scored on the test set; seeds 1 to 3
+    SCALE/validation/NAME-lrR-seed101    the rate that was best, again: further seeds tell the spread and choose nothing
+    SCALE/test/NAME-lrR-seedS            the rate that was best, scored on the test set; seeds 1 to 3
 
 A run is found by its experiment, so any process may carry it out with `fedpara run --config`.
 """
@@ -25,6 +26,7 @@ FOLDER = "frontier"
 ALL_SCALES = {**SCALES, **{f"fedmud-{name}": scale for name, scale in FEDMUD.items()}}
 """By the folder of their runs."""
 TRIAL_SEED = 100
+"""Of the trials that choose. Repeated trials have the seeds after it."""
 SEEDS = 3
 """Final runs have the seeds 1 to SEEDS."""
 Stage = Literal["validation", "test"]
@@ -85,13 +87,25 @@ def best_trial(scale: Scale, combination: str, library: Library, rounds: int | N
     return max(found, key=lambda run: run.accuracy or 0.0, default=None)
 
 
-def chosen_rate(scale: Scale, combination: str, library: Library) -> float | None:
-    """The learning rate of the final runs. None if there is a choice and no trial has finished."""
+def chosen_rate(scale: Scale, combination: str, library: Library, rounds: int | None = None) -> float | None:
+    """The learning rate of the final runs. None if there is a choice and no trial has finished.
+
+    `rounds` is the length of the trials, if it is not the scale's.
+    """
     rates = scale.rates_of(combination)
     if len(rates) == 1:
         return rates[0]
-    best = best_trial(scale, combination, library)
+    best = best_trial(scale, combination, library, rounds)
     return None if best is None else best.experiment.lr
+
+
+def repeats(
+    scale: Scale, combination: str, library: Library, seeds: int, rounds: int | None = None
+) -> list[Experiment]:
+    """The chosen trial with further seeds, `seeds` with the first one; empty before the choice."""
+    rate = chosen_rate(scale, combination, library, rounds)
+    first = next((one for one in trials(scale, combination, rounds) if one.lr == rate), None)
+    return [replace(first, seed=TRIAL_SEED + more) for more in range(1, seeds)] if first is not None else []
 
 
 def finals(
@@ -108,14 +122,16 @@ def frontier_jobs(
     stage: Stage,
     library: Library,
     *,
-    seeds: int = SEEDS,
+    seeds: int | None = None,
     rounds: int | None = None,
     only: Sequence[str] = (),
 ) -> list[Job]:
     """Every run of the stage: the first seed or rate of all combinations comes before the second of any.
 
-    ConfigError if `only` matches no combination, or if a final run waits for its trials.
+    `seeds` is by default 1 for trials and SEEDS for final runs. ConfigError if `only` matches no combination, or if a
+    final run or a repeated trial waits for the choice.
     """
+    seeds = seeds or (1 if stage == "validation" else SEEDS)
     if stage == "test" and scale.final_scale is not None:
         raise ConfigError(
             f"this scale has trials only: its final runs are those of --scale {scale.final_scale}."
@@ -128,21 +144,22 @@ def frontier_jobs(
             f"--only {', '.join(only)!r}: no combination has this in its name. The first are "
             f"{', '.join(scale.combinations[:3])}."
         )
-    wanted = {
-        name: trials(scale, name, rounds)
+    first = {name: trials(scale, name, rounds) if stage == "validation" else [] for name in names}
+    chosen = {
+        name: repeats(scale, name, library, seeds, rounds)
         if stage == "validation"
         else finals(scale, name, library, seeds, rounds)
         for name in names
     }
-    waiting = [name for name, experiments in wanted.items() if not experiments]
+    waiting = [name for name in names if not chosen[name]] if stage == "test" or seeds > 1 else []
     if waiting:
         raise ConfigError(
             f"{len(waiting)} of {len(names)} combinations have no finished trial, such as {waiting[0]!r}: the learning "
-            "rates are chosen by validation. Run the same command with --validation first."
+            "rates are chosen by validation. Run them first, with --validation and without --seeds."
         )
     return [
         Job(folder_name(name, e), e, library.find(e), library.resumable(e))
-        for same in zip(*wanted.values(), strict=True)
+        for same in zip(*(first[name] + chosen[name] for name in names), strict=True)
         for name, e in zip(names, same, strict=True)
     ]
 
@@ -165,10 +182,10 @@ def points(
     for name in scale.combinations:
         if stage == "validation":
             best = best_trial(scale, name, library, rounds)
-            runs: tuple[Summary, ...] = () if best is None else (best,)
+            wanted = [] if best is None else [best.experiment, *repeats(scale, name, library, seeds, rounds)]
         else:
             wanted = finals(scale, name, library, seeds, rounds)
-            runs = tuple(run for e in wanted if (run := library.find(e)) is not None)
+        runs = tuple(run for e in wanted if (run := library.find(e)) is not None)
         if runs:
             found.append(Point(name, runs))
     return found
@@ -184,8 +201,11 @@ def front(points: Iterable[Point]) -> list[Point]:
 
 
 def leanest(points: Sequence[Point]) -> Point | None:
-    """The fewest bytes among the points whose accuracy is at most LOSS below that of the first one."""
-    good = [one for one in points if one.accuracy >= points[0].accuracy - LOSS]
+    """The fewest bytes among the points whose accuracy is at most LOSS below that of the first one.
+
+    This compares the first run of each, because not every trial is repeated with further seeds.
+    """
+    good = [one for one in points if one.accuracies[0] >= points[0].accuracies[0] - LOSS]
     return min(good, key=lambda one: one.sent, default=None)
 
 
