@@ -1,6 +1,8 @@
 """simulate(..., out=folder): a run folder from Python objects, which the same call resumes."""
 
 import math
+import operator
+from functools import cached_property
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 import fedpara as fp
 from fedpara import algorithms
 from fedpara.errors import ConfigError, RunError
-from fedpara.experiments import read_run, resume
+from fedpara.experiments import object_digests, read_run, resume
 from fedpara.experiments.seeds import group
 
 HOW = {"rounds": 4, "cohort": 2, "seed": 3}
@@ -126,6 +128,67 @@ def test_the_options_of_a_function_count(tmp_path):
     fp.simulate(task(), federation(), again, **HOW, out=tmp_path)
     with pytest.raises(ConfigError, match="the algorithm differ"):
         fp.simulate(task(), federation(), other, **HOW, out=tmp_path)
+
+
+class Fixed:
+    """A sampler whose only setting is an attribute."""
+
+    def __init__(self, first):
+        self._first = first
+
+    def __call__(self, round, clients, cohort, generator):
+        return range(self._first, self._first + cohort)
+
+    def drawn(self, round, clients, cohort, generator):
+        return self(round, clients, cohort, generator)
+
+
+@pytest.mark.parametrize("sampler", [Fixed, lambda first: Fixed(first).drawn], ids=["object", "method"])
+def test_the_attributes_of_an_object_count(tmp_path, sampler):
+    fp.simulate(task(), federation(), adamw(), **HOW, sampler=sampler(0), out=tmp_path)
+    fp.simulate(task(), federation(), adamw(), **HOW, sampler=sampler(0), out=tmp_path)
+    with pytest.raises(ConfigError, match="the settings differ"):
+        fp.simulate(task(), federation(), adamw(), **HOW, sampler=sampler(1), out=tmp_path)
+
+
+class Node:
+    def __init__(self, name):
+        self.name, self.others = name, []
+
+    @cached_property
+    def stored(self):
+        return self.name * 2
+
+
+def ring(*names):
+    nodes = [Node(name) for name in names]
+    for node in nodes:
+        node.others = nodes
+    return nodes[0]
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (nn.HuberLoss(delta=1.0), nn.HuberLoss(delta=0.01)),
+        (operator.add, operator.mul),
+        ({"a", "b"}, {"a", "c"}),
+        (torch.float32, torch.float64),
+        (ring("a", "b", "c"), ring("a", "b", "d")),
+        (Fixed(0).drawn, Fixed(0).__call__),
+    ],
+    ids=["module", "builtin", "set", "dtype", "ring", "method"],
+)
+def test_a_digest_tells_values_apart(a, b):
+    assert object_digests._digest(a) != object_digests._digest(b)
+
+
+def test_a_digest_is_that_of_an_equal_value():
+    for make in (lambda: ring("a", "b"), lambda: {"b", "a"}, lambda: nn.HuberLoss().eval(), torch.Generator):
+        assert object_digests._digest(make()) == object_digests._digest(make())
+    used = ring("a", "b")
+    assert used.stored
+    assert object_digests._digest(used) == object_digests._digest(ring("a", "b"))
 
 
 def test_a_schedule_fixes_the_rounds(tmp_path):

@@ -44,6 +44,11 @@ def test_noise_for_a_budget_is_the_smallest():
     assert default_delta(1000) == pytest.approx(1000**-1.1)
 
 
+def test_a_delta_below_what_pld_cuts_off_has_the_bound_of_rdp():
+    assert epsilon(1.0, 0.1, 100, 1e-16) == epsilon_rdp(1.0, 0.1, 100, 1e-16)
+    assert epsilon(1.0, 0.1, 100, 1e-10) < epsilon(1.0, 0.1, 100, 1e-16) < 20
+
+
 @pytest.mark.parametrize(
     ("kind", "rounds_played", "strength"),
     [

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 from flower_nodes import BASE, CASES, run_on_nodes, run_sequentially, same_results
+from torch import nn
 
 import fedpara as fp
 from fedpara import algorithms, attacks, data, robust
+from fedpara.engines.local.worker import Worker
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import Experiment, resume, run
 from fedpara.experiments.storage.checkpoint import final_checkpoint
@@ -90,6 +92,26 @@ def test_a_defence_wraps_any_mean(name):
     if name != "fedadam":  # Adam's first step has the same length for every mean
         assert distance(defended, honest) < 0.5 * distance(plain, honest)
     assert defended.accuracy >= 0
+
+
+def test_the_servers_own_model_starts_from_its_own_buffers(monkeypatch):
+    """A client's buffers may be an attacker's."""
+    seen, train = [], Worker.train
+
+    def recorded(self, state, *words, who, **options):
+        if who == 8:  # the server, after clients 0 to 7
+            seen.append(state["1.running_mean"].clone())
+        return train(self, state, *words, who=who, **options)
+
+    monkeypatch.setattr(Worker, "train", recorded)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
+    algorithm = algorithms.fedavg(lr=0.1, epochs=1, batch_size=16)
+    run = fp.simulate(
+        fp.Task(model), federation(), algorithm, rounds=1, cohort=8, device="cpu", robust="fltrust(20)"
+    )
+    assert not torch.equal(run.state["1.running_mean"], torch.zeros(64))
+    assert [bool(mean.any()) for mean in seen] == [False]
 
 
 def test_a_rescaled_client_breaks_the_mean_of_factors_and_no_composed_one():

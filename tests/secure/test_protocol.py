@@ -176,3 +176,45 @@ def test_a_client_reveals_nothing_if_too_few_are_alive(alive, why):
 def test_seeded_secrets_repeat_and_fresh_ones_do_not():
     assert p.seeded_secret(1, "box", 2) == p.seeded_secret(1, "box", 2) != p.seeded_secret(1, "box", 3)
     assert p.fresh_secret() != p.fresh_secret()
+
+
+@pytest.mark.parametrize("how", [SecAgg(), SecAgg(neighbours=4)])
+@pytest.mark.parametrize("case", ["no point", "one key twice", "another client's key"])
+def test_unusable_keys_are_refused_and_the_others_go_on(case, how):
+    """Its neighbours would stop at such a key, all of them."""
+
+    def change(stage, client, message):
+        if (stage, client) != ("keys", 13):
+            return message
+        keys = {name: np.frombuffer(part, np.uint8) for name, part in keys_of(13).items()}
+        keys["mask"] = {
+            "no point": np.full(p.PUBLIC, 255, np.uint8),
+            "one key twice": keys["box"],
+            "another client's key": np.frombuffer(keys_of(12)["box"], np.uint8),
+        }[case]
+        return write(stage, 3, "client:13", keys)
+
+    def keys_of(client):
+        person = federation.people[client]
+        return {
+            "box": p.public_key(person.box),
+            "mask": p.public_key(person.mask),
+            "own": p.commitment(person.own),
+        }
+
+    federation = Federation(how, clients=12)
+    federation.change = change
+    total, _ = federation.run()
+    refused = federation.server.refused
+    assert refused[13].startswith("a public key of its ")
+    assert set(refused) == ({12, 13} if case == "another client's key" else {13})
+    alive = [client for client in federation.clients if client not in refused]
+    assert np.abs(total - federation.expected(alive)).max() <= 12 * how.step
+
+
+def test_a_client_without_a_weight_is_refused():
+    federation = Federation()
+    federation.weights[12] = 0.0
+    total, _ = federation.run()
+    assert federation.server.refused == {12: "it holds no examples"}
+    assert np.abs(total - federation.expected([10, 11, 13, 14])).max() <= 5 * federation.how.step

@@ -6,15 +6,16 @@
     algorithm   its functions with their arguments, the optimizer and the schedule
     settings    the sampler and the devices
 
-A function counts by its name, its default arguments and the values that it closes over; its code does not count.
+A function counts by its name, its default arguments and the values that it closes over; its code does not count. An
+object counts by its class and its attributes. One without attributes counts by its `repr`, unless that has an address.
 """
 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -139,13 +140,16 @@ def _name(function: Any) -> str:
 
 def _digest(value: Any) -> str:
     digest = blake2b(digest_size=6)
-    for part in _bytes(value, 0):
+    for part in _bytes(value, 0, {}):
         digest.update(part)
     return digest.hexdigest()
 
 
-def _bytes(value: Any, depth: int) -> Iterable[bytes]:
-    """What identifies the value in every process that makes it in the same way."""
+def _bytes(value: Any, depth: int, met: dict[int, int]) -> Iterable[bytes]:
+    """What identifies the value in every process that makes it in the same way.
+
+    `met` numbers the objects met before, by their `id`: they may refer to each other.
+    """
     match value:
         case None | str() | int() | float() | bytes():
             yield f"{value!r};".encode()
@@ -154,16 +158,21 @@ def _bytes(value: Any, depth: int) -> Iterable[bytes]:
             yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         case np.ndarray():
             yield f"{value.dtype}{value.shape}".encode() + value.tobytes()
+        case set() | frozenset():
+            yield b"".join(sorted(b"".join(_bytes(inner, depth + 1, met)) for inner in value))
         case _:
-            kind = value if isinstance(value, FunctionType | type) else type(value)
+            named = isinstance(value, FunctionType | BuiltinFunctionType | type)
+            kind = value if named else type(value)
             yield f"{kind.__module__}.{kind.__qualname__}(".encode()
-            for inner in _inside(value) if depth < _DEEP else ():
-                yield from _bytes(inner, depth + 1)
+            for inner in _inside(value, met) if depth < _DEEP else ():
+                yield from _bytes(inner, depth + 1, met)
             yield b")"
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _inside(value: Any, met: dict[int, int]) -> Iterable[Any]:
     match value:
+        case type() | ModuleType():
+            return []
         case Mapping():
             return [part for item in value.items() for part in item]
         case list() | tuple():
@@ -171,10 +180,38 @@ def _inside(value: Any) -> Iterable[Any]:
         case partial():
             return [value.func, value.args, value.keywords]
         case nn.Module():
-            return [dict(value.state_dict())]
+            settings = {name: _settings(part) for name, part in value.named_modules()}
+            return [dict(value.state_dict()), settings]
+        case MethodType():
+            return [value.__func__, value.__self__]
+        case BuiltinFunctionType():
+            return [value.__self__]
         case FunctionType():
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             return [value.__defaults__, value.__kwdefaults__, *cells]
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(value):
         return [getattr(value, field.name) for field in fields(value)]
-    return []
+    if id(value) in met:
+        return [met[id(value)]]
+    met[id(value)] = len(met)
+    if attributes := _attributes(value):
+        return [attributes]
+    text = repr(value)
+    return [] if " at 0x" in text else [text]
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """The module's own attributes, such as a delta, without torch's and without its mode."""
+    plain = vars(module).items()
+    return {name: value for name, value in plain if not name.startswith("_") and name != "training"}
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Without what `cached_property` has stored."""
+    kind, slots = type(value), getattr(type(value), "__slots__", ())
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(
+        value, "__dict__", {}
+    )
+    return {
+        name: v for name, v in found.items() if not isinstance(getattr(kind, name, None), cached_property)
+    }

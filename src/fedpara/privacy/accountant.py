@@ -3,6 +3,8 @@
     PLD    privacy loss distributions: nearly exact, and what a budget is compared with
     RDP    Renyi differential privacy: an older bound that is slightly larger; a check of the first
 
+PLD cuts off a tail of 1e-15 per round, so it has no bound for a delta below that tail. There the bound is RDP's.
+
 A round of user-level privacy is a Gaussian mechanism with noise multiplier z on a Poisson sample with probability q.
 Two federations are neighbours if one has one client more. Both accountants give upper bounds.
 """
@@ -23,10 +25,11 @@ LARGEST_NOISE = 1e4
 
 @lru_cache(maxsize=256)  # a round asks for its own cost and for that of the next
 def epsilon(noise: float, sampling: float, rounds: int, delta: float) -> float:
-    """Epsilon after `rounds` rounds, by PLD."""
+    """Epsilon after `rounds` rounds, by PLD, or by RDP for a delta that is too small for PLD."""
     if not rounds:
         return 0.0
-    return float(_loss(noise, sampling).self_compose(rounds).get_epsilon_for_delta(delta))
+    found = float(_loss(noise, sampling).self_compose(rounds).get_epsilon_for_delta(delta))
+    return found if math.isfinite(found) else epsilon_rdp(noise, sampling, rounds, delta)
 
 
 def epsilon_rdp(noise: float, sampling: float, rounds: int, delta: float) -> float:

@@ -60,11 +60,20 @@ def public_key(secret: bytes) -> bytes:
 
 def agreed_key(secret: bytes, public: bytes) -> bytes:
     """The key that two clients share: the same from either one's secret and the other one's public key."""
-    try:
-        point = ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, public)
-    except ValueError:
-        raise WireError("a public key is not a point of the curve P-256.") from None
+    if (point := _point(public)) is None:
+        raise WireError("a public key is not a point of the curve P-256.")
     return generate_shared_key(private_key(secret), point)
+
+
+def is_public_key(public: bytes) -> bool:
+    return _point(public) is not None
+
+
+def _point(public: bytes) -> ec.EllipticCurvePublicKey | None:
+    try:
+        return ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, public)
+    except ValueError:
+        return None
 
 
 def seal(key: bytes, text: bytes) -> bytes:

@@ -9,6 +9,7 @@ Each takes the messages of the clients that answered. The others have vanished: 
 leaves masks in the vectors of its neighbours, which the shares of its key remove. `Skipped` if too few are left.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, islice
@@ -67,6 +68,9 @@ class Aggregation:
         for client, message in messages.items():
             if (got := self._read("keys", client, message, KEYS)) is not None:
                 self._keys[client] = {name: array.tobytes() for name, array in got.items()}
+        for client, why in _unusable(self._keys).items():
+            del self._keys[client]
+            self.refused[client] = why
         present = sorted(self._keys)
         self._expect(present, "sent their keys")
         self.neighbours = circle(present, self.how.neighbours, (self.seed, self.round))
@@ -93,7 +97,9 @@ class Aggregation:
                 continue
             if got["clients"].tolist() != self.neighbours[client]:
                 self.refused[client] = "it shares its secrets with other clients than its neighbours"
-            elif weights.get(client):
+            elif not weights.get(client):
+                self.refused[client] = "it holds no examples"
+            else:
                 boxes = (row.tobytes() for row in got["sealed"])
                 mail[client] = dict(zip(self.neighbours[client], boxes, strict=True))
         self._expect(list(mail), "shared their secrets")
@@ -240,6 +246,19 @@ def circle(clients: Sequence[int], neighbours: int | None, seed: tuple[int, int]
     beside = [*range(-half, 0), *range(1, half + 1)]
     near = {order[i]: {order[(i + step) % count] for step in beside} - {order[i]} for i in range(count)}
     return {client: sorted(near[client]) for client in clients}
+
+
+def _unusable(keys: Mapping[int, Mapping[str, bytes]]) -> dict[int, str]:
+    """The clients whose public keys their neighbours would refuse, and why."""
+    public = {client: (own["box"], own["mask"]) for client, own in keys.items()}
+    count = Counter(key for both in public.values() for key in both)
+    found = {}
+    for client, both in public.items():
+        if not all(map(p.is_public_key, both)):
+            found[client] = "a public key of its is not a point of the curve P-256"
+        elif any(count[key] > 1 for key in both):
+            found[client] = "a public key of its occurs twice"
+    return found
 
 
 def _public(secret: bytes) -> bytes:

@@ -3,16 +3,15 @@
 from fedpara.wire.check import admit, spec_of
 from fedpara.wire.codec import AnyMessage, Header, Message, decode, encode, make_message, split_messages
 from fedpara.wire.coded import Spec
-from fedpara.wire.link import Link, parse_encoding
-from fedpara.wire.meter import (
+from fedpara.wire.cost import (
     JOULES_PER_BIT,
     PAPER_MEGA,
-    Meter,
-    RoundTraffic,
     communication_seconds,
     energy_joules,
     round_seconds,
 )
+from fedpara.wire.link import Link, parse_encoding
+from fedpara.wire.meter import Meter, RoundTraffic
 from fedpara.wire.share import combine, guard, pack, split, unpack
 
 __all__ = [

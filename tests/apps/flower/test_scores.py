@@ -10,6 +10,7 @@ from fedpara.apps.flower import node as flower_node
 from fedpara.data import normalise
 from fedpara.engines.flower.policy import Policy
 from fedpara.engines.flower.rpc import Packet, Response, from_packet, to_packet
+from fedpara.errors import WireError
 from fedpara.experiments import read_run
 from fedpara.experiments.build import build
 from fedpara.experiments.run import lay_out, resume
@@ -163,3 +164,9 @@ def test_clients_without_test_data_say_so(tmp_path, monkeypatch):
     assert all("personal evaluation needs each client's test data" in r.reason for r in finished.scores())
     monkeypatch.setattr(flower_node.Site, "data", lambda *_, **__: (None, None))
     assert {reply.reason for reply in finished.scores()} == {"it has no test data"}
+
+
+def test_a_negative_number_of_examples_is_refused():
+    packet = to_packet(Response(0, 1, before=Score(-3, {"accuracy": 0.5})))
+    with pytest.raises(WireError, match="before covers -3 examples: expected none or more"):
+        from_packet(packet, Response, 1 << 20)

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import fedpara as fp
 from fedpara.engines.local.worker import Worker
@@ -40,3 +42,23 @@ def test_a_round_has_the_spread_of_its_cohort(world, engine):
     assert second.spread >= 0
     alone = world.simulate(world.model(), federation=world.personal, engine=engine, cohort=1).rounds[-1]
     assert (alone.worst_tenth, alone.spread) == (alone.after, 0.0)
+
+
+def test_a_client_without_a_finite_score_is_left_out_of_the_means(engine):
+    """The r2 of equal targets is NaN."""
+
+    def part(count, spread):
+        x = torch.randn(count, 3, generator=torch.Generator().manual_seed(count))
+        return x, spread * x.sum(1, keepdim=True)
+
+    tests = [part(6, 1.0), part(7, 0.0), part(8, 1.0)]
+    federation = fp.FederatedData.of([part(10, 1.0)] * 3, test=part(9, 1.0), tests=tests)
+    task = fp.Task(nn.Linear(3, 1), loss="mse", metrics=["r2"])
+    run = fp.simulate(
+        task, federation, fp.algorithms.fedavg(lr=0.1), rounds=1, cohort=3, device="cpu", engine=engine
+    )
+    (result,) = run.rounds
+    assert sorted(result.everyone.by_client) == [0, 2]
+    assert np.isfinite([result.before, result.after, result.spread, result.everyone.score]).all()
+    said = "1 of 3 clients have no finite r2 and are left out of its mean; client 1 has nan"
+    assert result.notes == (said, said)

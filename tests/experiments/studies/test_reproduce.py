@@ -202,6 +202,15 @@ def test_a_longer_run_needs_a_score_at_the_shorter_ones_end(whole):
     assert shorter.resumable is None, "it is already longer"
 
 
+def test_a_longer_run_of_another_metric_contains_the_shorter_one(whole):
+    library = Library.of(whole[0])
+    (job,) = jobs([STUDY], library, seeds=1, rounds=2, scale="tiny", only=PFEDPARA)
+    lines = tuple(line | {"accuracy": None, "score": 0.5} for line in job.found.metrics)
+    other = Library({job.experiment.identity: (replace(job.found, metrics=lines),)})
+    (shorter,) = jobs([STUDY], other, seeds=1, rounds=1, scale="tiny", only=PFEDPARA)
+    assert [line["round"] for line in shorter.found.metrics] == [1]
+
+
 def test_more_rounds_continue_the_run(whole, tmp_path):
     carry_out([STUDY], out=tmp_path, **{**TINY, "only": PFEDPARA})
     rounds = Rounds()

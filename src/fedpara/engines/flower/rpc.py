@@ -137,6 +137,8 @@ def _score(facts: Mapping[str, Fact], name: str) -> Score | None:
     if f"{name}-examples" not in facts:
         return None
     examples = _fact(facts, f"{name}-examples", int)
+    if examples < 0:
+        raise WireError(f"{name} covers {examples} examples: expected none or more.")
     values = {
         fact.partition(":")[2]: _fact(facts, fact, float) for fact in facts if fact.startswith(f"{name}:")
     }

@@ -25,7 +25,7 @@ from fedpara.wire.rows import RowMessage, Rows
 class Aggregator:
     """Sums one round's updates, in the order of the calls to `add`.
 
-    `weights` holds w_i of every client that may reply.
+    `weights` holds w_i of every client that may reply, and `buffers` those of the server before the round.
     """
 
     def __init__(
@@ -35,9 +35,11 @@ class Aggregator:
         weights: Mapping[int, float],
         guard: Guard | None = None,
         *,
+        buffers: State | None = None,
         products: Products | None = None,
     ) -> None:
         self._algorithm, self._x, self._weights, self._guard = algorithm, x, weights, guard
+        self._now = buffers or {}
         aggregate, total = algorithm.aggregate, sum(weights.values())
         uniform = isinstance(aggregate, FromMean) and aggregate.weights == "uniform"
         self._buffers = WeightedSum(total)
@@ -102,7 +104,7 @@ class Aggregator:
         aggregate = self._algorithm.aggregate
         if self._guard is not None:
             device = device_of(update.y for _, update, _ in self._guarded)
-            given = move(self._x, device), move_variables(server, device)
+            given = move(self._x, device), move_variables(server, device), move(self._now, device)
             made, averages = self._guard.aggregate(self._algorithm, *given, self._guarded, clients, round)
             fresh, variables = _checked(self._algorithm, made, self._x)
             return fresh, variables, averages

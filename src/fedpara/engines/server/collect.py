@@ -119,7 +119,12 @@ def collect(
             weights, notes = round_weights(counts, schedule.weights, schedule.max_share)
             collected.notes += [f"round {round}: {note}" for note in notes]
             aggregator = Aggregator(
-                session.algorithm, progress.x, weights, schedule.guard, products=schedule.products
+                session.algorithm,
+                progress.x,
+                weights,
+                schedule.guard,
+                buffers=progress.buffers,
+                products=schedule.products,
             )
             collected.aggregator = aggregator
         if isinstance(verdict, RowMessage):

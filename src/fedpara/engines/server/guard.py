@@ -50,16 +50,23 @@ class Guard:
     device: str | None
 
     def aggregate(
-        self, algorithm: Algorithm, x: State, server: Variables, held: Held, clients: int, round: int
+        self,
+        algorithm: Algorithm,
+        x: State,
+        server: Variables,
+        now: State,
+        held: Held,
+        clients: int,
+        round: int,
     ) -> tuple[tuple[State, Variables], State]:
-        """((the next x, the server's variables), the buffers)"""
+        """((the next x, the server's variables), the buffers). `now` are the server's buffers before the round."""
         updates, buffers = self._after_collusion(x, held), [part for *_, part in held]
         aggregate = algorithm.aggregate
         if self.defence is None:
             averages = mean(buffers, [float(update.weight or 0) for update in updates])
             return aggregate(x, server, updates, clients), averages
         assert isinstance(aggregate, FromMean)
-        own = self._own_model(x, server, buffers, round) if self.clean is not None else None
+        own = self._own_model(x, server, now, round) if self.clean is not None else None
         everyone = server.get(STANDING, {}).get(CLIENTS, torch.zeros(clients, dtype=torch.float64)).cpu()
         ids = [client for client, *_ in held]
         made, averages, standing = robust_mean(
@@ -104,13 +111,13 @@ class Guard:
         sent = self.attack.collude(honest, x, sum(enemies), len(held))
         return [replace(u, y=sent) if enemy else u for u, enemy in zip(updates, enemies, strict=True)]
 
-    def _own_model(self, x: State, server: Variables, buffers: Sequence[State], round: int) -> State:
+    def _own_model(self, x: State, server: Variables, buffers: State, round: int) -> State:
         """The server's own model after a client's part of a round on the clean examples."""
         session, algorithm, client = self.session, self.session.algorithm, self.clients
         assert self.clean is not None
         program = session.program
         trained = self._worker.train(
-            {**program.initial, **buffers[0], **x},
+            {**program.initial, **buffers, **x},
             self.clean,
             algorithm,
             x,

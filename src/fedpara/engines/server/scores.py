@@ -1,5 +1,11 @@
-"""The scores of a round: of the server's model, of the cohort's models, and of all clients at the end."""
+"""The scores of a round: of the server's model, of the cohort's models, and of all clients at the end.
 
+A client's primary score may be NaN or infinite, such as an r2 of equal targets. Such a client is left out of the means,
+and a note of the round tells it.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from fedpara.engines.client import Reply
@@ -11,6 +17,7 @@ from fedpara.engines.server.broadcast import broadcast
 from fedpara.engines.server.engine import Engine
 from fedpara.engines.server.folds import begun
 from fedpara.engines.session import Session
+from fedpara.tasks import Score
 
 MAX_SCORED = 1000
 """At the end of a run at most this many clients are scored; a larger federation is sampled."""
@@ -23,12 +30,15 @@ def evaluated(
     if not schedule.evaluates(result.number):
         return result
     primary = schedule.primary
-    before = [reply.before.values for reply in replies if reply.before and reply.before.examples]
-    after = [reply.after.values for reply in replies if reply.after and reply.after.examples]
+    before, _ = _usable(((reply.client, reply.before) for reply in replies), primary)
+    after, notes = _usable(((reply.client, reply.after) for reply in replies), primary)
+    result = replace(result, notes=(*result.notes, *notes))
     if before and after:
-        means = {name: mean_of(after, name) for name in after[0] if name != "loss" or primary == "loss"}
-        result = replace(result, before=mean_of(before, primary), after=means[primary], scores=means)
-        worst, deviation = fairness_of([v[primary] for v in after], schedule.higher_is_better)
+        scores = list(after.values())
+        means = {name: mean_of(scores, name) for name in scores[0] if name != "loss" or primary == "loss"}
+        first = mean_of(list(before.values()), primary)
+        result = replace(result, before=first, after=means[primary], scores=means)
+        worst, deviation = fairness_of([own[primary] for own in scores], schedule.higher_is_better)
         result = replace(result, worst_tenth=worst, spread=deviation)
     if not session.program.local:
         score = engine.evaluate(result.progress.model)
@@ -44,13 +54,10 @@ def with_everyone(session: Session, engine: Engine, schedule: Schedule, result: 
     chosen = list(range(n)) if n <= MAX_SCORED else final_sample(session.seed, n, MAX_SCORED)
     message, _ = broadcast(session, begun(session, result.progress), result.number + 1)
     replies = list(engine.score_clients(result.number + 1, chosen, message))
-    scored = {
-        reply.client: reply.before.values[schedule.primary]
-        for reply in replies
-        if reply.before and reply.before.examples
-    }
+    usable, left_out = _usable(((reply.client, reply.before) for reply in replies), schedule.primary)
+    scored = {client: values[schedule.primary] for client, values in usable.items()}
     missing = [reply for reply in replies if reply.before is None]
-    notes = [
+    notes = left_out + [
         f"{len(missing)} of {len(chosen)} clients were not scored at the end; client {reply.client}: {reply.reason}"
         for reply in missing[:1]
     ]
@@ -61,3 +68,19 @@ def with_everyone(session: Session, engine: Engine, schedule: Schedule, result: 
     fairness, mean = fairness_of(scores, schedule.higher_is_better), sum(scores) / len(scores)
     everyone = Everyone(mean, len(scores), n, sent, *fairness, by_client=scored)
     return replace(result, everyone=everyone, notes=(*result.notes, *notes))
+
+
+def _usable(
+    scores: Iterable[tuple[int, Score | None]], primary: str
+) -> tuple[dict[int, Mapping[str, float]], list[str]]:
+    """(the values of every client whose primary one is a finite number, a note on the others)"""
+    measured = {client: score.values for client, score in scores if score is not None and score.examples}
+    usable = {client: values for client, values in measured.items() if math.isfinite(values[primary])}
+    others = [client for client in measured if client not in usable]
+    if not others:
+        return usable, []
+    value = measured[others[0]][primary]
+    return usable, [
+        f"{len(others)} of {len(measured)} clients have no finite {primary} and are left out of its mean; client "
+        f"{others[0]} has {value}"
+    ]

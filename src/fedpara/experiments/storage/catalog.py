@@ -21,7 +21,7 @@ from fedpara.experiments.storage.checkpoint import CHECKPOINT, PREVIOUS, checkpo
 from fedpara.experiments.storage.environment import read_environment
 from fedpara.experiments.storage.run_folder import LOCK, OUTPUT
 from fedpara.experiments.storage.sources import SOURCES
-from fedpara.experiments.storage.summary import Primary, Summary, read_run
+from fedpara.experiments.storage.summary import Primary, Summary, read_run, score_of
 from fedpara.files import write_bytes
 
 ARCHIVED = ("metrics.jsonl", "timing.jsonl", SOURCES, "config.toml")
@@ -114,9 +114,7 @@ def finished(run: Summary, rounds: int) -> bool:
 
 def _holds(run: Summary, rounds: int) -> bool:
     """Whether the run ended at that round, or is longer and was scored at it."""
-    return run.rounds == rounds or (
-        finished(run, rounds) and cut(run, rounds).metrics[-1]["accuracy"] is not None
-    )
+    return run.rounds == rounds or (finished(run, rounds) and score_of(run.metrics[rounds - 1]) is not None)
 
 
 def cut(run: Summary, rounds: int) -> Summary:
