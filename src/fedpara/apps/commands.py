@@ -292,7 +292,10 @@ def run(
         float | None, typer.Option(help="Privacy budget: stop before a round that would exceed it.")
     ] = None,
     delta: Annotated[
-        float | None, typer.Option(help="Delta of every epsilon; default: N^-1.1 for N clients.")
+        float | None,
+        typer.Option(
+            help="Delta of every epsilon; default: N^-1.1 for N clients, or examples for example-level privacy."
+        ),
     ] = None,
     privacy_seed: Annotated[
         int | None,

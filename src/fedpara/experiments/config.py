@@ -175,7 +175,7 @@ class Experiment:
     recycle: int = 0  # layers per round that are not sent; the server repeats its last update of them
     privacy: str | None = None  # user(noise=1.1, clip=0.5) hides clients, example(noise=1, clip=1) examples
     epsilon: float | None = None  # the privacy budget: stop before a round that would exceed it
-    delta: float | None = None  # of every epsilon; N^-1.1 for N clients
+    delta: float | None = None  # of every epsilon; N^-1.1 for N clients, or examples with example(...)
     privacy_seed: int | None = None  # of the noise, for tests: such a run is not private
     seed: int = 0
     engine: str = "auto"
