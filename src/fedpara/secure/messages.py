@@ -2,7 +2,7 @@
 
     stage     server to client                                  client to server
     keys      -                                                 public keys, a commitment to b
-    shares    its neighbours' keys, how many shares restore     sealed shares, one per neighbour
+    shares    its neighbours' keys, the size of the cohort      sealed shares, one per neighbour
     masked    sealed shares from its neighbours, its weight     the masked vector
     unmask    who is alive, who vanished                        its shares of their secrets
 
