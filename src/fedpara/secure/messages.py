@@ -6,8 +6,8 @@
     masked    sealed shares from its neighbours, its weight     the masked vector
     unmask    who is alive, who vanished                        its shares of their secrets
 
-A message names its stage, its round and its sender. `read` refuses one with another stage, round, sender, name, type or
-shape than expected.
+A message names its stage, its round and its sender. `read` refuses a message whose stage, round, sender,
+names, types or shapes differ from the expected ones.
 """
 
 import math
