@@ -1,4 +1,4 @@
-"""Geometry: the inner products of a round's composed updates. Every weighing defence needs nothing else.
+"""Geometry: the inner products of a round's composed updates, which are all that a weighing defence needs.
 
     gram[i, j] = <u_i, u_j>,   ||sum_i a_i u_i - sum_i b_i u_i||^2 = (a - b)^T gram (a - b)
 
@@ -48,7 +48,9 @@ class Geometry:
     def scaled(self, by: Tensor) -> "Geometry":
         """The geometry of the updates by_i u_i."""
         trusted = None if self.trusted is None else (self.trusted[0] * by, self.trusted[1])
-        return Geometry(self.gram * by[:, None] * by, self.w, trusted, self.past)  # medians do not scale
+        return Geometry(
+            self.gram * by[:, None] * by, self.w, trusted, self.past
+        )  # no residual: a median changes
 
 
 def among(g: Geometry, kept: Tensor) -> Geometry:
