@@ -48,9 +48,7 @@ class Geometry:
     def scaled(self, by: Tensor) -> "Geometry":
         """The geometry of the updates by_i u_i."""
         trusted = None if self.trusted is None else (self.trusted[0] * by, self.trusted[1])
-        return Geometry(
-            self.gram * by[:, None] * by, self.w, trusted, self.past
-        )  # no residual: a median changes
+        return Geometry(self.gram * by[:, None] * by, self.w, trusted, self.past)  # medians do not scale
 
 
 def among(g: Geometry, kept: Tensor) -> Geometry:
