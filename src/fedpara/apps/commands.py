@@ -87,7 +87,7 @@ def privacy(
 
 
 def _show_defaults(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Help shows the default of a field. The option itself has none: a preset or config may give another value."""
+    """Show the default of each field in the help. The option has none: a preset or config may set the field."""
     for name, hint in get_type_hints(command, include_extras=True).items():
         if name in DEFAULTS:
             option = hint.__metadata__[0]
