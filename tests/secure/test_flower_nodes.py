@@ -65,7 +65,9 @@ def test_a_node_can_insist_on_secure_aggregation(tmp_path):
     for config in transport.configs.values():
         config["only-secure"] = True
     run_on_nodes(replace(SECURE, rounds=1, secure=None), tmp_path / "plain", transport)
-    assert "this node sends no update by itself (only-secure in its config)" in log(tmp_path / "plain")
+    assert "this node sends updates only under secure aggregation (only-secure in its config)" in log(
+        tmp_path / "plain"
+    )
     assert "no usable update" in log(tmp_path / "plain")
 
 

@@ -87,7 +87,7 @@ def _command(group: "ProcessGroup | None") -> int:
         with group.in_step("the end of the command"):
             return _call()
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rank is about to exit and print the cause
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this rank is about to print the cause and exit
 
 
 def _call() -> int:

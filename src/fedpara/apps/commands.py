@@ -87,7 +87,7 @@ def privacy(
 
 
 def _show_defaults(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Help shows the default of a field. The option itself has none: a preset or config may give another value."""
+    """Show the default of each field in the help. The option has none: a preset or config may set the field."""
     for name, hint in get_type_hints(command, include_extras=True).items():
         if name in DEFAULTS:
             option = hint.__metadata__[0]
@@ -292,7 +292,10 @@ def run(
         float | None, typer.Option(help="Privacy budget: stop before a round that would exceed it.")
     ] = None,
     delta: Annotated[
-        float | None, typer.Option(help="Delta of every epsilon; default: N^-1.1 for N clients.")
+        float | None,
+        typer.Option(
+            help="Delta of every epsilon; default: N^-1.1 for N clients, or examples for example-level privacy."
+        ),
     ] = None,
     privacy_seed: Annotated[
         int | None,

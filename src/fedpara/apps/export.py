@@ -65,7 +65,7 @@ def export(
 
 
 def _inputs(report: ExportReport, complete: bool) -> str:
-    """What the file takes. `complete` says that a missing preprocessing means that none is needed."""
+    """A sentence on the file's inputs. `complete`: without preprocessing in the file, none is needed."""
     kinds = [f"{dtype} [{', '.join(map(str, ('batch', *shape)))}]" for dtype, shape in report.inputs]
     kind = " and ".join(kinds) or "of an unknown shape"
     if report.normalises:

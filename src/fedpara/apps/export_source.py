@@ -44,7 +44,7 @@ FEW = 8
 
 @dataclass(frozen=True)
 class Source:
-    """A state, the custom network that the user named, and a sentence if the normalisation could not be found."""
+    """A state, the custom network that the user named, and a note if the normalisation is unknown."""
 
     saved: SavedState
     network: nn.Module | None = None
@@ -81,7 +81,7 @@ def read_run_or_state(
 
 
 def _is_own(experiment: Experiment) -> bool:
-    """Whether only the user's code can build the run's network."""
+    """Whether building the run's network needs the user's code."""
     return experiment.objects is not None or bool(experiment.references.keys() & {"model", "where"})
 
 
@@ -121,7 +121,7 @@ def _from_run(path: Path, client: int | None) -> Source:
     state = {**program.initial, **found}
     state |= {twin: state[name] for twin, name in shared_names(network).items()}
     note = None
-    if not recorded and len(description["shape"]) == 3:  # only images are normalised
+    if not recorded and len(description["shape"]) == 3:  # other inputs are not normalised
         preprocessing, note = _from_data(path, experiment)
     return Source(SavedState(state, forms(network), description, preprocessing), note=note)
 
@@ -210,7 +210,7 @@ def _initial(
 
 
 def _from_data(path: Path, experiment: Experiment) -> tuple[Preprocessing | None, str | None]:
-    """The normalisation of the run's data set, for folders that do not record it, or a sentence why it is unknown."""
+    """The normalisation of the run's data set, for folders that do not record it, or a note why it is unknown."""
     try:
         if is_own(experiment.dataset) or experiment.references:
             raise DataError("export calls no function that a file names")
@@ -227,7 +227,7 @@ def _from_data(path: Path, experiment: Experiment) -> tuple[Preprocessing | None
 
 
 def _own_state(path: Path, client: int | None, newest: Checkpoint) -> State:
-    """The shared state of the newest checkpoint, with the client's private tensors of that moment."""
+    """The shared state of the newest checkpoint, with the client's private tensors of that checkpoint."""
     try:
         return {**newest.state, **_private_state(path, client, newest)}
     except FedParaError:

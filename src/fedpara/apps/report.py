@@ -34,7 +34,7 @@ ENDINGS = {
     "csv": (".csv",),
     "latex": (".tex",),
 }
-"""An existing file is replaced only if it has one of its format's endings."""
+"""The endings of each format. An existing file is replaced only if it has one of them."""
 
 FIGURES = ("png", "svg", "pdf")
 
@@ -81,7 +81,7 @@ def _of_paper(
     library: Library, tables: list[Table], tuned: list[TunedStudy], out: Path, kind: str, of: str, to: str
 ) -> None:
     tables = with_tuned(tables, tuned, library)
-    rest = other_runs(library, tables) if kind != "html" else None  # the page shows every run
+    rest = other_runs(library, tables) if kind != "html" else None  # the HTML page shows every run anyway
     if rest is not None:
         tables.append(rest)
     if kind in FIGURES:

@@ -128,7 +128,7 @@ def experiments_of(preset: str | None, config: Path | None, given: dict[str, Any
 
 
 def one_experiment(preset: str | None, config: Path | None, given: dict[str, Any]) -> Experiment:
-    """The experiment of a command that carries out one. UsageError for a preset of several runs."""
+    """The experiment of a command that takes a single one. UsageError for a preset of several runs."""
     runs = experiments_of(preset, config, given)
     if len(runs) > 1:
         raise UsageError(
@@ -204,7 +204,7 @@ def run_all(
 
 
 def raise_failed(failed: dict[str, FedParaError], of: int) -> None:
-    """RunError that names the failed runs, out of `of` runs. The same error in every run is raised as it is."""
+    """RunError that names the failed runs. If all `of` runs failed with the same error, raises that error."""
     if len(failed) == of and len({str(error) for error in failed.values()}) == 1:
         raise next(iter(failed.values()))  # the same mistake in every run
     if failed:

@@ -300,7 +300,7 @@ def reproduce(
 
 
 def _refuse_ignored(study: str, **options: object) -> None:
-    """ConfigError for an option that was given and that the study would not read."""
+    """ConfigError for an option that the study would ignore."""
     for name, value in options.items():
         takers = TAKEN_BY[name]
         given = value is not None and value is not False and value != ""

@@ -25,7 +25,7 @@ Forms = Mapping[str, Form]
 
 @dataclass(frozen=True)
 class Attack:
-    """Attacks are equal if they were made by the same call, such as `backdoor(target=3)`."""
+    """An attack. Attacks are equal if the same call made them, such as `backdoor(target=3)`."""
 
     name: str
     send: Callable[[State, State, Visit, Forms], State] | None = None

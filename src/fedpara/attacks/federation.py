@@ -36,7 +36,7 @@ class _Changed(Sequence[Indices]):
 
 
 def poisoned(attack: Attack, data: FederatedData, hostile: frozenset[int], seed: int) -> FederatedData:
-    """The federation in which hostile clients train on poisoned copies of their examples. The originals stay."""
+    """The federation in which hostile clients train on poisoned copies of their examples. `data` is unchanged."""
     change = attack.poison
     if change is None or not hostile:
         return data

@@ -4,7 +4,7 @@
     backdoor(target, ...)  a share of the examples gets a bright square in the corner and the target's label; the update
                            may be scaled, as in model replacement (Bagdasaryan et al., 2020)
 
-The hostile client then trains as any other. It needs no knowledge of the other clients.
+The hostile client then trains normally. It needs no knowledge of the other clients.
 """
 
 from dataclasses import replace

@@ -58,7 +58,11 @@ def _problems(
             yield from _training_problems(program, task, data, local, error)
         yield from _loss_problems(program, task, data)
     if personal and not data.has_personal:
-        yield "personal=True scores each client's own model, and no client has test data.", None
+        yield (
+            "personal=True scores each client's own model, and no client has test data: give the clients test data, or "
+            "leave personal out.",
+            None,
+        )
     if task.test is not None and not program.local:
         yield from _test_set_problems(program, task, "the test data", task.test)
     if personal and data.personal is not None:
@@ -239,6 +243,6 @@ def _changed_constant(program: Program, worker: Worker) -> Exception | None:
 
 
 def _one_batch(data: FederatedData, size: int) -> Examples:
-    """A batch as a step reads it."""
+    """A batch of `size` copies of one example, normalised as in training."""
     some = data.train.subset([_telling(data.train)] * size)
     return replace(some, inputs=some.normalised(), mean=None, std=None)

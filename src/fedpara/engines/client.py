@@ -63,7 +63,7 @@ class Reply:
 
 
 def unreadable(why: object) -> str:
-    """The reason why there is no message, on every engine."""
+    """The reason in a reply of a client whose data cannot be read. All engines use this text."""
     return f"its data could not be read: {why}"
 
 
@@ -128,8 +128,8 @@ def reply_of(
 ) -> tuple[Reply, Variables]:
     """(the trained client's reply, its new memory). A client that diverged sends nothing and keeps its old memory.
 
-    `trainings` are the results of the session's trainings, in their order. `generator` is the client's `uplink_rng`,
-    if its numbers are drawn already.
+    `trainings` are the results of the session's trainings, in their order. `generator` is the client's `uplink_rng`
+    with its numbers already drawn; by default they are drawn here.
     """
     program, algorithm = session.program, session.algorithm
     for whose, one in zip(("its", "its personal model's"), trainings, strict=False):
@@ -227,4 +227,4 @@ def _encode_update(
         return message, {}
     _, read = decode(message, session.exact, session.link.up, session.up_in(header.round, down))
     left = together(lambda _, a, sent: (a - sent).float(), kept, state, read)
-    return message, {RESIDUE: {**residue, **left}}  # what is not sent in this round keeps its residue
+    return message, {RESIDUE: {**residue, **left}}  # tensors that are not sent keep their residue

@@ -18,12 +18,12 @@ def find_device(asked: str | None = None) -> torch.device:
 
 
 def shown(device: torch.device) -> str:
-    """The device in a sentence."""
+    """The device's name for messages: the CPU, or cuda:0."""
     return "the CPU" if device.type == "cpu" else str(device)
 
 
 def precision_on(device: torch.device, asked: Precision | None) -> Precision:
-    """The requested precision, or the narrowest that the device has. Configures torch for it."""
+    """The requested precision, by default the narrowest that the device supports. Configures torch for it."""
     if device.type != "cuda":
         return "float32"
     narrow = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -38,7 +38,7 @@ def precision_on(device: torch.device, asked: Precision | None) -> Precision:
 
 
 def eager_precision_on(device: torch.device, asked: Precision | None) -> Precision:
-    """The same for a loop over clients: float32 by default.
+    """`precision_on` for a loop over clients: float32 by default.
 
     cuDNN does not time its algorithms here: each new batch size would be timed again, and results would vary.
     """

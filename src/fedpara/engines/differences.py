@@ -1,4 +1,4 @@
-"""A downlink that sends differences, and what a client needs that missed some of them.
+"""A downlink that sends differences, and the messages for clients that missed some of them.
 
     message t = encode(x_t - x^_(t-1)),   x^_t = x^_(t-1) + what the message decodes to
 
@@ -36,27 +36,27 @@ class Known:
 
     state: State  # x^, without the tensors that every message holds in full
     sizes: tuple[int, ...] = ()  # the bytes of each round's message
-    last: Mapping[int, int] = field(default_factory=dict)  # the round a of each client; 0 if not here
+    last: Mapping[int, int] = field(default_factory=dict)  # the round a of each client; 0 if it is missing
     messages: tuple[bytes, ...] = ()  # the last ones, as many as a client may need
     earlier: tuple[Tensor, ...] = ()  # on a grid: x^ before each of these messages, flat; not in a checkpoint
 
     def on(self, device: torch.device) -> "Known":
-        """The same with its tensors on the device."""
+        """Returns this value with all tensors on the device."""
         if all(tensor.device.type == device.type for tensor in (*self.state.values(), *self.earlier)):
             return self
         earlier = tuple(tensor.to(device) for tensor in self.earlier)
         return replace(self, state=move(self.state, device), earlier=earlier)
 
     def on_host(self) -> "Known":
-        """The same with the state on the host. What is not in a checkpoint stays."""
+        """Returns this value with `state` on the host. `earlier` is not in a checkpoint and stays on its device."""
         return replace(self, state=move(self.state, HOST))
 
 
 class PerClient(Message):
-    """A message with which clients receive different numbers of bytes."""
+    """A message of which each client receives its own version, with its own length."""
 
     def bytes_to(self, client: int) -> int:
-        """What this client receives in the message's round."""
+        """The number of bytes that this client receives in the message's round."""
         raise NotImplementedError
 
     def to(self, client: int) -> tuple[AnyMessage, ...]:
@@ -64,20 +64,20 @@ class PerClient(Message):
         raise NotImplementedError
 
     def last(self, client: int) -> int:
-        """The round of what the client has; 0 before its first one."""
+        """The round of the state that the client has stored; 0 before its first round."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
 class Differences(PerClient):
-    """A round's message, with what it leads to and what came before. Only `to` and the message itself are sent."""
+    """A round's message with the states before and after it. A client receives only what `to` returns."""
 
     received: State  # the whole state that a client has afterwards
     known: Known  # before this message
     copy: Message  # `received` in float32
 
     def bytes_to(self, client: int) -> int:
-        """What this client receives so that it has x^_t."""
+        """The number of bytes that this client receives to get x^_t."""
         return min(len(self.copy), self._missed(client) + len(self))
 
     def to(self, client: int) -> tuple[AnyMessage, ...]:
@@ -96,7 +96,7 @@ class Differences(PerClient):
 
 @dataclass(frozen=True, eq=False)
 class Moves(Differences):
-    """The same on a grid."""
+    """Differences on a grid: one message takes a client from any earlier state to x^_t."""
 
     start: Callable[[], Tensor]  # x^_0, flat
     exact: bool  # whether the message holds x^_t - x^_(t-1) without a rounding error
@@ -111,7 +111,7 @@ class Moves(Differences):
         return (self._from(client),)
 
     def begin(self, clients: Iterable[int]) -> None:
-        """Makes what these clients receive in threads, while they train."""
+        """Starts encoding these clients' messages in background threads."""
         device = device_of([self.received])
         ready = ready_on(device)
         pool = ThreadPoolExecutor(THREADS if device == HOST else STREAMS)
@@ -143,13 +143,13 @@ def bytes_to(message: Message, client: int) -> int:
 
 
 def begin(message: Message, clients: Iterable[int]) -> None:
-    """Begins to make what the clients receive, if that takes time."""
+    """On a grid, starts encoding the clients' messages in background threads."""
     if isinstance(message, Moves):
         message.begin(clients)
 
 
 def known_after(message: Message, accepted: Sequence[int]) -> Known | None:
-    """What the clients know after a round; None if the message is no difference."""
+    """What the clients know after a round; None if the server does not send differences."""
     if not isinstance(message, Differences):
         return None
     known = message.known
@@ -159,18 +159,18 @@ def known_after(message: Message, accepted: Sequence[int]) -> Known | None:
     if not isinstance(message, Moves):
         return Known(state, sizes, last, kept)
     earlier = (*known.earlier, flat(known.state))
-    missed = len(sizes) - min(last.values(), default=len(sizes))  # by the client that has missed most
+    missed = len(sizes) - min(last.values(), default=len(sizes))  # by the client that is furthest behind
     count = min(missed, len(kept), len(earlier)) if message.exact else 0
     return Known(state, sizes, last, kept[len(kept) - count :], earlier[len(earlier) - count :])
 
 
 def flat(state: State, names: Iterable[str] | None = None) -> Tensor:
-    """The tensors of these names, or of all, side by side."""
+    """The tensors with these names (by default all) as one flat tensor."""
     return torch.cat([state[name].reshape(-1) for name in (state if names is None else names)])
 
 
 def needed(messages: tuple[bytes, ...], copy: int) -> tuple[bytes, ...]:
-    """The last of the messages: a client that lacks an earlier one gets a copy, of so many bytes."""
+    """The most recent messages to keep. A client that misses an older one receives a copy of `copy` bytes."""
     later = 0
     for count, one in enumerate(reversed(messages)):
         if later > copy:

@@ -13,7 +13,7 @@ from fedpara.state import State, nbytes
 
 
 class ClientMemory(Protocol):
-    """Stores what clients keep between rounds. Threads may call it in parallel, each for another client."""
+    """Stores what clients keep between rounds. Threads may call it in parallel for different clients."""
 
     def get(self, client: int) -> Variables | None: ...
 
@@ -41,7 +41,7 @@ class InMemory:
         return self._memories.get(client)
 
     def put(self, client: int, round: int, variables: Variables) -> None:
-        """Copies views into a whole cohort's memory, which would stay allocated."""
+        """Copies views of a cohort's memory, because a view would keep all of it allocated."""
         self._memories[client] = {name: _in_one_piece(state) for name, state in variables.items()}
 
     def __len__(self) -> int:
@@ -49,9 +49,9 @@ class InMemory:
 
 
 def _in_one_piece(state: State) -> State:
-    """The state in memory of its own, with the tensors of a type as neighbours: they move to a device together.
+    """The state in its own memory, one block per type, so that its tensors move to a device together.
 
-    Pinned memory is copied too: the system can give only so much of it.
+    Pinned memory is copied too, because the system has little of it.
     """
     blocks = {
         kind: whole.clone() if whole.untyped_storage().nbytes() > whole.nbytes or whole.is_pinned() else whole
@@ -98,7 +98,7 @@ class PendingMemory:
             self._waiting, self._bytes = {}, 0
 
     def commit(self, round: int, clients: Sequence[int]) -> None:
-        """The new memories of these clients count; all others are dropped."""
+        """Stores the new memories of these clients and drops all others."""
         waiting, self._waiting, self._bytes = self._waiting, {}, 0
         staged, self._staged = self._staged, set()
         chosen = [client for client in clients if client in waiting]
@@ -146,7 +146,7 @@ class CohortMemories:
         ]
 
     def leave_device(self) -> None:
-        """The device is out of memory: the memories go to the host."""
+        """Moves the memories to the host, because the device is out of memory."""
         self._device = HOST
         self._read = {client: move_variables(memory, HOST) for client, memory in self._read.items()}
 

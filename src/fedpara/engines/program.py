@@ -4,7 +4,7 @@
     buffers      tensors that the forward pass changes (BatchNorm's statistics): averaged, never trained
     private      parameters that never leave the client: pFedPara's second factors, the last layer with share="fedper",
                  the named ones with share="all but head, norm1", everything with share="none"
-    kept         buffers that do not leave it either: those of the named modules, as FedBN does with its norms
+    kept         buffers that never leave the client: those of the named modules, as in FedBN
 
     frozen       parameters that do not train, an adapter's W0, and buffers that never change (`local/changing.py`)
 
@@ -58,12 +58,12 @@ class Program:
 
     @cached_property
     def retained(self) -> tuple[str, ...]:
-        """What a client keeps between rounds."""
+        """The names of the tensors that a client keeps between rounds."""
         return (*sorted(self.private), *(name for name in self.buffers if name not in self.shared_buffers))
 
     @cached_property
     def local(self) -> frozenset[str]:
-        """What is never sent."""
+        """The names of the tensors that are never sent."""
         return frozenset(self.retained)
 
     @cached_property
@@ -95,7 +95,7 @@ class Program:
 
     @cached_property
     def fixed(self) -> tuple[str, ...]:
-        """The factors that never train by their scheme."""
+        """The factors that the scheme keeps fixed."""
         found = (f"{w}.{factor}" for w, form in self.forms.items() for factor in form.scheme.fixed)
         return tuple(name for name in found if name not in self.parameters)
 

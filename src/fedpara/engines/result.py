@@ -25,7 +25,7 @@ class Run:
     session: Session
     memory: ClientMemory
     rounds: tuple[Round, ...]
-    engine: str  # which engine ran, how, and what was not possible and why
+    engine: str  # the engine that ran, its settings, and why any feature was unavailable
 
     @property
     def progress(self) -> Progress:

@@ -27,14 +27,14 @@ from fedpara.wire.encoders.grid import EXACT
 PRIVATE = "private"
 """The name under which a client's memory holds its private parameters, beside the algorithm's variables."""
 SLOT = "optimizer."
-"""The prefix of the names under which it holds the optimizer's slots, if they are kept."""
+"""The prefix of the names under which a client's memory holds the optimizer's slots, if they are kept."""
 PERSONAL = "personal"
-"""The name under which it holds the personal model, if the algorithm has one; its slots have `PERSONAL_SLOT`."""
+"""The name under which a client's memory holds its personal model. The model's slots have `PERSONAL_SLOT`."""
 PERSONAL_SLOT = f"{PERSONAL}.{SLOT}"
 RESIDUE = "link.residue"
-"""The name under which it holds what its messages left out, if the uplink has error feedback."""
+"""The name under which a client's memory holds what its messages left out, if the uplink has error feedback."""
 KNOWN = "link.known"
-"""The name under which a Flower node holds a client's x^ (`differences.py`). In one process the server's serves all."""
+"""The name under which a Flower node holds a client's x^ (`differences.py`). In one process all share one."""
 FOLDED = "base"
 """The name under which a Flower node holds a client's base (`setup/folding.py`)."""
 _SLOTS = (SLOT, PERSONAL_SLOT)
@@ -73,7 +73,7 @@ class Session:
         return pack({"": self._model(), **a.broadcast(a.server_init(self._x()))})
 
     def first_known(self) -> State:
-        """x^_0 of `differences.py`: the initial state, as far as the downlink loses anything of it."""
+        """x^_0 of `differences.py`: the initial values of the tensors that the downlink encodes with loss."""
         state, grid = self._first_broadcast(), self.link.downlink.grid
         known = {name: state[name].float() for name in self._lossy(self.link.downlink, self.down)}
         if grid is None:
@@ -81,7 +81,7 @@ class Session:
         return dict(zip(known, grid.at(0).rounded(list(known.values())), strict=True))
 
     def _lossy(self, encoding: Encoding, spec: Spec) -> list[str]:
-        """The names that may arrive changed."""
+        """The names of the tensors that the encoding may change."""
         return [name for name, kind in spec.items() if name not in self.exact and encoding.loses(*kind)]
 
     def down_in(self, round: int) -> Spec:
@@ -96,17 +96,17 @@ class Session:
 
     @cached_property
     def beside(self) -> tuple[str, ...]:
-        """Frozen tensors that a composed weight reads and no form holds: fixed factors, and the base if it moves."""
+        """Frozen tensors that a composed weight reads and no form holds: fixed factors, and a folding run's base."""
         names = self.folding.first() if self.folding is not None else self.program.fixed
         return tuple(names)
 
     def up_in(self, round: int, variables: Variables) -> Spec:
-        """The same for one round."""
+        """The spec of a client's message in this round: `up` without the tensors that are not sent."""
         unsent = self.unsent(round, variables)
         return {name: one for name, one in self.up.items() if name not in unsent}
 
     def unsent(self, round: int, variables: Variables) -> frozenset[str]:
-        """The tensors of the model that do not travel up in this round: those that rest, and recycled layers.
+        """The names of the model's tensors that clients do not send in this round: resting factors and recycled layers.
 
         `variables` are the server's, or those of its message.
         """
@@ -114,7 +114,7 @@ class Session:
         return self.resting(round) | recycled
 
     def resting(self, round: int) -> frozenset[str]:
-        """The tensors of the model that neither train nor travel up in this round."""
+        """The names of the model's tensors that are neither trained nor sent in this round."""
         return frozenset() if self.rotation is None else self.rotation.resting(round)
 
     def _x(self) -> State:
@@ -136,7 +136,7 @@ class Session:
         return {**model, **message.beside} if isinstance(message, OntoBase) else model, variables
 
     def admit_down(self, message: AnyMessage, round: int, link: str, since: int | None = None) -> State:
-        """What a message of the server holds."""
+        """The state in a message of the server, after checking it."""
         _, state = admit(
             message,
             spec=self.down_in(round),
@@ -154,9 +154,9 @@ class Session:
         return self.admit_down(message, round, EXACT, since)
 
     def add_differences(self, body: bytes, round: int, known: State | None, since: int) -> State:
-        """x^_round of a client that has x^_since: from the messages of all rounds after `since`, or from one copy.
+        """x^_round from x^_since and the messages of all later rounds, or from one copy.
 
-        On a grid a message leads from any round to any later one.
+        On a grid one message may span several rounds.
         """
         messages = split_messages(body)
         if len(messages) == 1 and header_of(messages[0])[1] == "float32":
@@ -195,7 +195,7 @@ class Session:
             bases = self._admit(way[0], self.copied, round, "float32")
             done = folds
         elif len(way) != folds - done:
-            raise WireError(f"{len(way)} folds: expected those from number {done + 1} to {folds}.")
+            raise WireError(f"{len(way)} folds: expected numbers {done + 1} to {folds}.")
         factors = {name: initial[name] for name in sorted(folding.factors)}
         spec = spec_of(factors, self.link.downlink.text)
         for fold, message in enumerate(way[: folds - done], done + 1):
@@ -205,7 +205,7 @@ class Session:
         return ({**model, **folding.beside(bases, round)}, variables), bases
 
     def _admit(self, message: bytes, spec: Spec, round: int, link: str) -> State:
-        """A part of the model, in its own types."""
+        """The tensors of a message, after checking them, in the model's own types."""
         method, scheme = self.algorithm.name, self.program.scheme
         _, state = admit(message, spec=spec, round=round, method=method, scheme=scheme, link=link)
         return {name: tensor.to(self.program.initial[name]) for name, tensor in state.items()}
@@ -215,7 +215,7 @@ class Session:
         return {name: known[name] + t if name in known else t for name, t in difference.items()}
 
     def as_model(self, state: State, round: int) -> tuple[State, Variables]:
-        """What a client reads from the server's state in this round."""
+        """(the model, the algorithm's variables) as a client reads them from the server's state."""
         initial = self.program.initial
         variables = {
             variable: {
@@ -266,7 +266,7 @@ class Session:
     def sends_trained(self) -> bool:
         """Whether a client sends exactly what it trained, in every round.
 
-        Beside it, it sends and keeps nothing, or only variables that follow from it number by number.
+        It may also send and keep variables that are computed from it number by number.
         """
         algorithm, unsent = self.algorithm, self.rotation is not None or self.recycling is not None
         if algorithm.send is not as_trained or unsent or isinstance(self.privacy, User):
@@ -275,7 +275,7 @@ class Session:
         return self.link.uplink.text == "float32" and (nothing or self._finishes_in_blocks())
 
     def _finishes_in_blocks(self) -> bool:
-        """Whether all variables of a client have one number for each of x, and `finish` computes it from these."""
+        """Whether all client variables have the shapes of x, and `finish` computes them number by number."""
         a, x = self.algorithm, self._x()
         first, own, down = self.first_memory(x), a.client_init(x), a.broadcast(a.server_init(x))
         others = any(first[name] for name in first.keys() - own.keys())
@@ -300,7 +300,11 @@ class Session:
 
     @cached_property
     def cohort_seed(self) -> int:
-        """Decides the cohorts. User-level privacy draws a secret one in every process: known cohorts hide less."""
+        """The seed of the cohorts.
+
+        User-level privacy with secret noise draws a fresh secret at every start, because its cost assumes that the
+        cohorts are unknown.
+        """
         if not isinstance(self.privacy, User) or self.privacy_seed is not None:
             return self.seed
         return int(join().agreed("the secret of the cohorts", fresh_key().hex())[:15], 16)
@@ -317,7 +321,7 @@ def named_slots(slots: Slots, prefix: str = SLOT) -> Variables:
 
 
 def memory_of(memory: Variables, training: int) -> Variables:
-    """What one of the `trainings` reads of a client's memory. The second one starts from the whole personal model."""
+    """The part of a client's memory that one of the `trainings` reads. The second starts from the personal model."""
     rest = (PERSONAL, RESIDUE)
     own = {name: state for name, state in memory.items() if name not in rest and not name.startswith(_SLOTS)}
     prefix = _SLOTS[training]

@@ -105,7 +105,7 @@ class Settings:
 
 
 def check_share(share: object) -> None:
-    """ConfigError unless `share` is a name, or names what stays on the clients."""
+    """ConfigError unless `share` is a known name, or lists what stays on the clients."""
     if not isinstance(share, str) or (share not in SHARES and not kept_of(share)):
         raise ConfigError(
             f"unknown share {share!r}: {among(str(share), SHARES)} Or name what stays on the clients, such as 'all but "

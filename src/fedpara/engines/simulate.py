@@ -138,7 +138,8 @@ def simulate(
                     sampler="poisson" and weights="uniform". `privacy.Example(noise=1.0, clip=1.0)`: what a client
                     sends hides whether any one of its examples was there
     epsilon         the privacy budget: the run stops before a round that would exceed it
-    delta           the delta of every epsilon; by default N^-1.1 for N clients
+    delta           the delta of every epsilon; by default N^-1.1 for N clients, or examples for example-level
+                    privacy
     privacy_seed    draws the noise from this seed: for tests, because such a run is not private
     secure          "secagg" or "secagg(clip=0.5)": secure aggregation, so that the server learns only the sum of a
                     round's updates

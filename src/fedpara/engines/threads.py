@@ -1,4 +1,4 @@
-"""map_in_threads and checked_in_order: apply a function to items in parallel threads; own_stream: a thread on a GPU.
+"""Threads: apply a function to items in parallel, or give a thread its own GPU stream.
 
 Threads are useful for files and digests, which release Python's global lock.
 """
@@ -48,14 +48,14 @@ def checked_in_order(
 
 
 def ready_on(device: torch.device) -> torch.cuda.Event | None:
-    """The point that a GPU's common stream has reached; None on other devices."""
+    """An event at the current end of a GPU's common stream; None on other devices."""
     there = device.type == "cuda" and torch.cuda.is_available()
     return torch.cuda.current_stream(device).record_event() if there else None
 
 
 @contextmanager
 def own_stream(device: torch.device, ready: torch.cuda.Event | None) -> Iterator[None]:
-    """What this thread computes on a GPU goes to a stream of its own, which begins after `ready`.
+    """Runs this thread's GPU work on a separate stream, which starts after `ready`.
 
     On the common stream, a thread that reads a number would wait until all clients are trained.
     """
@@ -75,7 +75,7 @@ def own_stream(device: torch.device, ready: torch.cuda.Event | None) -> Iterator
 
 @cache
 def _streams(device: torch.device) -> "SimpleQueue[torch.cuda.Stream]":
-    """A few lasting streams: torch keeps freed memory per stream. Their short kernels go before the training's."""
+    """A pool of streams to reuse, because torch keeps freed memory per stream. They have priority over the training."""
     streams: SimpleQueue[torch.cuda.Stream] = SimpleQueue()
     for _ in range(STREAMS):
         streams.put(torch.cuda.Stream(device, priority=-1))

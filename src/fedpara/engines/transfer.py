@@ -15,7 +15,7 @@ HOST = torch.device("cpu")
 def move(state: Mapping[str, Tensor], device: torch.device) -> State:
     """The state on the device. Tensors that are already there are not copied.
 
-    From a GPU the copy goes to pinned memory: several times faster, and so is the way back.
+    Copies from a GPU go to pinned memory, which makes both directions several times faster.
     """
     there = {name: tensor for name, tensor in state.items() if tensor.device.type == device.type}
     rest = {name: tensor for name, tensor in state.items() if name not in there}

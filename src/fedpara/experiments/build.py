@@ -31,7 +31,7 @@ from fedpara.wire import Link
 
 DEFAULT_GAMMA = 0.1
 CHUNK = 10_000
-"""Examples per step of the digest. Windows of a text share memory: copying all at once would need 80 times as much."""
+"""Examples per step of the digest. Windows of a text share memory, so a copy of all would take 80 times as much."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Parts:
     algorithm: Algorithm
     link: Link
     own_clients: bool = False
-    """Whether a function of the user decides which client holds which examples."""
+    """Whether a custom function decides which client holds which examples."""
 
     @cached_property
     def digest(self) -> str:
@@ -52,7 +52,7 @@ class Parts:
                 for tensor in (*leaves(examples.inputs), *leaves(examples.targets)):
                     for part in tensor.split(CHUNK):
                         digest.update(part.contiguous().view(torch.uint8).numpy().data)
-        if not self.data.pooled:  # too large to read: the sizes stand for the rest
+        if not self.data.pooled:  # too large to read: the sizes replace the contents
             digest.update(str(self.data.sizes.tolist() if self.data.sizes_known else len(self.data)).encode())
         elif self.own_clients:
             for client in range(len(self.data)):
@@ -82,7 +82,7 @@ def build(experiment: Experiment, data_dir: str | PathLike[str] | None = None) -
 
 
 def build_task(experiment: Experiment, model: nn.Module, test: Examples | None) -> Task:
-    """The model with its loss and metrics. A metric of yours has the name of its function."""
+    """The model with its loss and metrics. A custom metric has the name of its function."""
     loss: Any = references.value(experiment.loss) if "loss" in experiment.references else experiment.loss
     if not isinstance(loss, str) and not callable(loss):
         raise references.wrong_result(experiment.loss, loss, "a function (output, target)")
@@ -104,7 +104,7 @@ def _metric(text: str) -> tuple[str, Any]:
 
 
 def build_sampler(experiment: Experiment) -> Any:
-    """The sampler's name, or your function."""
+    """The sampler's name, or a custom function."""
     named = "sampler" in experiment.references
     return references.value(experiment.sampler) if named else experiment.sampler
 
@@ -139,7 +139,7 @@ def build_privacy(experiment: Experiment) -> Privacy | None:
 
 
 def build_schedule(experiment: Experiment) -> RateSchedule | None:
-    """The schedule of the learning rate, tried once: it must give a factor."""
+    """The schedule of the learning rate, called once to check that it returns a factor."""
     text = experiment.schedule
     if text is None:
         return None
@@ -150,7 +150,7 @@ def build_schedule(experiment: Experiment) -> RateSchedule | None:
         schedule = SCHEDULES[name](**arguments)
     try:
         float(schedule(0.0, experiment.rounds))
-    except Exception as error:  # a schedule of the user may raise anything
+    except Exception as error:  # a custom schedule may raise anything
         raise ConfigError(
             f"schedule {text!r} failed ({in_a_line(error)}): expected a function (at, rounds) -> factor."
         ) from None

@@ -61,7 +61,7 @@ REFERENCED = (
 )
 """Fields that also take a reference to your function, such as mypkg:unet(width=32). See `fedpara.references`."""
 
-# A resumed run may change these fields. They leave the computation as it is: engines and precisions differ only in
+# A resumed run may change these fields. They do not change the computation: engines and precisions differ only in
 # rounding, and the last round of a run is always evaluated.
 FREE = ("rounds", "engine", "precision", "device", "target", "patience", "epsilon", "aggregation_error")
 
@@ -175,7 +175,7 @@ class Experiment:
     recycle: int = 0  # layers per round that are not sent; the server repeats its last update of them
     privacy: str | None = None  # user(noise=1.1, clip=0.5) hides clients, example(noise=1, clip=1) examples
     epsilon: float | None = None  # the privacy budget: stop before a round that would exceed it
-    delta: float | None = None  # of every epsilon; N^-1.1 for N clients
+    delta: float | None = None  # of every epsilon; N^-1.1 for N clients, or examples with example(...)
     privacy_seed: int | None = None  # of the noise, for tests: such a run is not private
     seed: int = 0
     engine: str = "auto"
@@ -203,7 +203,7 @@ class Experiment:
         given: dict[str, Any] = self.options
         options = {name: float(v) if isinstance(v, Real) else v for name, v in given.items()}
         object.__setattr__(self, "options", options)
-        if not is_foreign(self.algorithm):  # a config may be read without importing what it names
+        if not is_foreign(self.algorithm):  # reading a config does not import what it names
             algorithms.build(self.algorithm, algorithms.Local(), **options)
         if self.steps is not None and self.epochs == Experiment.epochs:  # as in `Local`
             object.__setattr__(self, "epochs", None)

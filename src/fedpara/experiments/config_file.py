@@ -27,7 +27,7 @@ def to_toml(experiment: Experiment) -> str:
 def read_toml(path: Path, base: Experiment | None = None) -> Experiment:
     """The experiment in a TOML file, on top of `base`. Errors name the line of the field."""
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
+        text = path.read_text(encoding="utf-8-sig")  # -sig: some editors write a byte order mark
         given = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}.") from None

@@ -51,7 +51,7 @@ def load_federation(
 
 
 def _refuse_splitting(experiment: Experiment, federation: FederatedData) -> None:
-    """ConfigError for a field that cannot apply, because the function has chosen the clients."""
+    """ConfigError for a field that has no effect, because the custom function has chosen the clients."""
     for name in SPLITTING:
         if getattr(experiment, name) != getattr(Experiment, name):
             raise ConfigError(
@@ -192,10 +192,10 @@ def _split_validation(
 
 
 def _ends_of_texts(train: Examples, clients: Partition, fraction: float) -> tuple[Partition, Partition]:
-    """Hold out the last `fraction` of each owner's text, whichever client has it.
+    """Hold out the last `fraction` of each owner's text, even if several clients share it.
 
     Windows of a text overlap. The label of a randomly chosen window is also inside its neighbours, which clients
-    train on. The labels at the end of a text are in no earlier window.
+    train on. The labels at the end of a text are outside all earlier windows.
     """
     texts = [np.arange(len(train))] if train.owners is None else data.by_owner(train.owners)
     late = np.zeros(len(train), dtype=bool)
@@ -204,7 +204,7 @@ def _ends_of_texts(train: Examples, clients: Partition, fraction: float) -> tupl
     training, held_out = [], []
     for row in clients:
         chosen = late[row]
-        if chosen.all():  # at least one example stays in training
+        if chosen.all():  # keep at least one example for training
             chosen[0] = False
         training.append(row[~chosen])
         held_out.append(row[chosen])

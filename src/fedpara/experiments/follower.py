@@ -17,7 +17,7 @@ from fedpara.experiments.storage.summary import evaluations
 
 
 class Follower:
-    """The run folder, as a rank other than 0 uses it."""
+    """The run folder on a rank other than 0, which only writes client memories."""
 
     notes: tuple[str, ...] = ()
 
@@ -42,7 +42,7 @@ class Follower:
 def open_on_ranks(
     group: ProcessGroup, path: Path, experiment: Experiment, make: Callable[[], RunFolder]
 ) -> RunFolder | Follower:
-    """The folder from `make` on rank 0; a `Follower` on other ranks, which read it after rank 0 has cleaned it up."""
+    """The folder from `make` on rank 0; a `Follower` on other ranks, which read it after rank 0 has opened it."""
     held: list[RunFolder] = []
 
     def work() -> Part:

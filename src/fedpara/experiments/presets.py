@@ -11,7 +11,7 @@ LEAN = {
     "lean": ("digits", "fedpara0 eden/stc5", 0.2),
     "lean-cifar10": ("cifar10", "fedpara0.4 eden/grid0.25", 0.1),
 }
-"""Presets with few bytes: a scale of the frontier, the combination that its validation chose, and the learning rate."""
+"""Presets that send few bytes: a frontier scale, the combination that validation chose, and its learning rate."""
 
 
 @dataclass(frozen=True)

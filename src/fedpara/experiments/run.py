@@ -1,6 +1,6 @@
 """Run an experiment into a folder, or resume one.
 
-Messages for the user go to the logger "fedpara" and to the run folder's log.txt. Some lines are only for the log.txt.
+Messages for the user go to the logger "fedpara" and to the run folder's log.txt. Some lines go only to log.txt.
 """
 
 import logging
@@ -44,7 +44,7 @@ from fedpara.experiments.storage.sources import source_warning
 from fedpara.experiments.storage.summary import Summary, read_config, read_run
 
 logger = logging.getLogger("fedpara")
-logger.setLevel(logging.INFO)  # without handlers of the user, Python shows only warnings
+logger.setLevel(logging.INFO)  # without handlers, Python still shows only warnings
 
 OnRound = Callable[[Round, dict[str, float]], object]
 """Called after each round with its result, and with its `seconds` and `clients_per_second`.
@@ -54,7 +54,7 @@ If it returns False, the run stops after this round, which is saved: `resume` co
 
 
 class Prepared(NamedTuple):
-    """What `prepare` returned, and the settings that it was given."""
+    """The result of `prepare`, and the settings that it was called with."""
 
     session: Session
     schedule: Schedule
@@ -63,7 +63,7 @@ class Prepared(NamedTuple):
 
 
 Host = Callable[[Session, Parts, RunFolder, Schedule], tuple[Engine, Schedule]]
-"""Makes an engine whose clients live outside this process (Flower), and the schedule that it can follow."""
+"""Makes an engine whose clients run outside this process (Flower), and the schedule that it can follow."""
 
 
 def run(
@@ -73,7 +73,7 @@ def run(
     data_dir: str | PathLike[str] | None = None,
     on_round: OnRound | None = None,
 ) -> Summary:
-    """Run the experiment into a new folder. Everything is checked first: a mistake leaves no folder behind.
+    """Run the experiment into a new folder. Everything is checked before the folder is created.
 
     Under torchrun every rank calls this; rank 0 writes the folder and calls `on_round`.
     """
@@ -238,7 +238,7 @@ def run_folder(
 
 
 class _FolderHandler(logging.Handler):
-    """Writes the messages of this thread's run to its folder: other threads may run other folders."""
+    """Writes this thread's messages to its run folder, because other threads may run other folders."""
 
     def __init__(self, folder: RunFolder | Follower) -> None:
         super().__init__()
@@ -268,8 +268,8 @@ def _memory_errors_named(path: Path) -> Iterator[None]:
         if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
             raise
         raise RunError(
-            f"{path} ran out of memory ({in_a_line(error)}). Finished rounds are saved. A new run with a smaller batch "
-            "or cohort needs less."
+            f"{path} ran out of memory ({in_a_line(error)}). Finished rounds are saved. Start a new run with a smaller "
+            "batch or cohort."
         ) from error
 
 
@@ -290,7 +290,9 @@ def _run_rounds(
     chosen = f"engine {engine.name} ({experiment.engine} was requested): {engine.why}"
     (logger.info if _is_unexpected(experiment.engine, engine.name) else folder.log)(chosen)
     if session.program.local and not personal:
-        logger.info("no accuracy is measured: parts of the model are private, and --personal was not given")
+        logger.info(
+            "no accuracy is measured: parts of the model are private. --personal scores each client's own model"
+        )
     if note := unchecked(settings):
         logger.info("%s", note)
     started = time.perf_counter()

@@ -45,7 +45,7 @@ def half_width(values: Sequence[float], decimals: int | None = None) -> float:
 
 @cache
 def t_quantile(freedom: int, p: float = 0.975) -> float:
-    """The p-quantile of Student's t with a whole number of degrees of freedom, for p above 0.5."""
+    """The p-quantile of Student's t for a whole number of degrees of freedom and p above 0.5."""
     low, high = 0.0, 1.0
     while _within(high, freedom) < 2 * p - 1:
         low, high = high, 2 * high

@@ -99,7 +99,7 @@ def _into(
 
 
 def _check_kinds(task: object, data: object, algorithm: object, link: object) -> None:
-    """ConfigError for the mistakes that are easily made: a model, a name or a function in place of these objects."""
+    """ConfigError for common mistakes: a model, a name or a function in place of these objects."""
     for name, given, kind, such in (
         ("task", task, Task, "fp.Task(model, test=test)"),
         ("data", data, FederatedData, "fp.FederatedData(train, clients)"),

@@ -224,15 +224,15 @@ class Form:
         return self.compose_onto(self.base, factors)
 
     def compose_onto(self, base: Tensor | None, factors: Sequence[Tensor]) -> Tensor:
-        """The weight of an adapter on this W0. Other forms have none."""
+        """The weight from its factors; `base` is an adapter's W0."""
         return self.joined(self.inner(factors), base)
 
     def joined(self, inner: Sequence[Tensor], base: Tensor | None = None) -> Tensor:
-        """The same from the inner weights."""
+        """The weight from its inner weights."""
         return self.placed(self.scheme.join(inner), base)
 
     def placed(self, w: Tensor, base: Tensor | None) -> Tensor:
-        """The same from w = join(W1, ...)."""
+        """The weight from w = join(W1, ...): base + scale w for an adapter (scale w without a base), w otherwise."""
         if self.scale is None:
             return w
         return self.scale * w if base is None else torch.add(base, w, alpha=self.scale)

@@ -1,4 +1,4 @@
-"""Differential privacy: mechanisms, accountants and what a run has spent. `docs/guides/privacy.md` explains it."""
+"""Differential privacy: mechanisms, accountants and the privacy cost of a run. `docs/guides/privacy.md` explains it."""
 
 from fedpara.privacy.accountant import epsilon, epsilon_rdp, noise_for, rounds_within
 from fedpara.privacy.kinds import KINDS, Example, Privacy, User, read_privacy

@@ -76,7 +76,7 @@ def noise_for(budget: float, delta: float, sampling: float, rounds: int) -> floa
 
 
 def default_delta(clients: int) -> float:
-    """N^-1.1: below 1 / N, at which publishing a random client's data would be allowed."""
+    """N^-1.1 for N clients or examples. A delta of 1 / N would permit publishing one of them at random."""
     return min(0.1, math.pow(clients, -1.1))
 
 

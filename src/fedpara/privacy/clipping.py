@@ -4,8 +4,9 @@
     adaptive   C <- C exp(-eta_C (b - gamma)), b = (sum_i (b_i - 1/2) + N(0, s^2)) / m + 1/2      Andrew et al., 2021
 
 b_i is 1 if client i's update is shorter than C, and m is the expected number of clients. So C moves to the quantile
-gamma of the clients' norms. A bit moves its sum by 1/2, so the bits cost what a Gaussian of noise multiplier 2 s costs.
-Bits and updates together cost as much as the multiplier z alone, if the updates get the slightly larger multiplier
+gamma of the clients' norms. A bit changes their sum by 1/2, so the bits cost as much as a Gaussian mechanism of noise
+multiplier 2 s. Bits and updates together cost as much as the multiplier z alone, if the updates get the slightly larger
+multiplier
 
     z_d = (z^-2 - (2 s)^-2)^(-1/2)                                                        Theorem 1 of the same paper
 """
@@ -17,7 +18,7 @@ import torch
 from fedpara.state import State
 
 CLIPPED = 1e-3
-"""A received update counts as clipped if it is at most this share shorter than C: clients clip before they send."""
+"""A received update counts as clipped if it is at most this share shorter than C, as clients clip before they send."""
 
 
 def update_norm(d: State) -> float:
@@ -45,5 +46,5 @@ def next_bound(bound: float, share: float, quantile: float, rate: float) -> floa
 
 
 def noise_of_updates(noise: float, bit_noise: float) -> float:
-    """z_d: the multiplier for the updates that leaves room for the bits within the cost of z."""
+    """z_d: the multiplier for the updates with which updates and bits together cost as much as z."""
     return 1 / math.sqrt(noise**-2 - (2 * bit_noise) ** -2)

@@ -14,7 +14,7 @@ PRIVACY, CLIP = "privacy", "clip"
 
 SMALLEST_NOISE = 0.1
 BIT_NOISE = 1 / 20
-"""The noise on the number of short updates, as a share of the expected cohort, if none is given."""
+"""The default noise on the number of updates below the bound, as a share of the expected cohort."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class User:
         return self.quantile is not None
 
     def bounded(self, x: State, y: State, down: Mapping[str, State]) -> State:
-        """What a client sends in place of y: at most C away from x."""
+        """The model that a client sends in place of y, at most C away from x."""
         bound = float(down[PRIVACY][CLIP]) if self.adaptive else self.bound
         d, norm = clip_update(subtract(y, x), bound)
         return y if norm <= bound else add(x, d)
@@ -147,7 +147,7 @@ def _check_noise_and_clip(kind: Privacy) -> None:
 
 
 def check_noise(noise: float, what: str) -> None:
-    """ConfigError for less noise than the accountants can tell the cost of."""
+    """ConfigError if the noise is below SMALLEST_NOISE."""
     if not noise >= SMALLEST_NOISE:
         raise ConfigError(
             f"{what} is {noise}: expected {SMALLEST_NOISE} or more. With less, a single round already costs an epsilon "

@@ -4,8 +4,8 @@
     u, v    53 bits each, in (0, 1] and [0, 1)
     noise   sqrt(-2 ln u) cos(2 pi v), sqrt(-2 ln u) sin(2 pi v)      Box and Muller, in float64
 
-torch's and NumPy's generators are not meant for this: whoever sees enough of their output can compute the rest of it,
-and subtract the noise. A fresh key of 256 bits from the operating system costs nothing.
+torch's and NumPy's generators are not secure: whoever sees enough of their output can compute the rest, and subtract
+the noise. A fresh key of 256 bits from the operating system costs nothing.
 """
 
 import secrets
@@ -28,7 +28,7 @@ def fresh_key() -> bytes:
 
 
 def seeded_key(seed: int, *where: int) -> bytes:
-    """A key that everyone with the seed can compute: the noise is reproducible, and hides nothing."""
+    """A key that anyone with the seed can compute: the noise is reproducible, but hides nothing."""
     return f"seed {seed} {' '.join(map(str, where))}".encode()
 
 

@@ -1,4 +1,4 @@
-"""Spending: what a run has spent after each round, and when its budget is spent."""
+"""Spending: the privacy cost of a run after each round, and whether its budget is used up."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SEEDED = "the noise comes from a seed, so it hides nothing"
 
 @dataclass(frozen=True)
 class Spending:
-    """The cost of a private run. `budget` is the largest epsilon, `seed` that of the noise.
+    """The cost of a private run. `budget` is the largest epsilon, `seed` the seed of the noise.
 
     `uses`, with example-level privacy: how often the first rounds used the most used example.
     `hidden`, with secure aggregation: the server sees noised sums only, so there is a cost against the server too.
@@ -42,7 +42,7 @@ class Spending:
         return self._cost(epsilon, rounds)
 
     def epsilon_server(self, rounds: int) -> float:
-        """Against a server that sees noised sums. It knows the cohorts: the cost for a client of every round."""
+        """Epsilon against a server that sees noised sums and knows the cohorts, for a client that is in every round."""
         return epsilon(self.kind.noise, 1.0, rounds, self.delta)
 
     def _cost(self, by: Callable[[float, float, int, float], float], rounds: int) -> float:
@@ -65,7 +65,7 @@ class Spending:
             )
 
     def line(self, rounds: int, bound: float) -> dict[str, Any]:
-        """What metrics.jsonl says of the run after these rounds."""
+        """The run's privacy cost after these rounds, as metrics.jsonl records it."""
         return {
             "kind": self.kind.name,
             "epsilon": self.epsilon(rounds),
@@ -80,7 +80,7 @@ class Spending:
 
 
 def in_words(line: dict[str, Any]) -> str:
-    """A line of metrics.jsonl for people: epsilon 3.9 at delta 1e-05."""
+    """The recorded cost as text: epsilon 3.9 at delta 1e-05."""
     cost = f"epsilon {line['epsilon']:.3g} at delta {line['delta']:.3g}"
     if line["delta"] > LARGE_DELTA:
         cost += ", which is too large to protect anyone: set a smaller delta, or take more clients"

@@ -222,7 +222,7 @@ def styled(axes: Any) -> None:
 
 def written(plt: Any, figure: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without the time of writing, equal figures give equal files.
+    # No creation time, so that equal figures give equal files.
     dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     figure.savefig(path, dpi=150, metadata=dated.get(path.suffix, {}))
     plt.close(figure)

@@ -32,7 +32,7 @@ from fedpara.report.series import data_of
 from fedpara.report.tables import NOT_REACHED, ratio, spread_of
 
 UNITS = (Unit("GB", GIGABYTE), Unit("MB", 2**20), Unit("kB", 2**10))
-"""Binary ones, as in Figure 3 of the paper."""
+"""Binary units, as in Figure 3 of the paper."""
 HEADINGS = ("combination", "accuracy [%]", "seeds", "rate", "up", "down", "to the target", "times fewer")
 
 ABOUT = """\
@@ -112,7 +112,7 @@ class Section:
 
     @property
     def compares(self) -> bool:
-        """Whether the combination that the others are compared with has a run."""
+        """Whether the reference combination has a run."""
         return self.points[0].combination == self.scale.combinations[0]
 
     @property
@@ -126,7 +126,7 @@ def unit_of(most: float) -> Unit:
 
 
 def frontier_sections(library: Library) -> list[Section]:
-    """Final runs come before the trials that chose their rates."""
+    """The sections of the page: final runs come before the trials that chose their rates."""
     stages: tuple[Stage, ...] = ("test", "validation")
     seeds = max((_number_of_seeds(run.experiment) for run in library), default=0)
     found = (
@@ -139,7 +139,7 @@ def frontier_sections(library: Library) -> list[Section]:
 
 
 def _number_of_seeds(last: Experiment) -> int:
-    """How many seeds there are up to this one: trials count from TRIAL_SEED, final runs from 1."""
+    """The number of seeds up to this one. Trials count from TRIAL_SEED, final runs from 1."""
     return last.seed - TRIAL_SEED + 1 if last.validation else last.seed
 
 
@@ -252,7 +252,7 @@ def _unfinished(section: Section) -> list[str]:
 
 
 def _leanest(section: Section) -> list[str]:
-    """A sentence on trials, if they have the combination that the others are compared with."""
+    """A sentence on the trials, if the reference combination is among them."""
     first, lean = section.points[0].combination, leanest(section.points)
     assert lean is not None
     compared = section.stage == "validation" and section.scale.ratio is None

@@ -19,7 +19,7 @@ _AROUND = tuple(
     for radius in (7, 14, 22, 32, 44, 58, 74, 92, 112)
     for x, y in ((1, 0), (1, 0.7), (1, -0.7), (0, 1), (0, -1), (-1, 0), (-1, 0.7), (-1, -0.7))
 )
-"""Where a name may stand, in pixels from its point, the nearest first."""
+"""The possible positions of a name, in pixels from its point, the nearest first."""
 
 
 def frontier_figure(points: Sequence[Point], path: Path, title: str, unit: Unit, target: float) -> Path:
@@ -60,7 +60,7 @@ def frontier_figure(points: Sequence[Point], path: Path, title: str, unit: Unit,
     axes.xaxis.set_minor_formatter(lambda x, _: f"{x:g}" if float(f"{x:e}"[0]) in between else "")
     styled(axes)
     figure.canvas.draw()
-    figure.set_layout_engine("none")  # names must not move the axes again
+    figure.set_layout_engine("none")  # otherwise the names would move the axes
     _name(figure, axes, points, best, path, unit)
     return written(plt, figure, path)
 

@@ -28,9 +28,9 @@ COLUMNS: dict[str, tuple[Callable[[Summary], float | None], str]] = {
 
 
 def other_runs(library: Library, tables: Sequence[Table]) -> Table | None:
-    """The table, or None if the given tables use every started run. Runs that another page shows are left out."""
+    """The table, or None if the given tables use every started run. Leaves out runs that another page shows."""
     reported = {name for table in tables for entry in table.entries for name in entry.runs}
-    # From all runs, so that the labels also differ from those of the tables' runs.
+    # Labels from all runs, so that they also differ from those of the tables' runs.
     series = [
         replace(one, runs=left)
         for one in all_series(run for run in library if not _is_shown_elsewhere(run.path))

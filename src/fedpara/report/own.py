@@ -93,7 +93,7 @@ class Section:
 
 
 def sections(runs: Iterable[Summary]) -> list[Section]:
-    """The runs with at least one round, by what they are scored on and with which metric."""
+    """The runs with at least one round, grouped by their test data and metric."""
     panels: dict[tuple[str, Primary], list[Group]] = {}
     for same in group(runs):
         panels.setdefault((_panel(same.runs[0].experiment), same.metric), []).append(same)
@@ -106,7 +106,7 @@ def _panel(experiment: Experiment, model: str = "") -> str:
 
 
 def tables(found: Sequence[Section], library: Library) -> list[Table]:
-    """Per section the results of its settings, and the scores of their clients if there are any."""
+    """For each section, a table of results and, if clients were scored, a table of their scores."""
     made = []
     for number, section in enumerate(found, 1):
         notes = _notes(section)
@@ -255,7 +255,7 @@ def _notes(section: Section) -> tuple[str, ...]:
 
 
 def _common_target(section: Section) -> list[float]:
-    """The worst of the runs' best scores, rounded to whole percents or two digits so that all still reach it."""
+    """The smallest of the runs' best scores, rounded to whole percents or two digits so that every run reaches it."""
     metric = section.metric
     best = [
         max(scores, key=metric.rank)

@@ -76,7 +76,7 @@ def own_page(library: Library, tables: list[Table], sections: list[Section]) -> 
 
 
 def _html(content: dict[str, Any]) -> str:
-    # "</script>" would end the script element too early, and "<!--<script>" would keep it open.
+    # "</script>" would end the script element too early; "<!--<script>" would keep it open.
     data = json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     text = _asset("page.html").replace("/* style */", _asset("page.css"))
     text = text.replace("/* programs */", "\n".join(map(_asset, PROGRAMS)))
@@ -111,7 +111,7 @@ def _table(table: Table) -> dict[str, Any]:
 
 
 def _numbers(entry: Entry) -> dict[str, float]:
-    """Our score and the paper's as numbers, for the dot plots. Other metrics than fractions have no plot."""
+    """Our score and the paper's as numbers, for the dot plots. Only fractions are plotted."""
     if entry.style != "%" or entry.value is None:
         return {}
     found = {"value": round(entry.value, 3), "spread": round(entry.spread or 0.0, 3)}

@@ -127,9 +127,9 @@ def _at(found: Points, rounds: set[int]) -> Points:
 
 
 def final_accuracy(run: Summary) -> float | None:
-    """The accuracy in % that represents a run in a list: the last of its curve.
+    """The accuracy in % that represents a run in a list: the last point of its curve.
 
-    If each score covers only a cohort of personal models, it is the score of all clients, or None without one.
+    If each score covers only the personal models of a cohort, it is the score of all clients, or None without one.
     """
     if run.of_cohort:
         return None if run.everyone is None else 100 * float(run.everyone["accuracy"])
@@ -140,7 +140,7 @@ def final_accuracy(run: Summary) -> float | None:
 def _score(experiment: Experiment, line: dict[str, Any]) -> float | None:
     """The score on the test set. Personal models are scored on the clients' own test data.
 
-    Among them, a model that all clients share (FedAvg's) is scored as they receive it, before local training.
+    A personal score of a model that all clients share (FedAvg's) is the one before local training.
     """
     if experiment.personal and experiment.share == "all" and experiment.scheme != "pfedpara":
         return line.get("before")
@@ -176,7 +176,7 @@ def data_of(experiment: Experiment) -> str:
 
 
 def scored_on(experiment: Experiment) -> str:
-    """Text for scores that are not on the test set of the training clients. They get a separate panel."""
+    """The label of scores that are not on the test set of the training clients. They get a separate panel."""
     if experiment.validation:
         return ", validation"
     other_owners = experiment.split in OWNED and not experiment.personal and experiment.test_owners == "all"
@@ -207,7 +207,7 @@ def label_of(experiment: Experiment) -> str:
 
 
 def _with_unique_labels(series: list[Series]) -> list[Series]:
-    """The series, where equal labels of a panel also name the fields that differ."""
+    """The series with unique labels: equal ones of a panel also name the fields that differ."""
     found: list[Series] = []
     for one in series:
         twins = [s for s in series if (s.panel, s.label) == (one.panel, one.label)]

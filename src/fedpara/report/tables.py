@@ -59,7 +59,7 @@ STYLES: dict[str, Callable[[float], str]] = {
 
 @dataclass(frozen=True)
 class Sample:
-    """The values of the seeds that have one, and the number of `seeds` that were run."""
+    """The values over seeds, and the number of `seeds` that were run. Some may lack a value."""
 
     values: tuple[float, ...]
     seeds: int
@@ -82,7 +82,7 @@ class Entry:
     samples: tuple[Sample, ...]
     runs: tuple[str, ...] = ()
     computed: bool = False
-    aimed: bool = False  # its measure has a target, which may not be reached
+    aimed: bool = False  # its measure has a target, which a run may miss
     superseded: bool = False  # its only runs belong to an experiment that was corrected later
     trials: int = 0  # how many settings were tried by validation; 0 if it was not tuned
     reused: bool = False  # the trials are those of another experiment of the same method
@@ -181,7 +181,7 @@ class Table:
 
     @property
     def run(self) -> int:
-        """The number of cells that we have a number for."""
+        """The number of cells with a number of ours."""
         return sum(entry.value is not None for entry in self.entries)
 
 
@@ -193,7 +193,7 @@ def table_of(
     scale: str = "paper",
     tuned: Tuned | None = None,
 ) -> Table:
-    """The study with our runs of the given seeds, as far as the library has them.
+    """The study with those runs of the given seeds that the library has.
 
     `tuned` replaces experiments by their chosen settings.
     """
@@ -304,7 +304,7 @@ def _entry(cell: Cell, study: Study, library: Library, repeats: Sequence[Change]
 def _sample(
     measure: Measure, experiments: Sequence[Experiment], library: Library, repeats: Sequence[Change]
 ) -> tuple[Sample, list[str]]:
-    """The measure of each seed that has all of these runs, and the names of the runs."""
+    """The measure for each seed with all of these runs, and the names of the runs."""
     values: list[float] = []
     names: list[str] = []
     seeds = 0
@@ -322,7 +322,7 @@ def _sample(
 
 
 def _superseded(cell: Cell, library: Library, repeats: Sequence[Change]) -> bool:
-    """Whether a run is missing that exists in its version before a correction."""
+    """Whether the library has only a version of a run from before a correction."""
     return any(
         library.find(change(experiment)) is None and library.find(change(old)) is not None
         for experiment in cell.experiments

@@ -1,4 +1,4 @@
-"""Tuned studies: run folders of trials and final runs, recognized by where they lie.
+"""Tuned studies: run folders of trials and final runs, recognized by their folders.
 
 tuning/STUDY/STUDY-METHOD-K-seedS    final/STUDY/METHOD-seedS    archived runs, as in results/; older ones have no seed
 STUDY/trials/METHOD-K-seedS          STUDY/final/METHOD-seedS    a folder of `fedpara tune`
@@ -37,7 +37,7 @@ TITLES = {
 }
 """How the tables name the methods of the paper's studies, in this order."""
 FINAL_SEEDS = (1, 2, 3, 4, 5)
-"""Seeds that chose nothing. Seed 0 chose the first recipe."""
+"""Seeds that did not take part in a choice. Seed 0 chose the first recipe."""
 _TRIAL = re.compile(r"(?P<method>.+?)-(?P<number>\d+)(?:-seed\d+)?")
 _FINAL = re.compile(r"(?P<method>.+)-seed\d+")
 _SAME = ("seed", "validation", "evaluate_every", *FREE)
@@ -46,7 +46,7 @@ _SAME = ("seed", "validation", "evaluate_every", *FREE)
 
 @dataclass(frozen=True)
 class Method:
-    """`finals` are the finished final runs of the chosen setting, and `strays` those of another setting."""
+    """A method's trials and runs. `finals` are final runs of the chosen setting, `strays` those of others."""
 
     name: str
     outcomes: tuple[Outcome, ...]
@@ -172,7 +172,7 @@ def _outcomes(
 
 
 def _varied(experiments: Sequence[Experiment]) -> list[dict[str, Any]]:
-    """The values that name each trial: those that differ from the first trial if it is one each, else all."""
+    """The values that name each trial: the one that differs from the first trial, or all if several differ."""
     settings = [_setting(experiment) for experiment in experiments]
     first = settings[0]
     changed = [{name: v for name, v in own.items() if v != first[name]} for own in settings]
@@ -183,7 +183,7 @@ def _varied(experiments: Sequence[Experiment]) -> list[dict[str, Any]]:
 
 
 def _held_out(experiment: Experiment) -> int | None:
-    """About how many examples the score is from, if the data set is one of the paper's."""
+    """The approximate number of examples behind a score, if the data set is one of the paper's."""
     count = EXAMPLES.get(experiment.dataset)
     known = count and experiment.keep is None and not experiment.personal
     return round(count * experiment.data_fraction * experiment.validation) if known and count else None
@@ -204,7 +204,7 @@ def settings(studies: Iterable[TunedStudy], scale: str = "paper") -> list[Settin
 
 
 def _is_complete(study: TunedStudy, tuning: Tuning) -> bool:
-    """A trial without a score has diverged if the choice is made; else it has not ended."""
+    """Whether all trials have ended. Once the choice is made, a trial without a score has diverged."""
     trials = {name: len(listed) for name, listed in tuning.trials.items()}
     ended = all(outcome.score is not None for method in study.methods for outcome in method.outcomes)
     return {method.name: len(method.outcomes) for method in study.methods} == trials and (
@@ -215,7 +215,7 @@ def _is_complete(study: TunedStudy, tuning: Tuning) -> bool:
 def replacements(studies: Sequence[TunedStudy], scale: str = "paper") -> Tuned:
     """Gives an experiment of the paper its chosen setting, if a prepared study has one.
 
-    It is the one whose final runs stand for the experiment, or else the one that its method has on the same data.
+    This is the setting whose final runs stand for the experiment, or else its method's setting on the same data.
     """
     filled = {}
     for study in studies:

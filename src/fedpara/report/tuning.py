@@ -121,8 +121,8 @@ def _best_word(method: Method) -> str:
 
 
 def _number(row: str, column: str, value: float | None, style: str, runs: tuple[str, ...] = ()) -> Entry:
-    """An entry that is no mean over seeds of final runs."""
-    # A run without a score is one that diverged or has not ended.
+    """An entry for a single number, such as a trial's score."""
+    # A run without a score has diverged or is not finished.
     sample = Sample((), 1) if value is None else Sample((float(value),), 0)
     return Entry(row, column, None, value, None, style, (sample,), runs)
 
@@ -152,7 +152,7 @@ def _trial_notes(study: TunedStudy) -> tuple[str, ...]:
 
 
 def _base(study: TunedStudy) -> str:
-    """The values of trial 0 that the other trials change, if each changes one. Those of single methods come last."""
+    """The values of trial 0 that other trials change, if each changes only one. Those of single methods come last."""
     if any(method.outcomes[0].trial.values for method in study.methods):
         return ""
     names = sorted({name for m in study.methods for one in m.outcomes for name in one.trial.values})

@@ -36,8 +36,8 @@ POWER, ASIDE, AGREEMENT = 4, 1.15, 0.25
 def auto(g: Geometry) -> Tensor:
     """The weighted mean of the updates that pass all three tests, clipped to the median norm.
 
-    The group holds more than half of the updates, and half of them or more are in good standing: some pass both tests.
-    If all of those stand aside, they are kept.
+    The group holds more than half of the updates, and at least half of all are in good standing, so some pass both
+    tests. If all of these would be dropped as outliers, they are kept.
     """
     grouped = torch.zeros_like(g.w, dtype=torch.bool)
     grouped[_majority(1 - g.cosines)] = True
@@ -53,19 +53,19 @@ def standing(g: Geometry) -> Tensor:
 
 
 def trusted(g: Geometry) -> Tensor:
-    """Whose standing was good before this round."""
+    """Which clients were in good standing before this round."""
     assert g.past is not None
     return _good(g.past)
 
 
 def company(g: Geometry) -> Tensor:
-    """k_i: how much an update shares with one other, beyond what all share."""
+    """k_i: the similarity of an update to its most similar one, beyond what all updates share."""
     assert g.residual is not None
     return cosines_of(g.residual).fill_diagonal_(-1).amax(1)
 
 
 def aside(g: Geometry) -> Tensor:
-    """Which updates are long or point elsewhere, as far as the updates agree."""
+    """Which updates are unusually long or point elsewhere. Fewer count as such if honest updates disagree."""
     others = g.cosines.fill_diagonal_(torch.nan)
     s = g.norms * (1 - others.nanmedian(1).values) ** POWER
     a = min(1.0, max(0.0, float(others.nanmedian()) / AGREEMENT))

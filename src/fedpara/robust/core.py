@@ -22,7 +22,7 @@ from fedpara.robust.geometry import Geometry, among, median
 from fedpara.state import State
 
 LONGEST = 3.0
-"""Variables beside the model count at most this many times the median norm."""
+"""Variables beside the model are clipped to this many times their median norm."""
 
 
 def _any(cohort: int) -> int:
@@ -31,7 +31,7 @@ def _any(cohort: int) -> int:
 
 @dataclass(frozen=True)
 class Defence:
-    """Either `weigh` or `combine` is set."""
+    """A defence with either `weigh` or `combine`."""
 
     name: str
     weigh: Callable[[Geometry], Tensor] | None = None
@@ -41,9 +41,9 @@ class Defence:
     remember: Callable[[Geometry], Tensor] | None = None
     """geometry -> each client's standing after this round [n], which the next `Geometry.past` holds; 0 at first"""
     reference: Callable[[Geometry], Tensor] | None = None
-    """geometry -> of which updates to take the median of `Geometry.residual` [n]; None if `weigh` does not read it"""
+    """geometry -> the updates whose median `Geometry.residual` uses [n]; None if `weigh` does not read the residual"""
     needs: Callable[[int], int] = _any
-    """cohort -> the fewest clients with which the defence keeps its promise"""
+    """cohort -> the smallest number of clients for which the defence holds"""
     clean: int | Examples | None = None
     """the server's clean examples: how many to draw, or the examples"""
 

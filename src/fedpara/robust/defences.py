@@ -19,7 +19,7 @@ def mean() -> Defence:
 
 
 def median() -> Defence:
-    """The coordinate-wise median. It withstands fewer than half of the clients, in each coordinate."""
+    """The coordinate-wise median. It withstands hostile values of fewer than half of the clients per coordinate."""
     return Defence("median", combine=coordinatewise.coordinatewise_median, needs=_three)
 
 
@@ -79,7 +79,7 @@ def flame() -> Defence:
 def auto() -> Defence:
     """The default: flame's group, without early outliers and without clients whose updates resemble each other.
 
-    It remembers who sent them. On Flower, a node's key should therefore be bound to its clients.
+    It remembers each client's standing. On Flower, a node's key should therefore be bound to its clients.
     """
     return Defence(
         "auto", clustering.auto, remember=clustering.standing, reference=clustering.trusted, needs=_three

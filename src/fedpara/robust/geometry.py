@@ -1,4 +1,4 @@
-"""Geometry: the inner products of a round's composed updates. Every weighing defence needs nothing else.
+"""Geometry: the inner products of a round's composed updates, which are all that a weighing defence needs.
 
     gram[i, j] = <u_i, u_j>,   ||sum_i a_i u_i - sum_i b_i u_i||^2 = (a - b)^T gram (a - b)
 

@@ -1,4 +1,4 @@
-"""Secure aggregation (SecAgg+): the server learns the sum of a cohort's updates and no single one.
+"""Secure aggregation (SecAgg+): the server learns only the sum of a cohort's updates.
 
     Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017
     Bell et al., "Secure Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020: neighbours

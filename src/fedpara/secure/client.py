@@ -26,7 +26,7 @@ from fedpara.secure.messages import STAGES, Array, Spec, Stage, distinct, number
 from fedpara.secure.settings import SMALLEST, SecAgg
 
 SEALED = 204
-"""Bytes of two shares with sender and receiver, sealed by Fernet."""
+"""The size in bytes of two shares with their sender and receiver, sealed by Fernet."""
 PEERS: Spec = {
     "clients": (np.int64, (None,)),
     "boxes": (np.uint8, (None, p.PUBLIC)),
@@ -43,7 +43,10 @@ SURVIVORS: Spec = {"clients": (np.int64, (None,)), "alive": (np.bool_, (None,))}
 
 @dataclass
 class Participant:
-    """`box`, `mask` and `own` are its secrets: of the sealed boxes, of the masks with others, of its own mask."""
+    """A client in one round.
+
+    Its secrets are `box` for sealed shares, `mask` for the masks shared with others, and `own` for its own mask.
+    """
 
     how: SecAgg
     round: int
@@ -54,13 +57,13 @@ class Participant:
     stage: int = 0
     kept: tuple[bytes, bytes] = (b"", b"")  # its own shares of `own` and `mask`
     peers: bytes = b""  # the server's message of the stage "shares"
-    delivered: bytes = field(default=b"", repr=False)  # and of the stage "masked"
+    delivered: bytes = field(default=b"", repr=False)  # the server's message of the stage "masked"
 
     @classmethod
     def fresh(
         cls, how: SecAgg, round: int, client: int, secret: Callable[[str], bytes] | None = None
     ) -> "Participant":
-        """With new secrets of the operating system, or those that `secret` gives for a simulation."""
+        """A participant with secrets from the operating system, or from `secret` in a simulation."""
         make = secret or (lambda _: p.fresh_secret())
         return cls(how, round, client, make("box"), make("mask"), make("own"))
 
@@ -99,7 +102,7 @@ class Participant:
     def masked(
         self, message: bytes, d: Floats, rng: np.random.Generator, noise: ClientNoise | None = None
     ) -> bytes:
-        """`rng` decides the rounding. It hides nothing, so it may come from the seed of the run."""
+        """`rng` draws the rounding. It need not be secret, so it may come from the run's seed."""
         self._enter("masked")
         _, masks, cohort = self._neighbours(self.peers)
         delivered = self._read("masked", message, DELIVERED)
@@ -147,7 +150,7 @@ class Participant:
         )
 
     def dump(self) -> bytes:
-        """Its state between two stages, for `restore`. It holds the secrets: keep it on the client."""
+        """The state between two stages, for `restore`. It contains the secrets, so it must stay on the client."""
         parts = (self.box, self.mask, self.own, *self.kept, self.peers, self.delivered)
         return b"".join(len(part).to_bytes(4, "little") + part for part in (bytes([self.stage]), *parts))
 

@@ -3,7 +3,7 @@
     client i    q_i = floor((d_i + g_i) / step + u_i),   g_i ~ N(0, (z C)^2 / t),   ||d_i|| <= C
     the sum     step sum_i q_i  has noise of variance (m / t) (z C)^2 >= (z C)^2
 
-m clients stay until their vectors have arrived. t is the fewest that may stay: with fewer, no mask is removed. So the
+m clients stay until their vectors have arrived. t is the smallest m for which the server can remove the masks. So the
 noise multiplier is at least z, whoever drops out.
 
 The noise is a continuous Gaussian that is rounded to the grid with the update. With x_i = (d_i + g_i) / step, the sum
@@ -21,7 +21,7 @@ from fedpara.secure.fixed_point import Floats
 from fedpara.secure.settings import SecAgg
 
 FEWEST_STEPS = 8.0
-"""The smallest noise of a client, in steps of fixed point."""
+"""The smallest standard deviation of a client's noise, in steps of fixed point."""
 ROOM = 1.01
 """The server always adds a little noise: without any, the models would show the grid of the sum."""
 

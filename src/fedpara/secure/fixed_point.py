@@ -13,7 +13,7 @@ from fedpara.secure.settings import SecAgg
 
 Floats = NDArray[np.float64]
 Ring = NDArray[np.unsignedinteger]
-"""Numbers modulo 2^32, or 2^64 if one takes more than four bytes. NumPy's integers wrap around."""
+"""Numbers modulo 2^32, or modulo 2^64 if a number needs more than four bytes. NumPy's integers wrap around."""
 
 
 def ring_type(width: int) -> type[np.unsignedinteger]:
@@ -29,7 +29,7 @@ def clipped(d: Floats, clip: float) -> Floats:
 def quantized(
     d: Floats, weight: float, how: SecAgg, width: int, rng: np.random.Generator, g: Floats | None = None
 ) -> Ring:
-    """a d + g in fixed point, with stochastic rounding: the mean over clients is not biased."""
+    """a d + g in fixed point, with stochastic rounding, so that the mean over clients is unbiased."""
     most, u = 2 ** (how.bits - 1), rng.random(d.shape)
     if g is None:
         q = np.clip(np.floor(d * (weight / how.step) + u), -most, most - 1)
@@ -39,7 +39,7 @@ def quantized(
 
 
 def restored(total: Ring, how: SecAgg, width: int) -> tuple[Floats, int]:
-    """(the sum of the clients' a d, the largest size of a number of it in steps)"""
+    """(the sum of the clients' a d, its largest magnitude in steps)"""
     top = 1 << (8 * width - 1)
     whole = total.astype(np.uint64) & np.uint64((1 << 8 * width) - 1)
     if width == 8:

@@ -2,12 +2,12 @@
 
     stage     server to client                                  client to server
     keys      -                                                 public keys, a commitment to b
-    shares    its neighbours' keys, how many shares restore     sealed shares, one per neighbour
+    shares    its neighbours' keys, the size of the cohort      sealed shares, one per neighbour
     masked    sealed shares from its neighbours, its weight     the masked vector
     unmask    who is alive, who vanished                        its shares of their secrets
 
-A message names its stage, its round and its sender. `read` refuses one with another stage, round, sender, name, type or
-shape than expected.
+A message names its stage, its round and its sender. `read` refuses a message whose stage, round, sender,
+names, types or shapes differ from the expected ones.
 """
 
 import math

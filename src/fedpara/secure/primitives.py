@@ -25,7 +25,7 @@ from fedpara.errors import WireError
 from fedpara.secure.fixed_point import Ring, unpacked
 
 SECRET = 31
-"""Bytes of a secret. Shamir's shares hold 16 bytes each, and Flower pads by at least one: 31 take two."""
+"""Bytes of a secret. Shamir's shares hold 16 bytes each, and Flower pads by at least one byte, so 31 bytes take two."""
 PUBLIC = 33
 """Bytes of a public key: a compressed point of P-256."""
 SHARE = 36
@@ -36,7 +36,7 @@ _CURVE = ec.SECP256R1()
 
 
 def fresh_secret() -> bytes:
-    """From the operating system's randomness."""
+    """A secret from the operating system's randomness."""
     return secrets.token_bytes(SECRET)
 
 
@@ -59,9 +59,17 @@ def public_key(secret: bytes) -> bytes:
 
 
 def agreed_key(secret: bytes, public: bytes) -> bytes:
+<<<<<<< HEAD
     """The key that two clients share: the same from either one's secret and the other one's public key."""
     if (point := _point(public)) is None:
         raise WireError("a public key is not a point of the curve P-256.")
+=======
+    """The key that two clients share, from either client's secret and the other client's public key."""
+    try:
+        point = ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, public)
+    except ValueError:
+        raise WireError("a public key is not a point of the curve P-256.") from None
+>>>>>>> 4a7fee9800aee0c693dba352a9b8e361df86fe45
     return generate_shared_key(private_key(secret), point)
 
 

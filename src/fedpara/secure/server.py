@@ -50,7 +50,7 @@ class Aggregation:
     length: int
     seed: int = 0  # of the neighbours
     noise: float = (
-        0.0  # standard deviation of the noise that the fewest clients that may stay have in their sum
+        0.0  # standard deviation of the noise in the sum if only the minimum number of clients stays
     )
     refused: dict[int, str] = field(default_factory=dict)
     neighbours: dict[int, list[int]] = field(default_factory=dict)

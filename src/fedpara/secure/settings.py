@@ -22,7 +22,7 @@ class SecAgg:
     clip         the largest norm of an update; a client scales a longer one down
     bits         the precision: steps of 2 range / 2^bits
     neighbours   how many clients each one shares masks with; None means all the others
-    range        the largest change of one number; `clip` if it is not given, so that nothing is cut off
+    range        the largest change of one number; by default `clip`, which cuts nothing off
     """
 
     threshold: float = 0.6
@@ -52,24 +52,27 @@ class SecAgg:
 
     @property
     def step(self) -> float:
-        """The difference of two neighbouring numbers in fixed point."""
+        """The distance between two adjacent fixed-point numbers."""
         return (self.range or self.clip) / float(1 << (self.bits - 1))
 
     def width(self, clients: int, noise: float = 0.0) -> int:
-        """The bytes of one masked number: the sum over the cohort fits, with its sign and its noise."""
+        """The bytes of one masked number, which hold the sum over the cohort with its sign and its noise."""
         most = self.largest(self.share(noise, clients))
         return -(-(2 * most * max(clients, 2) - 1).bit_length() // 8)
 
     def largest(self, share: float = 0.0) -> int:
-        """The largest size of one client's number, in steps. `share` is the standard deviation of its noise."""
+        """The largest size of one client's number in steps. `share` is the standard deviation of its noise."""
         return (1 << (self.bits - 1)) + (math.ceil(FARTHEST * share / self.step) + 1 if share else 0)
 
     def share(self, noise: float, clients: int) -> float:
-        """The noise of one client, so that any `needed` clients have `noise` together (standard deviations)."""
+        """The standard deviation of one client's noise.
+
+        The sum over `needed(clients)` clients then has the standard deviation `noise`.
+        """
         return noise / math.sqrt(self.needed(clients))
 
     def needed(self, clients: int) -> int:
-        """How many of these must stay."""
+        """The number of these clients that must stay until the end of a round."""
         return max(2, math.ceil(self.threshold * clients - 1e-9))
 
 

@@ -1,4 +1,4 @@
-"""Messages: encoding, what is shared, traffic, and the checks of what arrives."""
+"""Messages: their encoding and contents, the checks on arrival, and the traffic."""
 
 from fedpara.wire.check import admit, spec_of
 from fedpara.wire.codec import AnyMessage, Header, Message, decode, encode, make_message, split_messages

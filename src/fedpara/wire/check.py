@@ -44,7 +44,7 @@ def admit(
     """The header, and the state in the order of the spec.
 
     WireError if the message cannot be decoded, UpdateRejected if a check fails. The norm is over the floating-point
-    tensors; a tensor that the reference does not have, such as the change of a control variate, counts in full.
+    tensors; a tensor that is missing from the reference, such as the change of a control variate, counts in full.
     """
     if max_norm is not None and not max_norm > 0:
         raise UsageError(f"max_norm is {max_norm}: expected a positive bound, or None for no bound.")
@@ -74,7 +74,7 @@ def admit(
 def admit_row(
     message: RowMessage, *, spec: Spec, round: int, method: str, scheme: str, examples: int
 ) -> Header:
-    """The same checks of a message in `Rows`, without taking it apart. The link is "float32", without max_norm."""
+    """`admit` for a message in `Rows`, without cutting out its tensors. The link is "float32", without max_norm."""
     header, _ = header_of(message)
     _check_header(header, round, method, scheme, examples)
     if message.rows.spec != spec or not message.sound:

@@ -5,8 +5,8 @@ The transport authenticates the peer (TLS, node keys), and `check.admit` checks 
 Equal content gives equal bytes, and `decode` raises WireError for any other bytes. It checks every length against the
 size of the message before it reads, and unpickles nothing.
 
-Inside one process nothing is transferred and nothing can be damaged. There a message stays a `Message`, whose bytes and
-digest are computed only on request. Its tensors are read in place, on their device.
+Inside one process a message stays a `Message`: its tensors are read in place, on their device, and its bytes and digest
+are computed only on request.
 """
 
 import re
@@ -57,7 +57,7 @@ class Header:
     sender: str = "server"  # or "client:17"
     examples: int = 0
     since: int | None = None
-    """The round whose state the message adds to, if it is not the one before. Left out if None."""
+    """The round whose state the message adds to; None, and not in the header, if it is the round before."""
 
     def __post_init__(self) -> None:
         for name in ("round", "examples", "since"):
@@ -77,7 +77,7 @@ class Header:
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """A message inside one process. `bytes(message)` is its encoding, `len(message)` the length of that.
+    """A message inside one process. `bytes(message)` is its encoding, and `len(message)` the encoding's length.
 
     Sender and receiver share the tensors: neither may write to them.
     """
@@ -154,7 +154,7 @@ def head_of(header: Header, dtype: str, index: bytes) -> bytes:
 
 
 def _rounded(state: State, dtype: str, generator: torch.Generator | None, exact: frozenset[str]) -> State:
-    """Each tensor in the precision `dtype`, under its own name; for int8 also their scales."""
+    """Each tensor in the precision `dtype` under its own name, and with int8 the scales."""
     tensors = {name: state[name].detach() for name in sorted(state)}
     kept, _ = quantize({name: tensor for name, tensor in tensors.items() if name in exact}, "float32")
     made, scales = quantize(

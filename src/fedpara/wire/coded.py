@@ -1,8 +1,8 @@
 """The payload of a message whose link has an encoder.
 
 All encoded tensors together, in the order of their names, are the wire tensors `__codes__`, `__scales__` and so on;
-float tensors that are not encoded are joined as `__plain__`. Neither names nor shapes travel: both ends know
-them from the spec, and an index of a hundred names would be larger than the numbers of some links. Exact tensors
+float tensors that are not encoded are joined as `__plain__`. Names and shapes are not sent: both ends know
+them from the spec, and an index of a hundred names would be larger than the payload of some links. Exact tensors
 (buffers) and integers keep their names.
 """
 
@@ -78,7 +78,7 @@ def _has_length(wire: Tensor, length: int) -> bool:
 
 
 def _names(encoder: Encoder, spec: Spec, exact: frozenset[str]) -> tuple[list[str], list[str]]:
-    """(the names that are encoded, those that travel as float32), each in the order of the message."""
+    """(the names of encoded tensors, the names of tensors sent as float32), each in the order of the message."""
     floats = [name for name in sorted(spec) if name not in exact and spec[name][0].is_floating_point]
     coded = {name for name in floats if codes(encoder, *spec[name])}
     return [name for name in floats if name in coded], [name for name in floats if name not in coded]

@@ -13,7 +13,7 @@ JOULES_PER_BIT = 2.87e-6
 def communication_seconds(bytes_: int, mbps: float, mega: float = 1e6) -> float:
     """t_comm of `bytes_` (both directions together) at `mbps` megabits per second.
 
-    A megabit is 10^6 bits. The paper's table divides sizes in MiB by Mbps / 8, which means megabits of 2^20:
+    A megabit is 10^6 bits. The paper's table divides sizes in MiB by Mbps / 8, so its megabit is 2^20 bits:
     mega=PAPER_MEGA reproduces it. With 1,545,442 float32 parameters that gives 47.16, 9.43 and 1.89 s at 2, 10 and 50
     Mbps (printed: 47.2, 9.44, 1.88). With 15,253,578 it gives 465.5, 93.10 and 18.62 s (printed: 470.2, 94.04, 18.61).
     The printed 470.2 and 94.04 do not agree with the printed 18.61. Nor does 94.04 agree with its own total: 94.68 s

@@ -1,7 +1,7 @@
 """The messages of a cohort whose models lie in one matrix per type, a model per row.
 
-`bytes` of each is what `make_message` gives on a "float32" link. In one process nothing is taken apart: what the
-messages have in common is described once, and the numbers of all models are checked at once. A message may hold
+`bytes` of each is what `make_message` gives on a "float32" link. In one process the messages stay joined: what they
+have in common is described once, and the numbers of all models are checked at once. A message may hold
 variables beside its row, such as the change of a control variate: one flat tensor for each variable and type.
 """
 
@@ -25,7 +25,7 @@ VARIANCE = "running_var"
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Several messages of the same names, types and shapes, which `spec` gives."""
+    """Several messages with the names, types and shapes of `spec`."""
 
     spec: Spec
     blocks: State
@@ -55,7 +55,7 @@ class Rows:
 
     @cached_property
     def finite(self) -> Sequence[bool]:
-        """Whether each model is without NaN and infinity. Waits for the device once, unless a number is huge."""
+        """Whether each model has finite numbers only. Waits for the device once, unless a number is huge."""
         floats = [whole for whole in self.blocks.values() if whole.is_floating_point() and whole.numel()]
         if self.checked or not floats:
             return [True] * len(next(iter(self.blocks.values())))
@@ -83,14 +83,14 @@ class Rows:
 
     @cached_property
     def _sizes(self) -> dict[str, list[int]]:
-        """The numbers of each tensor in a block."""
+        """The sizes of the tensors in each block."""
         found: dict[str, list[int]] = {}
         for name, dtype, shape in self._entries:
             found.setdefault(_block_of(name, dtype), []).append(math.prod(shape))
         return found
 
     def cut(self, blocks: State) -> State:
-        """The tensors by their names, as views, in the order of the data. Leading dimensions of the blocks stay."""
+        """Views of the tensors by name, in the order of the data. They keep the blocks' leading dimensions."""
         parts = {kind: iter(block.split(self._sizes[kind], dim=-1)) for kind, block in blocks.items()}
         state: State = {}
         for name, dtype, shape in self._entries:
@@ -105,7 +105,7 @@ class Rows:
 
 
 class RowMessage(Message):
-    """One of the messages in `rows`. Its tensors are cut out only if they are read.
+    """One of the messages in `rows`. Its tensors are created only when they are read.
 
     `variables` holds the flat tensors beside the row, such as "control/torch.float32".
     """

@@ -26,7 +26,7 @@ MAX_DIMENSIONS = 16
 MAX_NUMBERS = 1 << 48
 CACHED_INDEX = 256 << 10
 FEW = 8
-"""The most blocks of memory that a state may consist of. More are joined, because a state is read more than once."""
+"""The largest number of memory blocks of a state. More are joined, because a state is read more than once."""
 
 # In the order of the data, widest first.
 _CODES = {
@@ -78,7 +78,7 @@ def side_by_side(tensors: State) -> State:
 
 
 def memory(tensors: State) -> tuple[memoryview, ...]:
-    """The data, without a copy if possible."""
+    """The bytes of the data, without a copy if possible."""
     # `runs` gives stride 1: reshape(-1) would keep the odd stride that a single number may have.
     return tuple(t.cpu().view(torch.uint8).numpy().data for t in runs(list(tensors.values())))
 
@@ -94,7 +94,7 @@ def split_index(payload: memoryview) -> tuple[bytes, memoryview]:
 
 
 def read(index: bytes, data: memoryview) -> State:
-    """The tensors, those of one type as neighbours in memory. WireError if `lay_out` could not have written them.
+    """The tensors; those of one type are adjacent in memory. WireError if `lay_out` could not have written them.
 
     Read-only data is copied, because torch may write to it. NumPy's copy does not block other threads.
     """

@@ -188,7 +188,7 @@ def test_a_branch_that_a_loss_takes_later_ends_the_run_with_advice(digits):
 
     federation = fp.FederatedData(digits[0], [range(8), range(8, 16)])
     task = fp.Task(models.mlp(64, 16, 10), loss=loss)
-    with pytest.raises(RunError, match=r"round 2: .* a branch on a value.* Use the sequential engine"):
+    with pytest.raises(RunError, match=r"round 2: .* branches on a value.* Use the sequential engine"):
         fp.simulate(
             task, federation, algorithms.fedavg(lr=0.1, batch_size=4), rounds=3, cohort=2, engine="batched",
             on_round=lambda result: late.append(result.number),

@@ -200,9 +200,9 @@ BAD = {
     "private": ({"scheme": "pfedpara", "personal": True}, "parts of this model are private"),
     "scaffold": ({"algorithm": "scaffold"}, "use fedavg or fedprox"),
     "fedadam": ({"algorithm": "fedadam"}, "use fedavg or fedprox"),
-    "kept": ({"keep_optimizer": True}, "keep_optimizer reads the old ones"),
-    "jacobian": ({"jacobian": 1.0}, "jacobian reads the old ones"),
-    "feedback": ({"link_up": "topk(0.1, feedback=True)"}, "use links without feedback"),
+    "kept": ({"keep_optimizer": True}, "keep_optimizer depends on the factors"),
+    "jacobian": ({"jacobian": 1.0}, "jacobian depends on the factors"),
+    "feedback": ({"link_up": "topk(0.1, feedback=True)"}, "and no feedback"),
     "differences": ({"link_down": "sign"}, "int8 or more down"),
     "refit": ({"products": "refit"}, "fold_every and products"),
     "robust": ({"robust": "median"}, "that robust follows"),
@@ -226,7 +226,7 @@ def test_a_restart_draws_with_the_initialiser_of_the_model(world):
     default = simulated(world, rounds=3, algorithm=slow)[1][2]
     assert after.x["fc1.weight.y"].std() > 3 * default.x["fc1.weight.y"].std()
     drawn = adapted(init=lambda form, generator: [torch.ones(shape) for shape in form.factors.values()])
-    with pytest.raises(ConfigError, match="a restart needs the name of an initialiser"):
+    with pytest.raises(ConfigError, match="use a named initialiser"):
         simulated(world, model=drawn)
     half = adapted()
     half.fc1.parametrizations.weight.original1.requires_grad_(False)

@@ -130,8 +130,8 @@ BAD = {
     "scaffold": ({"algorithm": "scaffold"}, "use fedavg or fedprox"),
     "decay": ({"weight_decay": 0.1}, "set weight_decay to 0"),
     "adamw": ({"optimizer": "adamw(weight_decay=0.1)"}, "or use sgd"),
-    "kept": ({"keep_optimizer": True}, "keep_optimizer needs all of them"),
-    "jacobian": ({"jacobian": 1.0}, "jacobian needs all of them"),
+    "kept": ({"keep_optimizer": True}, "keep_optimizer needs all factors"),
+    "jacobian": ({"jacobian": 1.0}, "jacobian needs all factors"),
 }
 
 

@@ -38,7 +38,7 @@ def _respond(message: Message, context: Context) -> Message:
 
 
 def _kept(context: Context) -> dict[str, bytes]:
-    """What this node holds in memory between requests. Flower forgets it when the node stops."""
+    """What this node keeps in memory between requests. It is lost when the node stops."""
     record = context.state.get(KEPT)
     held = record.items() if isinstance(record, ConfigRecord) else ()
     return {name: value for name, value in held if isinstance(value, bytes)}

@@ -24,7 +24,7 @@ NAME = "federation"
 LOOPBACK = "127.0.0.1"
 Child = subprocess.Popen[bytes]
 RESTART = 5.0
-"""Seconds between two starts of a node that ends."""
+"""Seconds between two starts of a node that exits."""
 
 
 class Federation:
@@ -43,7 +43,7 @@ class Federation:
         secure: bool = True,
         sources: Mapping[str, Path] | None = None,
     ) -> None:
-        """`sources` travel in the app. `secure=False` turns off TLS and keys; use it only to inspect the traffic."""
+        """The app contains `sources`. `secure=False` turns off TLS and keys; use it only to inspect the traffic."""
         require()
         self.folder, self.nodes, self.processes = folder, nodes, processes
         self.port = free_port()
@@ -108,14 +108,14 @@ class Federation:
         )
 
     def restart_ended(self, nodes: list[Child]) -> None:
-        """Start each of the nodes 0, 1, ... again that has ended. Call it repeatedly, as a service manager does.
+        """Restart the nodes that have exited. Call this repeatedly, as a service manager does.
 
         A killed node counts as connected until its heartbeat is overdue, for up to 60 s. Until then the SuperLink
         refuses its key, and the restarted node exits.
         """
         for i, node in enumerate(nodes):
             if node.poll() is not None and time.monotonic() >= self._started[i] + RESTART:
-                self.processes.kill(node)  # what it left behind
+                self.processes.kill(node)  # its remaining descendants
                 nodes[i] = self.start_node(i)
 
     def submit(self, run_config: str = "") -> Child:
@@ -139,7 +139,7 @@ class Federation:
 
 
 def ended(process: Child, seconds: float) -> bool:
-    """Whether the process ends by itself within this time."""
+    """Whether the process exits by itself within this time."""
     end = time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < end:
         time.sleep(0.1)

@@ -1,7 +1,7 @@
 """Packets over Flower's Grid. Only this module knows Flower's message types.
 
-A packet becomes a ConfigRecord of its facts and an ArrayRecord of one array, which holds fedpara's encoded bytes. No
-format of Flower's has to be parsed before fedpara has checked the bytes.
+A packet becomes a ConfigRecord of its facts and an ArrayRecord of one array, which holds fedpara's encoded bytes. So
+fedpara checks the bytes before anything parses them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -57,7 +57,7 @@ class GridTransport:
         try:
             return self._pull(names)
         except httpx.HTTPError:
-            raise  # the SuperLink itself failed
+            raise  # the failure is in the SuperLink
         except Exception as error:
             # One reply that Flower cannot read must not lose the others.
             if len(names) == 1:

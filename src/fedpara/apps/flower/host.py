@@ -24,7 +24,7 @@ from fedpara.files import write_bytes
 from fedpara.source_files import combined_digest
 
 EXAMPLES = "examples.json"
-"""In the run folder: the number of examples that each client stated first, if nodes bring their own data."""
+"""In the run folder, if nodes bring their own data: the number of examples that each client stated first."""
 
 
 def host_on(

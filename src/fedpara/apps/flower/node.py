@@ -1,4 +1,4 @@
-"""A node's side: it turns a request into a response. The request is all that a node sees of the server.
+"""A node's side: it turns a request into a response. A node learns nothing else from the server.
 
 The requests are `hello`, `train` (one client's part of a round) and `score` (one client's own model). A failure
 becomes the response's reason. So does a timeout, so a client that hangs does not block its node.
@@ -42,13 +42,13 @@ from fedpara.state import State
 REQUEST_LIMIT = 1 << 32
 MEMORY = "FEDPARA_MEMORY"
 RUNS = "FEDPARA_RUNS"
-"""Run folders on this machine, one per line. They hold the memory of their clients, as in a simulation."""
+"""Run folders on this machine, one per line. They store the memories of their clients, as in a simulation."""
 DATA_DIR = "data-dir"
 DEVICE = "device"
 ONLY_SECURE = "only-secure"
-"""In a node's config: refuse to send an update by itself, outside secure aggregation."""
+"""In a node's config: refuse to send an update outside secure aggregation."""
 SPARE = 0.9
-"""Share of the server's seconds that the work may take; the rest is for sending the response."""
+"""The share of the server's time limit that the work may take. The rest is for sending the response."""
 GPU = "FEDPARA_DEVICE"
 """The device of a node whose config has no `device`."""
 
@@ -60,7 +60,8 @@ T = TypeVar("T")
 class Site:
     """An experiment as a node builds it. `own` is the node's own training and test data, if it brings any.
 
-    The worker trains one client at a time: `turn` makes a request wait for one that ran out of time and still trains.
+    The worker trains one client at a time. With `turn`, a request waits for an earlier one that timed out and still
+    trains.
     """
 
     session: Session
@@ -124,7 +125,7 @@ def train(request: Request, node_config: NodeConfig) -> Response:
     """One client's part of a round; its new memory is stored on this node."""
     if node_config.get(ONLY_SECURE):
         raise RunError(
-            f"this node sends no update by itself ({ONLY_SECURE} in its config): set secure=secagg."
+            f"this node sends updates only under secure aggregation ({ONLY_SECURE} in its config): set secure=secagg."
         )
     _, _, reply = train_client(request, node_config)
     encoded = bytes(reply.message or b"")
@@ -169,12 +170,12 @@ def score(request: Request, node_config: NodeConfig) -> Response:
 
 @dataclass(frozen=True, eq=False)
 class _Begun:
-    """What a client's request needs."""
+    """The state that a client's request needs."""
 
     site: Site
     received: tuple[State, Variables]  # the server's decoded message
     memory: NodeMemory
-    stored: Variables | None  # what the memory holds of the last accepted round
+    stored: Variables | None  # the client's memory after its last accepted round
     known: Variables  # x^ after this message, if the server sends differences; the base, if the run folds
     stored_as: int  # the round whose memory this request makes
 
@@ -242,7 +243,7 @@ def _experiment(text: str) -> Experiment:
 
 @lru_cache(maxsize=1)
 def _site(experiment_toml: str, node_config: tuple[tuple[str, Any], ...]) -> Site:
-    """Cached for the process: one request in a deployment, many in a simulation."""
+    """Builds the experiment, cached per process. A deployment serves one request per process, a simulation many."""
     config = dict(node_config)
     experiment = _experiment(experiment_toml)
     data_dir = config.get(DATA_DIR)

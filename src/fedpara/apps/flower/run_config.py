@@ -55,7 +55,7 @@ class Settings:
 
     @property
     def names_an_experiment(self) -> bool:
-        """Whether it describes an experiment; otherwise it only resumes `out`."""
+        """Whether this config describes an experiment; otherwise it resumes the folders of `out`."""
         return bool(self.preset or self.config or self.given.keys() - {"rounds"})
 
 

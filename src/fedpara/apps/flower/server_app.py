@@ -1,4 +1,4 @@
-"""The ServerApp: our server loop over Flower's Grid, into a run folder on the SuperLink's machine.
+"""The ServerApp: runs the server loop over Flower's Grid into a run folder on the SuperLink's machine.
 
 An existing run folder is resumed, so after a crash the same `flwr run` continues the run.
 """
@@ -52,7 +52,7 @@ def run_folders(runs: Mapping[Path, int | None], data_dir: Path | None, host: Ho
 
 
 def _laid_out(settings: Settings) -> dict[Path, int | None]:
-    """The folders to run, each with its rounds if they were given. New folders are made."""
+    """The folders to run, each with its rounds if they were given. Creates the new ones."""
     if not settings.names_an_experiment and all((path / "config.toml").exists() for path in settings.out):
         return dict.fromkeys(settings.out, settings.given.get("rounds"))
     runs = settings.experiments()

@@ -39,7 +39,7 @@ LOOK = 0.2
 PATIENT = {"deadline": 7 * 86400, "hello": 600, "wait": 600, "poll": 0.02}
 MOST_NODES = 100
 QUIET = re.compile(r"stopped: |engine |node \d+ is number ")
-"""Lines of the log that are not shown: errors, which are raised, and routine messages."""
+"""Log lines to hide: routine messages, and errors, which are raised instead."""
 
 
 class Simulation:
@@ -131,7 +131,7 @@ def follow(
 ) -> Summary:
     """Show the folder's progress until its run is done. RunError if it stopped or Flower ended earlier.
 
-    Calls `meanwhile` again and again.
+    Calls `meanwhile` between two checks.
     """
     log = path / "log.txt"
     shown, log_start = read_run(path).rounds, log.stat().st_size if log.exists() else 0
@@ -159,7 +159,7 @@ def _has_its_lines(path: Path, rounds: int | None) -> bool:
 
 
 def _is_saved(path: Path) -> bool:
-    """Whether the checkpoint is of the last line: a killed server may leave a line for a round that runs again."""
+    """Whether the checkpoint belongs to the last line. A killed server may leave a line for a round that runs again."""
     try:
         return final_checkpoint(path).round == read_run(path).rounds
     except RunError:
@@ -186,7 +186,7 @@ def _repeat_log(log: Path, read: int) -> int:
 
 
 def _show_new(path: Path, shown: int, on_round: OnRound) -> int:
-    """Shows new rounds. A resumed folder may go back by a round, which is not shown again."""
+    """Shows new rounds. A resumed folder may repeat a round, which is not shown twice."""
     timing = {line["round"]: line for line in read_lines(path / "timing.jsonl")}
     for line in read_lines(path / "metrics.jsonl"):
         if line["round"] > shown and line["round"] in timing:
@@ -196,7 +196,7 @@ def _show_new(path: Path, shown: int, on_round: OnRound) -> int:
 
 
 def _round(line: dict[str, Any]) -> Round:
-    """The round from its line of metrics, without tensors."""
+    """The round that a line of metrics describes, without tensors."""
     refused = tuple((entry["client"], entry["reason"]) for entry in line["refused"])
     scores = line.get("scores") or {name: line[name] for name in ("accuracy", "loss")}
     return Round(
@@ -220,7 +220,7 @@ def _why(log: Path, output: Path) -> str:
         kind, _, text = lines[-1].partition(" stopped: ")[2].partition(": ")
         return text or kind
     said = tail(output, 2000)
-    raised = re.findall(r"^fedpara\.errors\.\w+: (.+)$", said, re.MULTILINE)  # before the log was open
+    raised = re.findall(r"^fedpara\.errors\.\w+: (.+)$", said, re.MULTILINE)  # raised before the log was open
     if raised:
         return str(raised[-1])
     return (

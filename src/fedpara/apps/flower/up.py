@@ -89,7 +89,7 @@ def _federate(
 
 
 def _is_finished(out: Path, rounds: int, data_dir: Path | None) -> bool:
-    """Whether nothing is left to run. Errors are raised here; the server would only write them to Flower's log."""
+    """Whether nothing is left to run. Raises errors here, because the server would only write them to Flower's log."""
     done, finished = rounds_done(out, rounds, "flower", None, data_dir)
     if finished:
         say(f"{out} already holds this experiment, finished after round {done}: nothing to run.")

@@ -1,8 +1,8 @@
 """A separate program that cleans up after fedpara if fedpara is killed. It waits for its stdin to close.
 
 Its input lines: `+123 MARK` process 123 was started with MARK in its environment; `-123` that process has ended;
-`/a/folder` remove this folder at the end, because it holds keys. It imports only the standard library, so it starts at
-once and stays small.
+`/a/folder` remove this folder at the end, because it holds keys. It imports only the standard library, so it starts
+fast and uses little memory.
 """
 
 import os
@@ -17,7 +17,7 @@ from contextlib import suppress
 
 MARKED = "FEDPARA_STARTED"
 PATIENCE = 10.0
-"""Seconds a program has to end after it was terminated, and again after it was killed."""
+"""Seconds that a program gets to exit after it was terminated, and again after it was killed."""
 
 
 def watch(lines: Iterable[str]) -> None:
@@ -60,8 +60,8 @@ def kill(pids: Iterable[int]) -> None:
 def family(pid: int, mark: str = "") -> set[int]:
     """The running descendants of a process, even if it has ended.
 
-    They are found by parent; by session, because a process whose parent died gets another parent; and by mark, because
-    a process in a new session still has the environment it was started with.
+    They are found by parent, by session (a process whose parent died gets another parent), and by mark (a process in a
+    new session keeps its first environment).
     """
     return _family(_running(), pid, mark)
 

@@ -12,7 +12,7 @@ STUDIES = ("sweep", "tune", "reproduce")
 def runs_in(folder: Path) -> dict[str, Path]:
     """The folder itself if it is a run, else the run folders in it, or in its subfolders if it has none.
 
-    Of a folder of `tune` whose choice is made, these are the final runs: no trial is left to run.
+    In a folder of `tune` whose choice is made, these are the final runs, because no trial is left to run.
     """
     if (folder / "config.toml").exists() or not folder.is_dir():
         return {folder.name: folder}

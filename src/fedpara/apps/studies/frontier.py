@@ -41,7 +41,7 @@ def frontier(
     minutes: float | None,
     as_json: bool,
 ) -> None:
-    """Runs what is missing in `out` and `results`. With `configs`, only writes the configs of the missing runs."""
+    """Executes the runs that `out` and `results` lack. With `configs`, only writes their configs."""
     scale = scale_of(scale_name, study)
     scale_name = scale_name if study == FOLDER else f"{study}-{scale_name}"
     if list_:
@@ -99,7 +99,7 @@ def _show(section: Section, out: Path, as_json: bool) -> None:
 
 
 def _list(scale_name: str, rounds: int | None, as_json: bool) -> None:
-    """What each combination costs, without training."""
+    """Prints the cost of each combination, without training."""
     found = costs(scale_of(scale_name), rounds)
     if as_json:
         typer.echo(json.dumps(found))

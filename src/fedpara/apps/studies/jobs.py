@@ -28,7 +28,7 @@ from fedpara.experiments.storage.summary import read_config
 from fedpara.experiments.studies.tune import Play, Played
 
 POLL = 0.1
-"""Seconds between two looks at the runs."""
+"""Seconds between two checks of the runs."""
 THREADS = "OMP_NUM_THREADS"
 READ = (
     *("seed", "lr", "lr_decay", "init", "privacy_seed", "epochs", "steps", "validation"),
@@ -41,10 +41,10 @@ READ = (
 def player(
     jobs: int, minutes: float | None, data_dir: Path | None, track: str = "none", *, engines: set[str]
 ) -> Iterator[Play | None]:
-    """Plays runs in at most `jobs` processes, until `minutes` have passed since this call. None: in this process.
+    """A function that executes runs in at most `jobs` processes, or None if this process should execute them.
 
-    The processes end with the block. `engines` are those of the runs. Each process gets its share of the threads unless
-    OMP_NUM_THREADS is set.
+    It stops when `minutes` have passed since this call. The processes end with the block. `engines` are those of the
+    runs. Each process gets its share of the threads unless OMP_NUM_THREADS is set.
     """
     if jobs == 1 and minutes is None:
         yield None
@@ -126,7 +126,7 @@ def _play(paths: Mapping[str, Path], pool: RunProcesses, jobs: int, end: float |
 
 
 def _program(experiment: Experiment) -> str:
-    """Equal for runs that share a compiled program. Noise and clip change what is sent, not the steps."""
+    """A key that is equal for runs that share a compiled program. Noise and clip do not affect the program."""
     privacy = experiment.privacy and re.sub(r"(noise|clip)=[^,)]+", r"\1=1.0", experiment.privacy)
     same = {name: getattr(Experiment, name) for name in READ}
     return replace(experiment, **same, privacy=privacy).identity

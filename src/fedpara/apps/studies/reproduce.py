@@ -100,7 +100,7 @@ def reproduce(
 
 @contextmanager
 def kept(out: Path, keep: Path | None) -> Iterator[None]:
-    """Copies the finished runs of `out` to `keep` at the end of the block, also if a run failed or was interrupted."""
+    """Copies the finished runs of `out` to `keep` when the block ends, even if a run failed or was interrupted."""
     try:
         yield
     finally:

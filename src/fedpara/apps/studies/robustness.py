@@ -31,7 +31,7 @@ def robustness(
     data_dir: Path | None,
     as_json: bool,
 ) -> None:
-    """Runs what the files of `out` do not hold and prints the table."""
+    """Executes the runs that the files of `out` lack, and prints the table."""
 
     def show(made: Outcome) -> None:
         score = made.ended or f"accuracy {made.accuracy:.2%}"

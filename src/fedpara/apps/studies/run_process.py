@@ -1,7 +1,7 @@
 """A process of `--jobs`: it resumes run folders one after another, as `fedpara resume` resumes one.
 
-So torch is imported once, and a compiled program is loaded once. Each line of stdin is the path of a run folder, in
-JSON. The answer on stdout is the exit code of that run. What a run prints goes to output.txt in its folder. An error
+This way torch is imported once, and a compiled program is loaded once. Each line of stdin is the path of a run folder,
+in JSON. The answer on stdout is the exit code of that run. What a run prints goes to output.txt in its folder. An error
 that fedpara does not expect, such as one of CUDA, ends the process: later runs could fail for the same reason.
 """
 
@@ -29,14 +29,14 @@ def main() -> None:
 
 
 def _serve(paths: TextIO, answers: TextIO, options: list[str]) -> None:
-    # These imports take seconds. The command starts processes before it has runs for them.
+    # These imports take seconds, so the command starts processes before it has runs for them.
     import torch
-    import torch._dynamo  # as the first gradient would
+    import torch._dynamo  # otherwise imported at the first gradient
 
     from fedpara.apps import run  # noqa: F401
     from fedpara.experiments.storage.run_folder import OUTPUT
 
-    gc.freeze()  # collections skip what the imports made
+    gc.freeze()  # the collector skips objects of the imports
     for line in paths:
         path = Path(json.loads(line))
         _print_to(path / OUTPUT)
@@ -51,7 +51,7 @@ def _serve(paths: TextIO, answers: TextIO, options: list[str]) -> None:
 
 
 def _print_to(file: Path) -> None:
-    """Appends what this process prints from now on to the file."""
+    """Appends everything that this process prints from now on to the file."""
     sys.stdout.flush()
     sys.stderr.flush()
     with file.open("ab") as output:

@@ -27,7 +27,7 @@ class RunProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         self.process, self._paths, self.answers, self._log = process, process.stdin, process.stdout, log
-        self.path: Path | None = None  # of its present run, or of the last one
+        self.path: Path | None = None  # of its current run, or of the last one
         self.programs: set[str] = set()  # those of the runs it was given
 
     @property
@@ -35,7 +35,7 @@ class RunProcess:
         return self.process.poll() is None
 
     def give(self, path: Path, program: str) -> None:
-        """Lets it resume the run in this folder. If it has ended, `code` tells."""
+        """Sends the process a run folder to resume. If the process has ended, `code` returns its exit code."""
         self.path = path
         self.programs.add(program)
         with suppress(OSError):
@@ -43,14 +43,14 @@ class RunProcess:
             self._paths.flush()
 
     def code(self) -> int | None:
-        """The exit code of its run, which is that of the process if it ended. None while the run continues."""
+        """The exit code of the run, or of the process if that has ended. None while the run continues."""
         if select.select([self.answers], [], [], 0)[0]:
             line = self.answers.readline()
             return int(line) if line else self.process.wait()
         return self.process.poll()
 
     def error(self, code: int) -> RunError:
-        """The last line that its run printed, and the exit code if it says more than 1, for failure."""
+        """An error with the last line that the run printed, and the exit code if it is not 1."""
         assert self.path is not None
         files = [file for file in (self.path / OUTPUT, self._log) if file.exists()]
         printed = tail(max(files, key=lambda file: file.stat().st_mtime_ns), 4000)
@@ -58,7 +58,7 @@ class RunProcess:
         return RunError(last if code == 1 else f"its process ended with code {code}: {last}")
 
     def leave(self) -> None:
-        """Tells it that no run follows."""
+        """Closes its input, so that the process exits."""
         with suppress(OSError):
             self._paths.close()
 
@@ -79,7 +79,7 @@ class RunProcesses:
     def prepare(self, runs: int, busy: int) -> None:
         """Starts as many processes as `runs` need beside `busy` ones, and replaces idle ones that have ended.
 
-        One that ended before its first run stays: its next run then fails, and tells why.
+        A process that ended before its first run stays, so that its next run fails with the reason.
         """
         for ended in [one for one in self.idle if one.path is not None and not one.lives]:
             self.idle.remove(ended)
@@ -92,20 +92,20 @@ class RunProcesses:
             )
 
     def take_back(self, process: RunProcess) -> None:
-        """Its run is over."""
+        """Makes the process idle, because its run has ended."""
         self.idle.append(process)
 
     def interrupt(self, others: Iterable[RunProcess]) -> None:
-        """Ctrl-C for the idle processes and `others`. Those that do not end are killed by `Processes`."""
+        """Sends Ctrl-C to the idle processes and to `others`. `Processes` kills those that do not exit."""
         every = [one.process for one in (*self.idle, *others)]
-        # A shell that starts a command with `&` lets it and its children ignore Ctrl-C.
+        # A command that a shell starts with `&` ignores Ctrl-C, and so do its children.
         ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         for process in every:
             process.send_signal(signal.SIGTERM if ignored else signal.SIGINT)
         _wait(every)
 
     def leave(self) -> None:
-        """Lets the idle processes end."""
+        """Stops the idle processes."""
         for one in self.idle:
             one.leave()
         _wait([one.process for one in self.idle])

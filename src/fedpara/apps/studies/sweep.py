@@ -61,7 +61,7 @@ def sweep(
 
 
 def _carry_out(listed: Sequence[Point], out: Path, data_dir: Path | None, play: Play) -> Played:
-    """The runs of the points as far as they succeed."""
+    """The finished runs of the points."""
     if (out / "config.toml").exists():
         raise ConfigError(f"{out} holds a run: choose another --out, or the folder of a sweep.")
     paths = {point.name: out / point.name for point in listed}

@@ -1,6 +1,6 @@
 """`fedpara reproduce tuned-NAME`: a prepared study. Trials choose settings by validation, then final runs follow.
 
-Every run that the archive has is taken from there, so a study continues on a machine that has only the archive.
+Archived runs are not repeated, so a study can continue on a machine that has only the archive.
 """
 
 import json
@@ -35,7 +35,7 @@ PAPER = "paper"
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs are made, where finished ones are looked for, and where they are kept."""
+    """The folders of new runs, of finished runs to reuse, and of the archive."""
 
     out: Path
     results: Path
@@ -58,7 +58,7 @@ def tuned(
     minutes: float | None,
     as_json: bool,
 ) -> None:
-    """Runs what is missing of the named plans. `given` are the engine, precision and device."""
+    """Executes the missing runs of the named plans. `given` are the engine, precision and device."""
     plans = [_selected(plan_of(name, scale), only) for name in names]
     if not any(plan.tunings or plan.reused for plan in plans):
         raise ConfigError(f"--only {only!r}: {', '.join(names)} has no such part. {_parts(names)}")
@@ -114,7 +114,7 @@ def _parts(names: Sequence[str]) -> str:
 def _tune(
     tuning: Tuning, place: Place, values: Mapping[str, Any], final_seeds: Sequence[int], play: Play
 ) -> list[Tuned]:
-    """The choice comes before the search for final runs in the archive, because it decides which these are."""
+    """Makes the choice before it searches the archive for final runs, because the choice decides which these are."""
     folder = place.out / tuning.name
     methods = {name: with_values(e, dict(values)) for name, e in tuning.methods.items()}
 
@@ -173,7 +173,7 @@ def _with_setting(experiment: Experiment, known: Sequence[Setting], plan: Plan) 
 
 @contextmanager
 def _kept(plan: Plan, place: Place) -> Iterator[None]:
-    """Archives finished runs at the end of the block, also if a run failed or was interrupted."""
+    """Archives finished runs when the block ends, even if a run failed or was interrupted."""
     try:
         yield
     finally:

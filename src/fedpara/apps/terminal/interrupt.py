@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 
 class NotStarted(Exception):
-    """Ctrl-C arrived before the command did anything."""
+    """Ctrl-C arrived before the command started its work."""
 
 
 @contextmanager

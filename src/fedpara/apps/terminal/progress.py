@@ -101,6 +101,6 @@ class Show:
 
 def _is_terminal(stream: TextIO | None) -> bool:
     """Whether it is a terminal. Python sets a stream to None if it was closed at start-up."""
-    with suppress(ValueError):  # closed since then
+    with suppress(ValueError):  # closed in the meantime
         return stream is not None and stream.isatty()
     return False

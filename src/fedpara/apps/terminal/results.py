@@ -73,7 +73,7 @@ def _short(run: Summary) -> str:
 
 
 def _averaged_over(run: Summary) -> str:
-    """How many clients' own models a personal accuracy averages, such as ` (all 5 clients)`."""
+    """The number of clients over which a personal accuracy is averaged, such as ` (all 5 clients)`."""
     if run.everyone is None:
         return f" ({run.metrics[-1]['clients']} of {run.clients} clients)" if run.of_cohort else ""
     clients, of = run.everyone["clients"], run.everyone["of"]

@@ -15,7 +15,8 @@ def draw_ahead(
 ) -> dict[int, DrawnAhead]:
     """The generators of these clients' messages, with their numbers drawn into pinned memory, in threads.
 
-    None if the uplink draws no uniform numbers, or if they take too much memory: then each message draws its own.
+    Empty if the uplink draws no uniform numbers, or if they need more than MAX_READ_AHEAD bytes. Each message then
+    draws its own.
     """
     spec = session.up_in(round, down)
     count = session.link.uplink.uniforms(kind for name, kind in spec.items() if name not in session.exact)

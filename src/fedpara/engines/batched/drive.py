@@ -32,8 +32,8 @@ def drive(
 ) -> Iterator[Event]:
     """Yields (segments that ended, their stacked states, their summed losses), event by event.
 
-    The last event's states may be views of the lanes: read them before the next round. `load_owned` gives what clients
-    bring into their lanes, on the device, in the order of the given positions.
+    The last event's states may be views of the lanes: read them before the next round. `load_owned` gives the
+    clients' own tensors for their lanes, on the device, in the order of the given positions.
     With `waits`, the clients' memories are on the device before the first step, and trained states stay there until
     the last step: a copy in between would wait for the steps. A cohort may be too large for that. Then each event
     loads the memories of the entering clients and moves the states of the leaving ones to the host.
@@ -88,7 +88,7 @@ def finite_lanes(stacked: State) -> list[bool]:
 def trained_clients(event: Event, session: Session, check: bool, stay: bool) -> dict[int, Trained]:
     """The trained clients by their position in the cohort, on the host unless they `stay` on the device.
 
-    `check` finds out here, for all at once, which states are finite.
+    With `check`, tests here whether the states are finite, all at once.
     """
     segments, stacked, losses = event
     program, here = session.program, device_of([stacked]) == HOST

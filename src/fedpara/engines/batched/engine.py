@@ -217,7 +217,7 @@ class Batched:
         down: Variables,
         own: CohortMemories,
     ) -> Iterator[Trained]:
-        """Halves the lanes when the device is out of memory; trained states then no longer wait there."""
+        """Trains the clients. If the device runs out of memory, halves the lanes and stops keeping states there."""
         done = 0
         while done < len(clients):
             try:
@@ -235,9 +235,9 @@ class Batched:
                 if "vmap" not in str(error):
                     raise
                 raise RunError(
-                    f"round {round}: the model or its loss did something that lanes cannot, such as a branch on a "
-                    "value, and had not done it in the first step. The state before this round is kept. Use the "
-                    f"sequential engine. ({in_a_line(error)})"
+                    f"round {round}: a step of the model or its loss cannot run in lanes, for example because it "
+                    "branches on a value. The state before this round is kept. Use the sequential engine. "
+                    f"({in_a_line(error)})"
                 ) from error
             fewer = max(1, self.lanes // 2)
             self._note(
@@ -269,7 +269,7 @@ class Batched:
         def load_owned(positions: Sequence[int]) -> list[Variables]:
             return of.owned(own, [clients[position] for position in positions], lane_state)
 
-        # Created after the warm-up, which also draws numbers, and in a resumed run happens in another round.
+        # Created after the warm-up: it draws numbers too, and a resumed run warms up in a different round.
         layers = LayerRng(self.session.seed, round, self.stream, self.device)
         kept = of.session.algorithm.local.keep_optimizer
         events = drive(tick, lane_state, plan, start, load_owned, self.waits, kept)
@@ -343,7 +343,7 @@ class Batched:
         return trained_clients(event, self.session, check, self.stays)
 
     def _note(self, text: str) -> None:
-        """Tells the user once, and says it in `why`."""
+        """Logs the text once, and adds it to `why`."""
         if text in self.notes:
             return
         self.notes.append(text)

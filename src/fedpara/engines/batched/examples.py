@@ -17,7 +17,7 @@ from fedpara.engines.session import Session
 from fedpara.tasks import Augment
 
 SPARE_ROOM = 1.25
-"""Room for a cohort's examples, relative to the first cohort's: a larger one needs a new graph."""
+"""The memory for a cohort's examples, relative to the first cohort's size. A larger cohort needs a new graph."""
 
 
 class CohortExamples:
@@ -89,7 +89,7 @@ class CohortExamples:
         self._ahead = (round + 1, chosen, self._plan(self._session, round + 1, chosen, lanes, rows))
 
     def forget_plan(self) -> None:
-        """The number of lanes changes: a plan that was made ahead no longer fits."""
+        """Drops the plan that was made ahead, because it does not fit a changed number of lanes."""
         self._ahead = None
 
     def _plan(

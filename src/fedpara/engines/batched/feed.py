@@ -33,7 +33,7 @@ class Batch:
 
     @property
     def width(self) -> int:
-        """The rows of a lane."""
+        """The number of rows per lane."""
         return len(leaves(self.inputs)[0]) // self.lanes
 
     def tensors(self) -> list[Tensor]:
@@ -56,7 +56,7 @@ class Feed:
     targets: Tree
 
     def next(self) -> Batch:
-        """The batch at the counter, which moves on."""
+        """The batch at the counter. Advances the counter."""
         made = self._at(self.counter)
         self.counter.add_(1)
         return made
@@ -92,11 +92,14 @@ class Feed:
 
     @property
     def room(self) -> int:
-        """How many examples there is room for."""
+        """The number of examples that fit in the allocated memory."""
         return len(leaves(self.inputs)[0])
 
     def hold(self, examples: Examples) -> None:
-        """Takes a cohort's examples: by a copy on a GPU, where addresses must stay."""
+        """Makes these the cohort's examples.
+
+        On a GPU they are copied into the allocated memory, because captured steps read fixed addresses.
+        """
         if examples.device == self.counter.device:
             self.inputs, self.targets = examples.inputs, examples.targets
             return
@@ -104,7 +107,10 @@ class Feed:
             map_tree(lambda there, here: there[: len(here)].copy_(here), room, held)
 
     def release(self, examples: Examples) -> None:
-        """Drops the last cohort's examples on a CPU, for a few others, before the next ones are read."""
+        """On a CPU, replaces the last cohort's examples by these.
+
+        The memory of the last cohort is then free before the next cohort is read.
+        """
         if examples.device == self.counter.device:
             self.hold(examples)
 
@@ -125,7 +131,7 @@ def allocate_feed(shape: tuple[int, int, int], crops: bool, examples: Examples, 
 
 
 def all_tensors(nested: Tree) -> list[Tensor]:
-    """The tensors in nested dicts and tuples, in order. None is no tensor."""
+    """The tensors in nested dicts and tuples, in order. None entries are skipped."""
     found: list[Tensor] = []
     _each(found.append, nested)
     return found

@@ -30,12 +30,12 @@ class LaneState:
     down: Variables
     beside: State  # what composed weights read beside the parameters (`Session.beside`)
     losses: Tensor  # [lane], summed since the client entered
-    first_slots: Slots  # of a client that enters a lane without kept ones
+    first_slots: Slots  # for a client without stored slots
     scale: Tensor | None  # [2, channel, 1, 1]: mean and deviation, if the inputs are bytes
     feed: Feed
 
     def tensors(self) -> list[Tensor]:
-        """All but the feed's."""
+        """All tensors except the feed's."""
         return all_tensors(self._states())
 
     def holding(self, tensors: Sequence[Tensor]) -> "LaneState":

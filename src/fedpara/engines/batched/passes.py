@@ -26,7 +26,7 @@ class LanePass:
     ticks: dict[bool, Callable[[], None]] = field(default_factory=dict)  # by whether batches are masked
 
     def forget(self) -> None:
-        """The number of lanes changes."""
+        """Drops the lane state and the captured steps, because the number of lanes changes."""
         self.lane_state, self.ticks = None, {}
 
     def prepare(
@@ -69,7 +69,7 @@ class LanePass:
     def owned(
         self, memories: CohortMemories, clients: Sequence[int], lane_state: LaneState
     ) -> list[Variables]:
-        """What these clients bring into their lanes, on the device."""
+        """The clients' own tensors for their lanes, on the device."""
         if memories.are_empty:
             return [{PRIVATE: {}}] * len(clients)
         parts, device = [memory_of(m, self.training) for m in memories.of(clients)], lane_state.losses.device

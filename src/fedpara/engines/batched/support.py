@@ -20,9 +20,9 @@ from fedpara.tasks import Task
 from fedpara.trees import Tree, join, leaves, map_tree, take
 
 LANES_THAT_PAY = 5
-"""On a CPU fewer lanes are slower than sequential training: benchmarks/README.md."""
+"""The fewest lanes that are faster than sequential training on a CPU (benchmarks/README.md)."""
 PARTS = 20
-"""On how many parts of a batch a user's loss is tried, to see whether an example's value depends on the others."""
+"""The number of sub-batches on which a custom loss is compared with the whole batch."""
 
 
 def unsupported(session: Session, task: Task, data: FederatedData) -> str:
@@ -56,7 +56,7 @@ def _unsupported(session: Session, task: Task, data: FederatedData) -> str:
         )
         return _step(step, session, inputs, example.targets, seed)
 
-    # Adam's first step is as long for a gradient of 1e-8 as for one of 1: it would turn rounding into a difference.
+    # Adam's first step is as long for a gradient of 1e-8 as for one of 1: it would amplify rounding errors.
     by_sgd = replace(session, algorithm=replace(session.algorithm, local=replace(local, optimizer="sgd")))
     try:
         stepped(session, one)
@@ -78,9 +78,10 @@ def _unsupported(session: Session, task: Task, data: FederatedData) -> str:
 
 
 def _mixing_loss(session: Session, task: Task, some: Examples) -> str:
-    """Why a user's loss must see no padding, or "": its values on a part of a batch differ from those on all of it.
+    """Why batches for a custom loss must not be padded, or "".
 
-    A rank or a threshold within the batch changes few values, so many parts are compared.
+    The loss of an example must be the same in a sub-batch as in the whole batch. A rank or a threshold within the batch
+    changes few values, so many sub-batches are compared.
     """
     if isinstance(task.loss, str):
         return ""

@@ -80,7 +80,7 @@ class ProcessGroup:
         return parts
 
     def agreed(self, what: str, text: str) -> str:
-        """Rank 0's text."""
+        """Rank 0's text, on every rank."""
         return str(self.gather(what, lambda: Part({"text": text}))[0].header.get("text"))
 
     @contextmanager

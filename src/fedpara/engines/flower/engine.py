@@ -159,7 +159,7 @@ class Flower:
         return self._counts.examples(client) if self._counts is not None else 0
 
     def commit(self, round: int, clients: Sequence[int]) -> None:
-        """The client is informed with its next request. The server stores the round for a resumed run."""
+        """Stores the round for each client's next request, which informs the client. A resumed run reads it too."""
         if self.session.stateful:
             for client in clients:
                 self.memory.put(client, round, {ACCEPTED: {"round": torch.tensor(round)}})
@@ -172,7 +172,7 @@ class Flower:
         return int(memory[ACCEPTED]["round"]) if memory else 0
 
     def _own_part(self, message: Message | Mapping[int, bytes], client: int) -> dict[str, Any]:
-        """What differs between the requests of a round: the round of the client's memory, and what it has missed."""
+        """The fields of a request that are specific to the client: the round of its stored state, and its message."""
         if isinstance(message, PerClient):
             return {"accepted": message.last(client), "message": b"".join(map(bytes, message.to(client)))}
         own = {"message": message[client]} if isinstance(message, Mapping) else {}

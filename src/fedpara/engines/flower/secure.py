@@ -13,7 +13,7 @@ from fedpara.secure.messages import STAGES
 
 SECURE_KINDS: tuple[str, ...] = STAGES
 PER_CLIENT = 1024
-"""More bytes than a client has in a list of clients: its keys, or its sealed shares."""
+"""An upper bound on the bytes per client in a list of clients: its keys, or its sealed shares."""
 
 
 def join_bodies(body: bytes, message: bytes) -> bytes:

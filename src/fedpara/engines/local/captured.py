@@ -1,4 +1,4 @@
-"""CapturedSteps: a worker's local steps as recorded steps that are replayed, for all clients and rounds.
+"""CapturedSteps: records a worker's local steps, and replays them for all clients and rounds.
 
     the first steps on batches of a shape    run as they are, and are also the warm-up
     the next one                             is recorded, which executes nothing, and replayed
@@ -9,8 +9,8 @@ the model's tensors; the batch, the learning rate and the dropout seeds, which a
 down, the client's variables and the optimizer's slots, which are copied in for each client.
 
 A replay runs no Python. A step that changes anything on the host (`host_state.py`), or waits for the device, is not
-captured: the engine then says why, and the steps run one by one. What is not noticed: state that is neither in a
-module, nor in the loss, nor in a generator, such as a global counter.
+captured: the engine then says why, and the steps run one by one. State outside modules, the loss and generators, such
+as a global counter, is not detected.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,9 +33,9 @@ from fedpara.trees import Tree, describe, leaves, map_tree, rows
 WARM_UP = 2
 """Steps that run before the first one is recorded."""
 TRIES = 4
-"""After this many steps on batches of a shape, a step must leave the host as it was: the first may set things up."""
+"""After this many steps on batches of a shape, a step may no longer change the host. The first may set things up."""
 GRAPHS, KINDS = 32, 4
-"""At most this many recorded steps, and sets of fixed tensors."""
+"""The largest number of recorded steps, and of sets of fixed tensors."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Step = Callable[[Tree, Tree, Training, Slots, Tensor], tuple[Slots, Tensor]]
@@ -82,7 +82,7 @@ class CapturedSteps:
         loss: object,
         recorder: Recorder,
     ) -> None:
-        """`parameters` are those of the model that train."""
+        """`parameters` are the model's trainable tensors."""
         self._parameters, self._dropouts, self._recorder = parameters, dropouts, recorder
         self._watched = [*with_parts("", model), *with_parts("the loss", loss)]
         self._on_gpu = any(tensor.is_cuda for tensor in parameters.values())
@@ -110,7 +110,7 @@ class CapturedSteps:
     ) -> tuple[Slots, Tensor]:
         """All steps of a client. (the optimizer's slots, the sum of the losses); the next client overwrites both.
 
-        `step` is always the same function. Keeping it would keep its worker, and the GPU's memory, in a cycle.
+        `step` is the same function in every call. Storing it would create a reference cycle that keeps GPU memory.
         """
         whole = {name: tensor.detach() for name, tensor in self._parameters.items()}
         fixed = self._enter(training, whole, slots)
@@ -150,7 +150,7 @@ class CapturedSteps:
             _overwrite(getattr(fixed.training, name), getattr(training, name))
         if slots:
             _overwrite(fixed.slots, slots)
-        elif isinstance(training.local.optimizer, str):  # those of the library start at zero
+        elif isinstance(training.local.optimizer, str):  # the library's slots start at zero
             for state in fixed.slots.values():
                 torch._foreach_zero_(list(state.values()))
         else:
@@ -238,7 +238,7 @@ class CapturedSteps:
 
 
 def uncapturable(model: nn.Module, parameters: State) -> str:
-    """Why no step of the model can be captured, as far as its layers tell, or ""."""
+    """Why the model's steps cannot be captured, judged by its layers and their types, or ""."""
     for name, module in model.named_modules():
         if any(getattr(module, kind) for kind in HOOKS):
             return f"{name or 'the model'} has hooks"
@@ -254,7 +254,7 @@ def uncapturable(model: nn.Module, parameters: State) -> str:
 
 
 def _key(training: Training) -> tuple[int, str, str]:
-    """Training with the same key can share fixed tensors. These hold the algorithm, so its id stays its own."""
+    """Trainings with the same key share fixed tensors. These keep the algorithm alive, so its id is not reused."""
     return id(training.algorithm), describe(training.down), describe(training.client)
 
 

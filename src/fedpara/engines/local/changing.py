@@ -8,8 +8,8 @@ The rule reads the code of the model's modules. So the server and its clients ag
     changes     all buffers of a module whose code cannot be read, or reaches buffers by computed names
     constant    all others: position ids, causal masks, rotary tables, an adapter's W0
 
-A doubtful buffer counts as changing: it costs bytes, and a lost change would cost the result. A write that this rule
-misses, such as one in a hook, is found by the step that `checks` makes before a run.
+In doubt a buffer counts as changing: sending it costs bytes, but losing a change would falsify the result. The step
+that `checks` makes before a run finds a write that this rule misses, such as one in a hook.
 """
 
 import ast

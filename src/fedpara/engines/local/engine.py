@@ -71,7 +71,7 @@ class Sequential:
             try:
                 examples = self.data.client(client)
             except DataError as error:
-                if self.data.pooled:  # a mistake in the federation, not one client's file
+                if self.data.pooled:  # one set for all clients, so the error concerns all of them
                     raise
                 yield Reply(client, reason=unreadable(error))
                 continue

@@ -19,7 +19,10 @@ HostState = dict[str, Any]
 
 
 def generators(on_gpu: bool) -> HostState:
-    """The states of the host's global generators. On the CPU a model draws from torch's, which a replay does too."""
+    """The states of the global generators that a replay does not advance.
+
+    torch's generator on the CPU is one of them if the model is on a GPU.
+    """
     state: HostState = {
         "Python's generator": random.getstate(),
         "NumPy's generator": repr(np.random.get_state()),

@@ -23,7 +23,7 @@ from fedpara.tasks.losses import mean_loss
 from fedpara.trees import Tree, arguments, leaves, map_tree
 
 CHUNK = 1 << 26
-"""Numbers in the gradients of all examples that are computed together: 256 MB."""
+"""The largest number of gradient values that are computed together: 256 MB."""
 
 Gradient = Callable[[Tree, Tree], tuple[State, Tensor]]
 """(inputs, targets) -> the gradient of a batch, its loss"""

@@ -26,7 +26,7 @@ class TrainedRow(Trained):
     session: Session
 
     def __init__(self, session: Session, rows: Rows, row: int, loss: float, steps: int) -> None:
-        # Unless all numbers are finite, `parameters` are looked at by themselves.
+        # None: the caller then checks the parameters alone, without the buffers.
         finite = True if rows.finite[row] else None
         vars(self).update(
             session=session, rows=rows, row=row, loss=loss, steps=steps, finite=finite, slots={}

@@ -61,7 +61,7 @@ def make_plan(
 def _on_device(
     parts: Sequence[NDArray[np.int64] | NDArray[np.uint8]], device: torch.device
 ) -> tuple[Tensor, ...]:
-    """Arrays that differ in their last dimension, moved with one copy."""
+    """Arrays whose shapes differ only in the last dimension, moved to the device with one copy."""
     if not parts:
         return ()
     whole = torch.from_numpy(np.concatenate(parts, axis=-1)).to(device)

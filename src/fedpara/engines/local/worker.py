@@ -108,8 +108,8 @@ class Worker:
     ) -> Trained:
         """K local steps from `state` (parameters and buffers) on the client's examples.
 
-        `slots` are the optimizer's from an earlier round, if the client keeps them. `gradient(inputs, targets)` gives
-        a batch's gradient and loss in place of the usual ones.
+        `slots` are the optimizer's from an earlier round, if the client keeps them. `gradient(inputs, targets)`
+        replaces the gradient and the loss of a batch.
         """
         self._load(state)
         local = algorithm.local.of(who)
@@ -259,7 +259,7 @@ class Worker:
     def _jacobian_gradient(
         self, inputs: Tree, targets: Tree, local: Local, eta: Rate
     ) -> tuple[State, Tensor]:
-        """The same with the Jacobian correction, which needs the gradient at the composed weights."""
+        """`gradient` with the Jacobian correction, which needs the gradient at the composed weights."""
         bound = parameterization.forms(self.model)  # W0 is on the device
         forms = {name: bound[name] for name in self.program.forms}
 
@@ -294,7 +294,7 @@ def _read(total: Tensor, blocks: State) -> tuple[float, bool | None]:
     """(the total, True if all numbers of the blocks are known to be finite), with one wait for the device."""
     if not blocks:
         return float(total), None
-    # As `state.all_finite`: x . x is finite only if every entry is. If it overflows, each entry is looked at later.
+    # As `state.all_finite`: x . x is finite only if every entry is. If it overflows, each entry is checked later.
     squares = (torch.dot(block, block) for block in blocks.values() if block.is_floating_point())
     first, *rest = torch.stack([one.double() for one in (total, *squares)]).tolist()
     return first, True if all(map(math.isfinite, rest)) else None

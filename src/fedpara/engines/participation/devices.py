@@ -3,7 +3,7 @@
     seconds of client i = bytes_down / bandwidth_i + steps_i / speed_i + bytes_up / bandwidth_i
     seconds of a round  = those of its slowest accepted client; the deadline if a client is late or lost
 
-The bytes are those of the encoded messages. Nothing waits: the clock is arithmetic.
+The bytes are those of the encoded messages. The clock is computed: a run never waits for it.
 """
 
 import math

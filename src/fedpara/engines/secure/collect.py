@@ -36,7 +36,7 @@ from fedpara.wire import Message, Meter
 class SecureMean:
     """A round's mean change in place of its updates; as `Aggregator`, it makes the next model."""
 
-    error: AggregationError | None = None  # only single updates would tell it
+    error: AggregationError | None = None  # not measured: it needs the single updates
 
     def __init__(self, session: Session, progress: Progress, change: Floats, count: int) -> None:
         self._session, self._progress, self._change, self._count = session, progress, change, count
@@ -122,7 +122,7 @@ class SecureRound:
     def _received(
         self, stage: Stage, bodies: Mapping[int, bytes], replies: Iterable[Reply]
     ) -> Iterator[tuple[int, bytes]]:
-        """The messages that arrive, each counted. A client that sends none has left the round."""
+        """Counts and yields the messages that arrive. A client that sends none has left the round."""
         waiting = dict.fromkeys(bodies)
         for reply in replies:
             client = reply.client

@@ -67,7 +67,10 @@ class Simulated:
         return self._participants[client]
 
     def _secret_of_noise(self, round: int) -> bytes:
-        """From which the clients' noise follows, the same on every rank; empty if there is none or it has a seed."""
+        """The secret from which the clients' noise is derived, equal on every rank.
+
+        Empty without noise, and with seeded noise.
+        """
         if not isinstance(self._session.privacy, User) or self._session.privacy_seed is not None:
             return b""
         return bytes.fromhex(join().agreed(f"the clients' noise of round {round}", fresh_key().hex()))

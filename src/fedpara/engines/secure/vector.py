@@ -26,14 +26,14 @@ def client_noise(session: Session, participant: Participant, key: bytes) -> Clie
 
 
 def length_of(session: Session) -> int:
-    """How many numbers a client's update has."""
+    """The number of values in a client's update."""
     return sum(session.program.initial[name].numel() for name in session.program.shared)
 
 
 def change_of(session: Session, message: AnyMessage, sent: State) -> Floats:
     """y - x of the shared parameters, from the message that the client would send without secure aggregation.
 
-    A name that the message does not have has not changed.
+    A tensor that the message leaves out counts as unchanged.
     """
     _, state = decode(message, session.exact)
     changes = [
@@ -61,7 +61,7 @@ def masked_reply(
 ) -> tuple[bytes, str]:
     """(the masked vector of a trained client, ""), or (b"", the reason why there is none)
 
-    `key` is that of the client's noise in a private run, if it is not to be a fresh one.
+    `key` is the key of the client's noise in a private run. If it is empty, the noise has a fresh key.
     """
     assert reply.message is not None
     change = change_of(session, reply.message, sent)

@@ -54,7 +54,7 @@ class Aggregator:
         self._uniform = uniform
         self._in_rows = guard is None and products is None and isinstance(aggregate, FromMean)
         self._blocks = WeightedSum(expected)
-        self._rows: Rows | None = None  # which all updates of the round have in common, if they are summed so
+        self._rows: Rows | None = None  # of all updates of the round, if they arrive as rows
 
     def add(self, client: int, update: Update, buffers: State) -> None:
         """Adds an accepted update and the buffers that came with it."""

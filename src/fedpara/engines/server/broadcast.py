@@ -59,7 +59,7 @@ def _differences(
 
 
 def _moves(session: Session, state: State, known: Known, round: int, grid: Grid) -> Moves:
-    """Made on the device of the state: beside a GPU the host would need longer than the round."""
+    """Encodes on the device of the state: on the host of a GPU this would take longer than the round."""
     device = device_of([state])
     nothing = torch.Generator()  # numbers on a grid are not rounded: no draws
     known = known.on(device)

@@ -67,7 +67,7 @@ def collect(
     here = device_of([progress.x]).type
     whole = not reads and aggregator is None  # updates are added as they arrived
     known = {here: (progress.x, sent)}  # by the device of the updates
-    if changed:  # joined once: each update is added to them
+    if changed:  # joined once, because each update is added to them
         known = {here: (side_by_side(progress.x), side_by_side(sent))}
 
     def verdict_on(reply: Reply) -> tuple[Update, State] | RowMessage | WireError | None:

@@ -21,7 +21,7 @@ class Engine(Protocol):
         """One reply per client, in the cohort's order."""
 
     def commit(self, round: int, clients: Sequence[int]) -> None:
-        """The server accepted these clients' updates: their new memories now count, all others are dropped."""
+        """Stores the new memories of these clients, whose updates the server accepted, and drops all others."""
 
     def evaluate(self, state: State) -> Score | None: ...
 

@@ -1,4 +1,4 @@
-"""The server's side of folding (`setup/folding.py`): it folds between two periods, and tells each message its base."""
+"""The server's side of folding (`setup/folding.py`): folding between two periods, and each message's base."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -61,7 +61,7 @@ def _copy(session: Session, state: State, round: int) -> Message:
 
 
 def folds_after(progress: Progress, accepted: Sequence[int]) -> Folds | None:
-    """The folds after a round: accepted clients have its base."""
+    """The folds after a round. The accepted clients now have its base."""
     folds = progress.folds
     if folds is None:
         return None

@@ -71,7 +71,7 @@ class Levels:
 
 
 class Nested:
-    """The groups' means as one aggregate."""
+    """Combines the means of all groups into the next model."""
 
     error: AggregationError | None = None
 

@@ -68,9 +68,9 @@ def run_rounds(
 
 
 def _stays(session: Session, schedule: Schedule) -> bool:
-    """Whether the model may stay on the device that made it, where the next round sends it from.
+    """Whether the model may stay on the device that aggregated it.
 
-    These others keep something beside it on the host.
+    The features listed here keep state on the host, so with them it may not.
     """
     differences = session.differences and session.link.downlink.grid is None
     others = (differences, session.folding, schedule.levels, schedule.guard, schedule.secure)
@@ -89,11 +89,11 @@ def _round(session: Session, engine: Engine, schedule: Schedule, personal: bool,
     private = collected.aggregator is not None and isinstance(session.privacy, User)
     if private:
         _refuse_divergence(t, collected)
-    # A private sum gets its noise even if nobody replied: an unchanged model would tell that.
+    # Add the noise even if nobody replied: an unchanged model would reveal that.
     if collected.aggregator is not None and (count >= schedule.minimum or private):
         x, server, averages = collected.aggregator.aggregate(server, schedule.clients, t)
         resting = {name: progress.x[name] for name in session.resting(t)}
-        x |= move(resting, device_of([x]))  # not the rounded mean of equal numbers
+        x |= move(resting, device_of([x]))  # copied, because a mean of equal numbers may round
         error = collected.aggregator.error
         _refuse_overflow(t, [x, averages, *server.values()])
     else:

@@ -42,13 +42,13 @@ class Folds:
 
     state: State  # the base of each adapter, and the fixed factors of this period
     sizes: tuple[int, ...] = ()  # the bytes of each fold's message
-    last: Mapping[int, int] = field(default_factory=dict)  # how many folds each client has; 0 if not here
+    last: Mapping[int, int] = field(default_factory=dict)  # how many folds each client has; 0 if missing
     messages: tuple[bytes, ...] = ()  # the last folds, as many as a client may need
 
 
 @dataclass(frozen=True, eq=False)
 class OntoBase(PerClient):
-    """A round's message, and what the client has beside it: the base and, after a restart, the factors."""
+    """A round's message, and the tensors that it leaves out: the base and, after a restart, the factors."""
 
     beside: State
     folds: Folds
@@ -56,7 +56,7 @@ class OntoBase(PerClient):
     every: int
 
     def bytes_to(self, client: int) -> int:
-        """The round's message, and the client's way to this round's base."""
+        """The bytes of the round's message, and of the folds (or the copy of the base) that the client still needs."""
         return len(self) + min(self._missed(client), len(self.copy))
 
     def to(self, client: int) -> tuple[AnyMessage, ...]:
@@ -127,7 +127,7 @@ class Folding:
         return found
 
     def beside(self, bases: State, round: int) -> State:
-        """What a client has beside the message of a round: the base, the fixed factors and, after a restart, all."""
+        """The tensors that a round's message leaves out: the base, fixed factors and, after a restart, all factors."""
         start = self.start(self.folds(round))
         known = start.keys() if self.restarts(round) else start.keys() - self.factors
         return {**bases, **{name: start[name] for name in sorted(known)}}
@@ -169,14 +169,14 @@ def _problems(program: Program, algorithm: Algorithm, link: Link) -> Iterator[st
     if over := covered(program.model):
         yield f"{over} has another parametrization on top of its factors: remove it."
     if drawn := next((weight for weight in adapters if named[weight] == CUSTOM), ""):
-        yield f"a function drew those of {drawn}: a restart needs the name of an initialiser, such as 'calibrated:2'."
+        yield f"the factors of {drawn} come from a custom function: use a named initialiser, such as 'calibrated:2'."
     if any((algorithm.server_init(x), algorithm.client_init(x))) or algorithm.personal is not None:
         yield f"{algorithm.name} keeps variables that belong to the old factors: use fedavg or fedprox."
     for name in ("jacobian", "keep_optimizer"):
         if getattr(algorithm.local, name):
-            yield f"{name} reads the old ones: leave it out."
+            yield f"{name} depends on the factors before the fold: leave it out."
     if link.uplink.feedback or link.downlink.sends_differences:
-        yield "a link keeps residues or differences of them: use links without feedback, and int8 or more down."
+        yield "a link keeps residues or differences of the old factors: use int8 or more down, and no feedback."
 
 
 def refuse_with_folding(settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""A private run before its first round: its session, what it may spend, and why it cannot be private."""
+"""Opens a run's session, and checks its privacy settings and budget before the first round."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -25,7 +25,8 @@ from fedpara.errors import ConfigError
 from fedpara.state import State
 
 RECYCLING, DRAWN, DRAWS = "recycling", "drawn", "draws"
-"""The server's variable, one number per layer (1 if it is not sent in the next round), and how often was drawn."""
+"""The server's variable and its two tensors: a flag per layer (1: not sent in the next round), and the number of draws
+so far."""
 UPDATE = "recycling.update"
 """The server's variable with u, the last mean update of every layer."""
 _TINY = float(np.finfo(np.float32).tiny)
@@ -40,7 +41,7 @@ class Recycling:
     seed: int
 
     def skipped(self, variables: Variables) -> frozenset[str]:
-        """The tensors that do not travel up, from the variables of the server or of its message."""
+        """The names of the tensors that clients do not send, from the variables of the server or of its message."""
         drawn = variable(variables, RECYCLING).get(DRAWN)
         if drawn is None:  # a check outside any round
             return frozenset()
@@ -75,7 +76,7 @@ class Recycling:
         )
 
     def draw(self, x: State, update: State, number: int) -> torch.Tensor:
-        """1 for the layers of the next round that are not sent."""
+        """A flag per layer: 1 if it is not sent in the next round."""
         s = np.array([_norm(update, names) / _norm(x, names) for names in self.layers.values()])
         p = 1 / np.maximum(s, _TINY)
         generator = numpy_rng(self.seed, "recycle", number)

@@ -34,7 +34,7 @@ class Rotation:
     """(j, k) by the name of a factor: it is number j of the k shared factors of its weight"""
 
     def resting(self, round: int) -> frozenset[str]:
-        """The factors that neither train nor travel up in this round."""
+        """The names of the factors that are neither trained nor sent in this round."""
         return frozenset(name for name, (j, k) in self.places.items() if (round - 1) % k != j)
 
     def turn(self, round: int) -> Variables:
@@ -81,10 +81,10 @@ def _problems(program: Program, algorithm: Algorithm) -> Iterator[str]:
         yield f"{curved} is not linear in a factor: leave out nonlinearity."
     variables = algorithm.server_init(x), algorithm.client_init(x)
     if any(variables):
-        yield f"{algorithm.name} keeps variables that move the others: use fedavg or fedprox."
+        yield f"the variables of {algorithm.name} would also move the resting factors: use fedavg or fedprox."
     for name in ("jacobian", "keep_optimizer"):
         if getattr(local, name):
-            yield f"{name} needs all of them: leave it out."
+            yield f"{name} needs all factors to train: leave it out."
     optimizer, y = build_optimizer(local), {"w": torch.ones(2)}
     stepped, _ = optimizer.step(y, {"w": torch.zeros(2)}, optimizer.init(y), local.lr)
     if not torch.equal(stepped["w"], y["w"]):

@@ -11,7 +11,7 @@ GIGABYTE = 2**30
 
 
 def asked(line: dict[str, Any]) -> int:
-    """The clients that received the model in a round, rejected ones included."""
+    """The number of clients that received the model in a round, including rejected ones."""
     return max(1, int(line["clients"]) + len(line["refused"]))
 
 

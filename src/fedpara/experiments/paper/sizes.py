@@ -88,7 +88,7 @@ def random_ranks(size: int = 100, rank: int = 10, repeats: int = 1000) -> dict[i
 
 
 def _shape_only(experiment: Experiment) -> Experiment:
-    """The experiment reduced to what determines shapes and messages: the key of the caches below."""
+    """The experiment with only the fields that determine shapes and messages: the key of the caches below."""
     e = experiment
     name = e.dataset.removeprefix("generated:")
     return Experiment(

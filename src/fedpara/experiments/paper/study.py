@@ -44,7 +44,7 @@ class Study:
     source: str  # where in the paper
     cells: tuple[Cell, ...]
     notes: tuple[str, ...] = ()
-    untuned: tuple[str, ...] = ()  # those of the notes that do not hold if all numbers are tuned
+    untuned: tuple[str, ...] = ()  # the notes that do not apply if all numbers are tuned
     seeds: int = 1  # as many as in the paper
     spread: Literal["std", "ci95"] = "std"
     figure: Figure = "curves"

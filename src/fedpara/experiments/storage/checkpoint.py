@@ -32,7 +32,7 @@ from fedpara.state import State
 CHECKPOINT = "checkpoint.safetensors"
 PREVIOUS = "checkpoint.previous.safetensors"
 NEXT = ".checkpoint.part.safetensors"
-"""The next checkpoint while it is written. `sweep` removes a leftover one."""
+"""The name of a checkpoint while it is written. `sweep` removes a leftover file."""
 CLIENTS, DIGESTS = "clients", "digests"
 SIZES, LAST, MESSAGES = "known.sizes", "known.last", "known.messages"
 FOLD_SIZES, FOLD_LAST, FOLD_MESSAGES = "folds.sizes", "folds.last", "folds.messages"
@@ -68,7 +68,7 @@ class Checkpoint:
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write the checkpoint to disk, and then make the current one the previous one."""
+    """Write the new checkpoint to disk, then keep the current one as the previous checkpoint."""
     state, metadata = _flatten(checkpoint.progress)
     if checkpoint.memories:
         state[CLIENTS] = torch.tensor(sorted(checkpoint.memories.items()))
@@ -103,10 +103,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def final_checkpoint(folder: Path) -> Checkpoint:
     """The newest checkpoint. RunError if it is damaged or belongs to another config.
 
-    It does not fall back to the previous one, which is of another round: the caller would not notice.
+    It does not fall back to the previous checkpoint: the caller would not notice the different round.
     """
     experiment, reasons = read_config(folder), []
-    for path in checkpoint_files(folder):  # only the previous one, while the newest is being written
+    # While the newest checkpoint is being written, only the previous one exists.
+    for path in checkpoint_files(folder):
         try:
             checkpoint = read_checkpoint(path)
         except RunError as error:
@@ -207,7 +208,7 @@ def _joined(messages: Sequence[bytes]) -> torch.Tensor:
 
 
 def _parted(sizes: Sequence[int], joined: torch.Tensor) -> tuple[bytes, ...]:
-    """The newest messages, as many as there are bytes of; `sizes` are those of all messages."""
+    """The newest messages in `joined`. `sizes` are the lengths of all messages, also of those no longer stored."""
     body, messages = joined.numpy().tobytes(), list[bytes]()
     for size in reversed(sizes):
         if not body:

@@ -131,7 +131,7 @@ class OnDisk:
 
 
 def _sync(path: Path) -> None:
-    """RunError if the disk is full or broken, which may not show before the sync."""
+    """Syncs to disk. RunError if the disk is full or broken, which may only show here."""
     try:
         sync(path)
     except OSError as error:

@@ -29,7 +29,7 @@ def environment() -> dict[str, Any]:
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """The environment of a run folder. Empty if the file is missing or damaged: it is only informative."""
+    """The environment of a run folder. Empty if the file is missing or damaged, because it is only informative."""
     try:
         found = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -31,7 +31,7 @@ def read_lines(path: Path) -> list[Line]:
 def append_line(path: Path, line: Line, durable: bool = True) -> bytes:
     """Append the line and return its bytes.
 
-    If `durable`, sync it to disk, so that a later checkpoint cannot survive a power loss that the line does not.
+    If `durable`, sync it to disk, so that after a power loss no checkpoint exists without its line.
     """
     content = json.dumps(line, allow_nan=False).encode() + b"\n"
     with path.open("ab") as file:
@@ -56,7 +56,7 @@ def first_rounds(path: Path, last: int) -> bytes:
 
 
 def drop_rounds_after(path: Path, last: int) -> None:
-    """Remove the lines after round `last`, and a tail that a power loss damaged."""
+    """Remove the lines after round `last`, and the end of the file if a power loss damaged it."""
     lines = raw_lines(path)
     end = max((i for i, raw in enumerate(lines, 1) if _is_of(path, i, raw, last)), default=0)
     for i, raw in enumerate(lines[:end], 1):

@@ -5,8 +5,8 @@
     base                    a digest of the frozen tensors, if there are any
     metric                  name and direction of the primary metric, if it is not the accuracy
 
-If the config references a model or a rule, or `simulate` wrote the folder, the file also has what only that code could
-tell:
+If the config references a model or a rule, or `simulate` wrote the folder, the file also has facts that only that code
+provides:
 
     forms                   how each factorized weight is written
     ties                    further names of shared tensors
@@ -42,7 +42,7 @@ def describe_model(experiment: Experiment, parts: Parts, program: Program) -> di
         model["metric"] = {"name": task.primary, "higher_is_better": task.higher_is_better}
     if experiment.objects or experiment.references.keys() & {"model", "where"}:
         model |= _structure(parts.task.model, program)
-    # Nodes that read their own data may normalise it although the server's examples have no mean.
+    # Nodes may normalise their own data even if the server's examples have no mean.
     unknown = normalise is None and is_own(experiment.dataset)
     return model if unknown else {**model, "normalise": normalise}
 

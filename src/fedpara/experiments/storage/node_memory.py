@@ -46,7 +46,7 @@ class NodeMemory:
         rounds = sorted(int(path.stem) for path in self.folder.glob("*.safetensors") if path.stem.isdigit())
         accepted_rounds = [known for known in rounds if known <= accepted]
         for old in {*rounds} - {*accepted_rounds[-2:]}:
-            if old < round:  # a late client must not remove newer rounds
+            if old < round:  # rounds after a late one must stay
                 self._path(old).unlink(missing_ok=True)
 
     def _path(self, round: int) -> Path:

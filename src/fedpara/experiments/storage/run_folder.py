@@ -113,7 +113,7 @@ class RunFolder:
 
     @property
     def evaluations(self) -> list[float]:
-        """The scores so far that patience counts."""
+        """The scores so far that count for patience."""
         return evaluations(self.experiment, self.metrics())
 
     @property
@@ -136,7 +136,7 @@ class RunFolder:
         return read_lines(self.path / "metrics.jsonl")
 
     def _newest_checkpoint(self) -> Progress | None:
-        """The newest checkpoint that is intact with everything it refers to. Nothing on disk changes before."""
+        """The newest checkpoint that is intact with all its files. Until it is found, nothing on disk changes."""
         paths = checkpoint_files(self.path)
         reasons: list[str] = []
         for path in paths:
@@ -198,7 +198,7 @@ def create(path: Path, experiment: Experiment, model: dict[str, Any], data: dict
     with ExitStack() as on_error:
         lock = _lock(path)
         on_error.callback(os.close, lock)
-        refuse_used(path)  # another process may have been faster
+        refuse_used(path)  # another process may have created a run meanwhile
         write_bytes(path / "environment.json", (json.dumps(environment(), indent=2) + "\n").encode())
         if sources:
             write_bytes(path / SOURCES, (json.dumps(sources, indent=2) + "\n").encode())

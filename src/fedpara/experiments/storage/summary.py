@@ -38,7 +38,7 @@ class Primary:
         return 100 * score if self.unit else score
 
     def text(self, score: float) -> str:
-        """93.20%, or 0.01234 for a metric that is no fraction."""
+        """The score as text: 93.20% for a fraction, 0.01234 for other metrics."""
         return shown(self.name, score)
 
     def meets(self, score: float, target: float) -> bool:
@@ -87,12 +87,12 @@ class Summary:
 
     @property
     def of_cohort(self) -> bool:
-        """Whether each personal score covers only the cohort of its round and not all clients."""
+        """Whether each personal score covers only the cohort of its round."""
         return self.experiment.personal and self.experiment.cohort < self.clients
 
     @cached_property
     def clients(self) -> int:
-        """The number of clients. data.json has it if the data and not the config decides it."""
+        """The number of clients, from data.json if the data decides it, else from the config."""
         given = self.experiment.keep or self.experiment.clients
         try:
             return int(json.loads((self.path / "data.json").read_text()).get("clients", given))
@@ -154,7 +154,7 @@ def score_of(line: dict[str, Any]) -> float | None:
 
 
 def evaluations(experiment: Experiment, metrics: Iterable[dict[str, Any]]) -> list[float]:
-    """The scores that patience counts, as `Schedule.evaluated` gave them."""
+    """The scores that count for patience, as `Schedule.evaluated` returned them."""
     every = experiment.evaluate_every
     counted = (score_of(line) for line in metrics if line["round"] % every == 0)
     return [score for score in counted if score is not None]

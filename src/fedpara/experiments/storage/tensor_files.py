@@ -33,7 +33,7 @@ Origin = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class _Content:
-    """A file whose digest matches. `tensors` builds the state."""
+    """The content of a file whose digest matches. `tensors` builds the state."""
 
     metadata: dict[str, str]
     digest: str
@@ -60,7 +60,7 @@ def read_tensors(path: Path) -> tuple[State, dict[str, str]]:
 
 
 def named_digest(path: Path) -> str:
-    """The digest that the header of the file states. The content is not read."""
+    """The digest in the header of the file. The content is not read or verified."""
     with path.open("rb") as file:
         metadata = json.loads(file.read(int.from_bytes(file.read(8), "little")))["__metadata__"]
     return str(metadata.get(_DIGEST) or metadata[_DIGEST_BY_TENSOR])
@@ -143,7 +143,7 @@ def _read_any_layout(path: Path) -> tuple[str | None, _Content]:
 
 
 def _message_layout(state: State, metadata: Mapping[str, str]) -> tuple[bytes, Sequence[memoryview]] | None:
-    """Header and data. None if no message can hold them."""
+    """(the header, the data) in a message's layout, or None if a message cannot hold them."""
     try:
         index, ordered = tensors.lay_out(state)
     except WireError:
@@ -162,7 +162,7 @@ def _join_header(metadata: Mapping[str, str], index: bytes) -> bytes:
 
 
 def _split_header(header: bytes) -> tuple[dict[str, str], bytes]:
-    """The inverse of `_join_header`. Without metadata if the header does not begin with any."""
+    """The inverse of `_join_header`. The metadata is empty if the header does not begin with it."""
     if not header.startswith(_METADATA):
         return {}, header
     try:

@@ -21,7 +21,7 @@ from fedpara.experiments.studies.tune import Play, Played
 logger = logging.getLogger(__name__)
 
 FEW = 4
-"""How many runs an error names."""
+"""The largest number of runs that an error names."""
 Begin = Callable[[str, Experiment], OnRound | None]
 """Called with a run's name and experiment before it starts. The returned function is called after each round."""
 
@@ -110,7 +110,7 @@ def run_jobs(
     damaged = {path.name: error for path, error in library.damaged.items()}
     for name in damaged.keys() - {job.name for job in listed}:
         logger.info("left out: %s", damaged[name])
-    # All ranks list the runs before rank 0 makes a folder, which another rank would take for an interrupted run.
+    # All ranks list the runs before rank 0 makes a folder: another rank would take it for an interrupted run.
     join().gather("the list of runs")
     for job in listed:
         if job.found is not None and any(given.values()):

@@ -27,7 +27,7 @@ from fedpara.files import write_bytes
 
 HOSTILE = 0.2
 ABSENT = "absent"
-"""A row of the table: the hostile clients are known and take part in no round. No defence can do better than that."""
+"""A row of the table: the hostile clients are known and excluded from every round. No defence can do better."""
 ATTACKS = (
     *("none", ABSENT, "sign-flip", "sign-flip(10)", "scaling(100)", "noise", "label-flip", "backdoor"),
     *("backdoor(scale=5)", "alie(1.5)", "ipm", "gauge"),
@@ -87,7 +87,7 @@ class Outcome:
     seconds: float
     ended: str = ""
     validation: bool = False
-    """whether the scores are those of held-out training examples, and not of the test set"""
+    """whether the scores are those of held-out training examples (otherwise of the test set)"""
 
 
 def experiment_of(base: Experiment, attack: str, defence: str, seed: int) -> Experiment:

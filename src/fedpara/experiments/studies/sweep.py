@@ -137,7 +137,7 @@ def take_up(runs: Mapping[Path, Experiment], data_dir: Path | None = None) -> di
     finished = {path: run for path in there if _is_finished(run := read_run(path), runs[path])}
     changed = [path for path in there if path not in finished and read_config(path) != runs[path]]
     group = join()
-    # All ranks look before rank 0 makes a folder, which another rank would take for an interrupted run.
+    # All ranks look before rank 0 makes a folder: another rank would take it for an interrupted run.
     group.gather("the list of runs")
 
     def look() -> Part:

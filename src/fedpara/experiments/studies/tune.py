@@ -27,7 +27,7 @@ from fedpara.files import write_bytes
 
 GRID, CHOSEN = "grid.json", "chosen.json"
 DIVERGED = ("diverged", "NaN or infinity")
-"""Texts in the error of a run that diverged. It is a result of the trial, and every repetition gives the same."""
+"""Texts in the error of a run that diverged. Divergence is a trial's result: repeating the trial gives the same."""
 
 Played = tuple[dict[str, Summary], dict[str, FedParaError]]
 Play = Callable[[dict[str, Path]], Played]
@@ -237,7 +237,7 @@ def _save(path: Path, content: dict[str, Any]) -> None:
 
 
 def _examples(experiment: Experiment, data_dir: Path | None) -> int | None:
-    """The number of held-out examples of the first seed. None if a score is no mean over single examples."""
+    """The number of held-out examples of the first seed. None if the score is not a mean over examples."""
     _, scored = load_federation(experiment, data_dir)
     plain = scored is not None and not experiment.personal and getattr(scored.targets, "ndim", 0) == 1
     return len(scored) if plain and scored is not None else None
@@ -250,7 +250,7 @@ def _carry_out(
     play: Play,
     laid_out: Callable[[], None] = lambda: None,
 ) -> Played:
-    """The runs as far as they succeed. All are checked before the first folder is made."""
+    """The finished runs. All are checked before the first folder is made."""
     paths = {name: folder / name for name in runs}
     for name, path in paths.items():
         if (path / "config.toml").exists():

@@ -1,4 +1,4 @@
-"""Factors near those that one has, whose weight is nearest to a given one: f = argmin ||W - compose(f)||.
+"""Fits factors to a given weight, starting from existing factors: f = argmin ||W - compose(f)||.
 
 Gauss-Newton steps from the start:
 
@@ -9,8 +9,8 @@ makes a weight worse.
 d comes from a few iterations of conjugate gradients for least squares (CGLS; Hestenes and Stiefel, 1952). They need
 only the products J v and J^T u. Autograd computes both, so every scheme works.
 
-Each factor is scaled to a root mean square of 1 before the iterations: fewer are needed. Also, the scales of
-the factors that one has, (c X, Y / c), do not change the weight that is found.
+Each factor is scaled to a root mean square of 1 before the iterations, so that fewer are needed. This also makes the
+fitted weight independent of the scale (c X, Y / c) of the existing factors.
 
 Exact iterations have orthogonal gradients s = J^T (r - J d). Rounding ends that after some iterations, and from then on
 a difference in the last bits of W grows with every further one. So each s is made orthogonal to those before.
@@ -32,7 +32,7 @@ from fedpara.cuda_graphs import CudaGraphs, Recorder
 STEPS, ITERATIONS = 8, 40
 """The largest number of Gauss-Newton steps, and of iterations in a step."""
 ENOUGH = 0.01
-"""A weight is fitted at this share of the distance that its start has."""
+"""A weight counts as fitted once its distance is at most this share of the distance at the start."""
 WORTHWHILE = 0.9
 """The steps end when the last one reduced no weight's distance to this share."""
 STALLED = 0.9998

@@ -46,16 +46,16 @@ class Encoding:
 
     @property
     def sends_differences(self) -> bool:
-        """Whether a server on this downlink sends differences between models in place of models."""
+        """Whether a server with this downlink sends differences between models, not models."""
         return self.encoder is not None or self.feedback
 
     @property
     def grid(self) -> Grid | None:
-        """The grid of this encoding. A server on such a downlink rounds its model to it."""
+        """The grid of this encoding. A server with such a downlink rounds its model to the grid."""
         return self.encoder if isinstance(self.encoder, Grid) else None
 
     def loses(self, dtype: torch.dtype, shape: torch.Size) -> bool:
-        """Whether a tensor may arrive changed."""
+        """Whether the encoding may change a tensor of this type and shape."""
         if self.encoder is not None:
             return codes(self.encoder, dtype, shape)
         return self.text != "float32" and dtype.is_floating_point

@@ -29,7 +29,7 @@ def pack(digits: Tensor, base: int) -> Tensor:
 
 
 def unpack(packed: Tensor, base: int, count: int) -> Tensor:
-    """The inverse: `count` digits, uint8. WireError if a byte is no sum of digits, or the padding is not zero."""
+    """The inverse: `count` digits, uint8. WireError if a byte is out of range, or the padding is not zero."""
     each = DIGITS[base]
     if base**each < 256 and bool((packed >= base**each).any()):
         raise WireError(f"a packed byte is above {base**each - 1}: expected {each} digits of base {base}.")
@@ -41,7 +41,7 @@ def unpack(packed: Tensor, base: int, count: int) -> Tensor:
 
 @cache
 def _table(base: int, device: torch.device) -> Tensor:
-    """The digits of every byte, as one wide number per byte where a type has that width: it is faster to look up."""
+    """The digits of each byte value. Where an integer type fits, they are one number, which is faster to look up."""
     digits = (torch.arange(256)[:, None] // base ** torch.arange(DIGITS[base]) % base).to(torch.uint8)
     wide = {8: torch.int64, 4: torch.int32, 2: torch.int16}.get(DIGITS[base])
     return (digits if wide is None else digits.view(wide).view(-1)).to(device)

@@ -1,7 +1,7 @@
 """Encoder: how a lossy link writes tensors as a few flat wire tensors, and reads them back.
 
 It gets all tensors of a message at once: a hundred small tensors joined are encoded as fast as one large one. Both ends
-know the shapes, so the types and lengths of the wire tensors, or the longest ones, are known before a message arrives.
+know the shapes, so the types and (largest) lengths of the wire tensors are known before a message arrives.
 A decoder takes no size from the message, and rejects every value that its encoder could not have written.
 """
 
@@ -16,7 +16,7 @@ from fedpara.errors import UpdateRejected
 
 
 class AtMost(int):
-    """A length that depends on the numbers, and is not above this one."""
+    """The largest possible length of a wire tensor whose length depends on the numbers."""
 
 
 Layout = dict[str, tuple[torch.dtype, int]]
@@ -24,7 +24,7 @@ Layout = dict[str, tuple[torch.dtype, int]]
 Parts = dict[str, Tensor]
 
 SMALL = 256
-"""Tensors with fewer numbers travel as float32: biases and norms are few, and sensitive."""
+"""Smaller tensors are sent as float32: biases and norms are small, and sensitive to errors."""
 LARGEST = 3.38e38
 """Slightly below the largest bfloat16: a scale must not round to infinity."""
 
@@ -51,7 +51,7 @@ class Encoder(Protocol):
 
 @lru_cache(maxsize=4096)
 def codes(encoder: Encoder, dtype: torch.dtype, shape: torch.Size) -> bool:
-    """Whether a tensor is encoded, decided by its size: otherwise it travels as float32."""
+    """Whether a tensor is encoded: it must be large, and smaller when encoded. Otherwise it is sent as float32."""
     if not dtype.is_floating_point or shape.numel() < SMALL:
         return False
     return (
@@ -69,7 +69,7 @@ def in_rows(tensors: Iterable[Tensor], width: int) -> Tensor:
 
 
 def from_rows(rows: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """The inverse: flat tensors of `counts` numbers."""
+    """The inverse of `in_rows`: flat tensors of `counts` numbers."""
     width = rows.shape[1]
     pieces = rows.reshape(-1).split([size for count in counts for size in (count, -count % width)])
     return list(pieces[::2])
@@ -80,7 +80,7 @@ def reshaped(flat: Iterable[Tensor], shapes: Sequence[torch.Size]) -> list[Tenso
 
 
 def refuse_unsendable(state: Mapping[str, Tensor], text: str) -> None:
-    """UpdateRejected, with the name of the tensor, for NaN, infinity, or values that no scale holds."""
+    """UpdateRejected, with the name of the tensor, for NaN, infinity, or values that are too large for a scale."""
     if not state or _spans(torch.cat([tensor.reshape(-1) for tensor in state.values()]))[2]:
         return
     for name, tensor in state.items():

@@ -1,4 +1,4 @@
-"""Random numbers of a message: drawn on the host, so that they are the same on every device.
+"""Random numbers of a message, drawn on the host so that they are the same for every device.
 
 Drawing takes longer than everything else that a GPU does with a message. `DrawnAhead` lets a thread of the host draw
 while the device trains.

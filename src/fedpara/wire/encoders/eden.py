@@ -36,7 +36,7 @@ _POSITIVE = {
 
 
 Piece = tuple[int, int, int]
-"""Which tensor, where the piece starts, and how many numbers it has."""
+"""The number of the tensor, the start of the piece in it, and the length of the piece."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Eden:
         ):
             values = in_rows((flat[i][start : start + size] for i, start, size in _merged(pieces)), width)
             largest = values.abs().amax(1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
-            # Divided, so that squares neither overflow nor vanish.
+            # Divided first: otherwise squares could overflow or vanish.
             turned = hadamard(values.div_(largest).mul_(signs))
             squared = turned.square().sum(1, keepdim=True)
             z = turned * torch.rsqrt(squared.clamp_min(1e-30) / width)

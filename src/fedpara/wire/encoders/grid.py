@@ -6,15 +6,15 @@ E[value] = x, and the error is below U. With step 0 nothing is rounded, as long 
 power of two that divides all numbers of the tensor.
 
 The digit of n is z = 0, 1, 2, 3, ... for n = 0, -1, 1, -2, ... A byte holds 2 digits of base 16, 3 of base 6 or 4 of
-base 4, whichever promises the shortest message. The largest digit stands for all larger z, which are listed beside it.
-Deflate gives frequent bytes a short Huffman code. So the length of a message depends on its numbers, and slightly on
-the version of zlib.
+base 4, whichever is estimated to give the shortest message. The largest digit stands for all larger z, which are listed
+beside it. Deflate gives frequent bytes a short Huffman code. So the length of a message depends on its numbers, and
+slightly on the version of zlib.
 
 On a downlink, `halve=h` makes the step finer as training slows down: the server's grid in round t has the step
-step * 2^(-t/h). A constant step leaves the same error in the clients' model when the learning rate is small.
+step * 2^(-t/h). With a constant step, the error in the clients' model stays as large when the learning rate is small.
 
 Sums and differences of multiples of powers of two are exact in float32. So a server whose models lie on such grids can
-tell any client in one message by how much the model has moved since the client's last one (`engines/differences.py`).
+send any client one message with the change of the model since the client's last one (`engines/differences.py`).
 """
 
 import math
@@ -31,14 +31,14 @@ from fedpara.wire.encoders.core import AtMost, Layout, Parts, reshaped
 from fedpara.wire.encoders.draws import uniform
 
 EXACT = "grid(0.0)"
-"""The link of numbers that lie on grids already."""
+"""The link for numbers that already lie on grids."""
 SMALLEST, LARGEST_UNIT = -100, 100
 """The exponents of U."""
 RANGE = 1 << 23
 """|n| is below this: n is exact in float32, and z has three bytes."""
 BASES = (4, 6, 16)
 LISTED_BITS = 10
-"""About what a listed number takes."""
+"""The approximate size of a listed number, in bits."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _best_base(z: Tensor) -> int:
 
 
 def _planes(z: Tensor) -> Tensor:
-    """All low bytes, all middle ones, all high ones."""
+    """Three planes: all low bytes, then all middle bytes, then all high bytes."""
     return torch.cat([(z >> shift & 0xFF).to(torch.uint8) for shift in (0, 8, 16)])
 
 
@@ -168,7 +168,7 @@ def _from_planes(planes: Tensor) -> Tensor:
 
 
 def _longest(length: int) -> int:
-    """A bound of what deflate makes of `length` bytes: at worst it stores them, in blocks of some kilobytes."""
+    """An upper bound on the deflated size of `length` bytes: at worst deflate stores them in blocks."""
     return length + length // 1000 + 16
 
 

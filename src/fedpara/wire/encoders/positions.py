@@ -27,7 +27,7 @@ def position_layout(fraction: float, shapes: Sequence[torch.Size]) -> Layout:
 
 
 def largest(flat: Tensor, kept: "Kept") -> Tensor:
-    """Where the numbers to keep are, ascending, in the tensors one after another."""
+    """The ascending positions of the numbers to keep, in the joined tensors."""
     found = [
         part.topk(k, sorted=False).indices + start
         for part, k, start in zip(flat.abs().split(kept.n), kept.k, kept.starts, strict=True)
@@ -47,7 +47,7 @@ def encode_positions(chosen: Tensor, kept: "Kept") -> Parts:
 
 
 def decode_positions(parts: Parts, kept: "Kept") -> Tensor:
-    """WireError unless they are k ascending positions of each tensor."""
+    """The positions. WireError unless each tensor has k ascending ones."""
     count = sum(kept.k)
     found = unpack(parts["positions"], 2, kept.bits).nonzero().view(-1)
     if len(found) != count or bool(((found < kept.first_bit) | (found >= kept.end_bit)).any()):
@@ -65,13 +65,13 @@ def decode_positions(parts: Parts, kept: "Kept") -> Tensor:
 
 
 def scattered(values: Tensor, chosen: Tensor, kept: "Kept", shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """The tensors with these values at their positions, and zeros elsewhere."""
+    """Tensors with these values at their positions and zeros elsewhere."""
     whole = torch.zeros(sum(kept.n), device=values.device).index_copy_(0, chosen, values)
     return reshaped(whole.split(kept.n), shapes)
 
 
 class Kept:
-    """For each number that is kept, in the order of the message: facts about its tensor and its place in it."""
+    """For each kept number, in the order of the message: facts about its tensor and its place there."""
 
     def __init__(self, fraction: float, shapes: tuple[torch.Size, ...], device: torch.device) -> None:
         sizes = [_sizes(fraction, shape.numel()) for shape in shapes]

@@ -3,7 +3,7 @@
     P = orth(M Q_0),  Q = M^T P,  P = orth(M Q),  Q = M^T P,   Q_0 ~ N(0, 1)
 
 M is the tensor as [first dimension, all others]. P and Q travel in bfloat16. The generator draws Q_0 for every message:
-PowerSGD's own warm start would be one more thing to remember.
+PowerSGD's own warm start would need state between messages.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class PowerSGD:
     def _factors(self, x: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         m, n, r = self._sizes(x.shape)
         largest = x.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
-        matrix = x.reshape(m, n) / largest  # so that products neither overflow nor vanish
+        matrix = x.reshape(m, n) / largest  # otherwise products could overflow or vanish
         q = torch.randn(n, r, generator=generator, device=generator.device).to(x.device)
         for _ in range(ITERATIONS):
             p = torch.linalg.qr(matrix @ q).Q

@@ -76,7 +76,7 @@ def _cast(floats: State, precision: str) -> State:
 
 
 def _fits(tensor: Tensor, narrow: torch.dtype) -> bool:
-    """Whether the cast gives no NaN and no infinity. Casting the extremes is enough, and needs no temporary tensor."""
+    """Whether the cast gives finite numbers only. Casting the extremes is enough, and needs no temporary tensor."""
     return not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).to(narrow).isfinite().all())
 
 
@@ -95,7 +95,7 @@ def _round_at_random(floats: State, generator: torch.Generator) -> tuple[State, 
         for name, value in zip(names, largest, strict=True):
             if not value <= _LARGEST:
                 raise UpdateRejected(_does_not_fit(name, floats[name], "int8", _LARGEST))
-        # At least the smallest normal number, so that zero and subnormal tensors need no special case.
+        # At least the smallest normal number: this also covers zero and subnormal tensors.
         steps = [max(value / _LEVELS, torch.finfo(torch.float32).tiny) for value in largest]
         scales |= zip(names, steps, strict=True)
         wide.copy_(whole)  # in the memory of |x|: fresh memory takes longer than the copy

@@ -26,7 +26,7 @@ def respond_stage(request: Request, node_config: NodeConfig, experiment: Experim
     if experiment.secure is None:
         raise RunError(f"stage {request.kind!r} of a run without secure aggregation.")
     how, name = read_secure(experiment.secure), f"{request.run}:{request.client}"
-    # Removed first: a stage that fails cannot be asked for again.
+    # Removed first, so that a failed stage cannot be repeated.
     dumped = kept.pop(name, b"")
     participant = _participant(request, how, dumped)
     if request.kind == "masked":

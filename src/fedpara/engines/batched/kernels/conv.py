@@ -36,10 +36,10 @@ from fedpara.engines.batched.kernels.ops import (
 )
 
 CHANNELS = 64
-"""Channels per tile of a kernel: a layer with another multiple stays with cuDNN, unless it is thin."""
+"""Channels per tile. `LanesConv2d` needs input and output channels in multiples of this."""
 
 THIN = 32
-"""The most taps times input channels of a thin layer; its columns are padded to this."""
+"""The largest number of taps times input channels in a thin layer. Its columns are padded to this."""
 
 
 class LanesConv2d(nn.Conv2d):
@@ -133,7 +133,7 @@ def _taps(conv: nn.Conv2d, input: Tensor) -> list[Tensor]:
 
 
 def _number(padding: str | tuple[int, ...]) -> tuple[int, ...]:
-    """The padding of a layer of which `is_thin` or `has_small_columns` holds: never a string."""
+    """The layer's padding as numbers. The predicates that choose these layers exclude string paddings."""
     return padding  # type: ignore[return-value]
 
 
@@ -264,7 +264,7 @@ class _Derivative(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        """The bias's gradient is left to the compiler, which fuses it with the making of dy."""
+        """The bias's gradient is a torch sum, which the compiler fuses with the computation of dy."""
         x, w = ctx.saved_tensors
         dy = channels_last(grads[0])
         _, for_x, for_w, for_bias = ctx.needs_input_grad

@@ -52,7 +52,7 @@ class FusedForm(Form):
 
 
 def fused(forms: Mapping[str, Form]) -> dict[str, Form]:
-    """The forms, those that fit as fused ones."""
+    """The forms, with a FusedForm in place of each one that the op supports."""
     return {name: _fused(form) if fits(form) else form for name, form in forms.items()}
 
 

@@ -231,14 +231,14 @@ def column_gradient(
 
 
 def _split(tiles: int, rows: int) -> int:
-    """In how many parts the rows are divided, of at least four blocks."""
+    """The number of parts into which the rows are split. If there are several, each has at least four blocks."""
     return max(1, min(PROGRAMS // tiles, rows // 4))
 
 
 def _stages(kept: int, loaded: int, like: Tensor) -> int:
-    """How many steps of a loop are loaded ahead: 3, or as many as fit in the shared memory.
+    """The number of loop steps to prefetch: 3, or as many as fit in shared memory.
 
-    `kept` and `loaded` are the numbers, of the type of `like`, that a program keeps, and loads in each step.
+    `kept` and `loaded` count the values, in the type of `like`, that a program keeps, and that it loads per step.
     """
     if like.device.type != "cuda":
         return 1
@@ -248,5 +248,5 @@ def _stages(kept: int, loaded: int, like: Tensor) -> int:
 
 
 def _block(size: int, most: int) -> int:
-    """The next power of two, from what a product needs to `most`."""
+    """The next power of two, at least 16 (the smallest size of a product) and at most `most`."""
     return int(min(most, max(16, 1 << (size - 1).bit_length())))

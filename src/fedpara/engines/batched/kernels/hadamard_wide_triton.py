@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 STAGES = 3
-"""How many steps of the loop over ranks are loaded ahead."""
+"""The number of steps of the loop over ranks that are prefetched."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -10,8 +10,8 @@ for p [T, lane, B, 4H] and W [lane, 4H, H], from h_0 = c_0 = 0. Backwards, from 
 With `vmap` and autograd alone, a step of two layers over 80 characters is thousands of small kernels. Here a
 character is one matrix product and one cell in each direction, and W's gradient one product for all characters. On a
 GPU the cell is the fused one of `nn.LSTMCell`. Computed in float32, because c accumulates over the whole text. If p
-has 16 bits, h and the factors of products have too, c and the gates stay in float32, and the whole text is one kernel
-(`lstm_triton.py`).
+has 16 bits, h and the factors of products have 16 bits too, and c and the gates stay in float32. One kernel then
+processes the whole text (`lstm_triton.py`).
 """
 
 from collections.abc import Sequence

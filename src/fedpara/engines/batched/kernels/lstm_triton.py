@@ -154,7 +154,7 @@ def _backward(
 
 
 def forward(p: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """p [T, l, B, 4H], w [l, 4H, H] to h [T, l, B, H] as p, and c and the gates in float32"""
+    """p [T, l, B, 4H], w [l, 4H, H] to h [T, l, B, H] in the type of p, and c and the gates in float32"""
     p = p.contiguous()
     h = p.new_empty(*p.shape[:3], w.shape[2])
     c, gates = torch.empty_like(h, dtype=torch.float32), torch.empty_like(p, dtype=torch.float32)
@@ -163,7 +163,7 @@ def forward(p: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def backward(dh: Tensor, c: Tensor, gates: Tensor, w: Tensor) -> Tensor:
-    """da [T, l, B, 4H], as dh"""
+    """da [T, l, B, 4H], in the type of dh"""
     da = torch.empty_like(gates, dtype=dh.dtype)
     _launch(_backward, dh.shape, dh.contiguous(), c, gates, w.contiguous(), da)
     return da

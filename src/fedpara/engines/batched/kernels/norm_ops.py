@@ -26,9 +26,9 @@ from fedpara.engines.batched.kernels.ops import (
 )
 
 CHANNELS = 16
-"""The fewest channels of a program: 32 neighbouring bytes, the least that memory delivers."""
+"""The smallest number of channels per program: 32 adjacent bytes, the size of the smallest memory access."""
 IMAGE = 1 << 13
-"""Numbers of an image that a program has at most, unless it has the fewest channels."""
+"""The largest number of an image's values per program. A program with the smallest number of channels may exceed it."""
 
 
 class LanesSequential(nn.Sequential):
@@ -79,7 +79,7 @@ def halves(layer: nn.Module) -> bool:
 
 
 def fits(norm: nn.GroupNorm, input: Tensor) -> bool:
-    """Whether the input is a 16-bit image on a GPU with groups that a program can have."""
+    """Whether the input is a 16-bit image on a GPU whose groups fit in a program."""
     if not (norm.affine and input.dim() == 4 and input.is_cuda and input.dtype.itemsize == 2):
         return False
     c, h, w = input.shape[1:]
@@ -87,7 +87,7 @@ def fits(norm: nn.GroupNorm, input: Tensor) -> bool:
 
 
 def block(c: int, h: int, w: int, size: int) -> int | None:
-    """The channels that a program has, a power of two of whole groups of this size; None if there is none."""
+    """The number of channels per program: a power of two that holds whole groups of this size, or None."""
     channels = max(CHANNELS, size)
     if size & (size - 1) or c % channels:
         return None
@@ -204,7 +204,7 @@ def _lanes_backward(
 def _in_lanes(
     name: str, images: int, info: Any, dims: Dims, tensors: tuple[Tensor, ...], constants: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
-    """The op with the mapped dimension as lanes, or more of them. The first tensors are images."""
+    """Calls the op with vmap's dimension as lanes. The first `images` tensors are images."""
     size, more = info.batch_size, tensors[0].dim() - (dims[0] is not None) == 5
     given = [into_lanes(t, dim, size, more) for t, dim in zip(tensors, dims, strict=False)]
     ready = [channels_last(t) for t in given[:images]] + [t.contiguous() for t in given[images:]]

@@ -3,9 +3,9 @@
     z = hat weight + bias,   hat = (x - mean) / sqrt(variance + eps)
     y = max(z, 0), or its maximum over the four taps of a square of 2 x 2 pixels
 
-A program has one image and a block of whole groups of channels. It goes through the pixels several times, a few at a
-time: first for the sums, in float32, and last to write. It reads again what the caches still have. It needs few
-registers, so many programs run at a time, which hides how long each waits for the memory.
+A program processes one image and a block of whole groups of channels. It passes over the pixels several times, a few
+at a time: first for the sums, in float32, and last to write. Repeated reads mostly hit the caches. A program needs few
+registers, so many programs run at a time, which hides memory latency.
 """
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from fedpara.engines.batched.kernels.norm_ops import block, power
 
 TILES = {1: 2048, 4: 1024}
-"""By taps: numbers of the result that a program has at a time, 8 per thread: it reads 16 bytes per tap at once."""
+"""Output values that a program computes at a time, by number of taps. A thread has 8, and reads 16 bytes per tap."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -68,7 +68,7 @@ def _forward(
 ) -> None:
     """stats is [image, 2, group]: means and 1 / deviations. The result has `count` pixels.
 
-    The count is not a constant, so that the loops are not unrolled, which takes registers.
+    The count is a run-time argument, so that the compiler does not unroll the loops: that would need more registers.
     """
     ROWS: tl.constexpr = TAPS * PIXELS
     program = tl.program_id(0)
@@ -202,7 +202,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """x [l, b, h, w, c], weight and bias [l, c] to y, as x or half as high and wide, and stats [l, b, 2, g]
 
-    A program has this many channels, and `tile` numbers of the result at a time.
+    A program processes `channels` channels, and computes `tile` output values at a time.
     """
     lanes, batch, h, w, c = x.shape
     y = x.new_empty((lanes, batch, h // 2, w // 2, c) if pool else x.shape)

@@ -55,7 +55,7 @@ def differentiate(name: str, derivative: type[_SingleLevelFunction]) -> None:
 
 
 def pays_on(device: torch.device) -> bool:
-    """Whether our kernels run there: they need Hopper's copy engine and shared memory, and Triton."""
+    """Whether the device supports these kernels: they need Hopper's copy engine and shared memory, and Triton."""
     if device.type != "cuda" or find_spec("triton") is None:
         return False
     has = torch.cuda.get_device_properties(device)
@@ -82,7 +82,10 @@ def unfold(tensor: Tensor, size: int, at: int = 0) -> Tensor:
 
 
 def into_lanes(tensor: Tensor, dim: int | None, size: int, more: bool) -> Tensor:
-    """The mapped dimension as lanes, or as more of them, without a copy; an unmapped tensor is repeated."""
+    """Makes vmap's dimension the lane dimension, or merges it into the existing one if `more`.
+
+    An unmapped tensor is expanded.
+    """
     if dim is None:
         tensor = tensor.expand(size, *tensor.shape)
     elif dim:

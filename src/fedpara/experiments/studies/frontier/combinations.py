@@ -50,7 +50,7 @@ OPTIONS: dict[str, Values] = {
 
 @dataclass(frozen=True)
 class Scale:
-    """A setting, its networks, and the combinations to run. The first one is what the others are compared with."""
+    """A setting, its networks, and the combinations to run. The others are compared with the first one."""
 
     base: Experiment
     networks: Mapping[str, Values]
@@ -66,7 +66,7 @@ class Scale:
     ratio: float | None = None  # FedMUD: the share of the original parameters that every method may train
     classes: int = 10
     final_scale: str | None = None
-    """the scale that carries out the final runs of what is chosen here, if it is another one"""
+    """the scale of the final runs that use the choices of this one, if it is another"""
 
     def rates_of(self, combination: str) -> tuple[float, ...]:
         """The learning rates to try."""

@@ -1,7 +1,7 @@
 """What a combination sends, without training: the lengths of encoded messages and the cohorts of seed 1.
 
-The numbers of the messages are random, because only the shapes decide their lengths. The layers that recycling leaves
-out depend on the training; here all are equally likely. On a grid the lengths depend on the training: they are None.
+The messages hold random numbers, because their lengths depend only on the shapes. The layers that recycling leaves out
+depend on the training; here all are equally likely. On a grid the lengths depend on the training, so they are None.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ def _sent(program: Program, e: Experiment, rounds: int) -> tuple[float, float | 
 
 
 def parameters(scale: Scale, combination: str) -> int:
-    """How many numbers of the model a combination trains and sends."""
+    """The number of the model's values that a combination trains and sends."""
     model = scale.base.model
     shape = models.usual_shape(model) if model in models.names() else None
     return _shared(_program(scale, scale.experiment(combination), shape))

@@ -229,7 +229,7 @@ _CHOICE_OF_LINKS = (
     "original f32/f32",
     *("fedpara0.4 f32/f32", "fedpara0.4 eden/grid0.25h86", "fedpara0.4 eden2/grid0.125h86"),
 )
-"""Trials as long as the final runs: a link may do harm only when the learning rate is small."""
+"""Trials as long as the final runs, because a link may reduce accuracy only once the learning rate is small."""
 _NONIID_LINKS = replace(
     _NONIID,
     combinations=_CHOICE_OF_LINKS,

@@ -1,7 +1,7 @@
 """`fedpara reproduce frontier` and `fedmud`: the runs of a scale, the choice by validation, the points of the figure.
 
     SCALE/validation/NAME-lrR-seed100    one run per combination and learning rate, scored on held-out examples
-    SCALE/validation/NAME-lrR-seed101    the rate that was best, again: further seeds tell the spread and choose nothing
+    SCALE/validation/NAME-lrR-seed101    the best rate again: further seeds show the spread but choose nothing
     SCALE/test/NAME-lrR-seedS            the rate that was best, scored on the test set; seeds 1 to 3
 
 A run is found by its experiment, so any process may carry it out with `fedpara run --config`.
@@ -24,9 +24,9 @@ from fedpara.experiments.studies.reproduce import Job, matches
 
 FOLDER = "frontier"
 ALL_SCALES = {**SCALES, **{f"fedmud-{name}": scale for name, scale in FEDMUD.items()}}
-"""By the folder of their runs."""
+"""The scales by the folder of their runs."""
 TRIAL_SEED = 100
-"""Of the trials that choose. Repeated trials have the seeds after it."""
+"""The seed of the trials that choose. Repeated trials have the seeds after it."""
 SEEDS = 3
 """Final runs have the seeds 1 to SEEDS."""
 Stage = Literal["validation", "test"]
@@ -44,7 +44,7 @@ class Point:
 
     @property
     def accuracies(self) -> list[float]:
-        """At the last round, per seed."""
+        """The accuracy at the last round, per seed."""
         return [run.accuracy or 0.0 for run in self.runs]
 
     @property
@@ -53,7 +53,7 @@ class Point:
 
     @property
     def sent(self) -> float:
-        """Bytes of all messages, both ways; the mean over the seeds."""
+        """The bytes of all messages in both directions, as the mean over the seeds."""
         return mean(run.bytes_up + run.bytes_down for run in self.runs)
 
     def sent_to(self, target: float) -> list[int] | None:
@@ -102,7 +102,7 @@ def chosen_rate(scale: Scale, combination: str, library: Library, rounds: int | 
 def repeats(
     scale: Scale, combination: str, library: Library, seeds: int, rounds: int | None = None
 ) -> list[Experiment]:
-    """The chosen trial with further seeds, `seeds` with the first one; empty before the choice."""
+    """The chosen trial with further seeds, so that it has `seeds` in total; empty before the choice."""
     rate = chosen_rate(scale, combination, library, rounds)
     first = next((one for one in trials(scale, combination, rounds) if one.lr == rate), None)
     return [replace(first, seed=TRIAL_SEED + more) for more in range(1, seeds)] if first is not None else []
@@ -165,7 +165,7 @@ def frontier_jobs(
 
 
 def _chooses(given: str, name: str, scale: Scale) -> bool:
-    """Whether the text is this combination or, if it is none, a part or a pattern of this one."""
+    """Whether the text is this combination or, if it is not the name of any, matches this one."""
     return given == name if given in scale.combinations else matches(given, name)
 
 

@@ -1,4 +1,4 @@
-"""The runs of a tuning in an archive, such as results/: what a lost machine had finished is not run again.
+"""The runs of a tuning in an archive, such as results/, so that another machine does not repeat finished runs.
 
 tuning/NAME/NAME-METHOD-K-seedS    finished trials, and the diverged ones once the choice is made
 tuning/NAME/chosen.json            the choice, with grid.json
@@ -29,7 +29,7 @@ def restore(folder: Path, runs: Mapping[str, Experiment], library: Library) -> N
 
 
 def _whole(experiment: Experiment, library: Library) -> Summary | None:
-    """A run of exactly these rounds: a longer one is another folder."""
+    """A finished run of exactly these rounds. A longer one belongs to another folder."""
     runs = library.runs.get(experiment.identity, ())
     return next((run for run in runs if run.rounds == run.experiment.rounds == experiment.rounds), None)
 
@@ -65,7 +65,7 @@ def _method(folder: str, tuning: str) -> str:
 
 
 def _copy_choice(folder: Path, into: Path) -> None:
-    """chosen.json comes last: without it the choice is made again."""
+    """Copies chosen.json last: without it the choice is made again."""
     make_folder(into)
     for name in (GRID, CHOSEN):
         write_bytes(into / name, (folder / name).read_bytes())

@@ -11,7 +11,7 @@ from fedpara.experiments.studies.tuned.plan import Plan
 
 
 def cost(plan: Plan, seeds: int | None = None) -> dict[str, Any]:
-    """The number of trials, of final runs and of GPU minutes, if every run ran alone."""
+    """The number of trials and of final runs, and the GPU minutes if each run has the GPU to itself."""
     trials = [e for tuning in plan.tunings for e in trial_runs(tuning.trials, tuning.seeds).values()]
     finals = [e for t in plan.tunings for e in t.methods.values() for _ in t.finals(seeds)]
     finals += [e for e in plan.reused for _ in plan.seeds[:seeds]]

@@ -3,8 +3,8 @@
     Tuning    methods on the same data; each gets the same trials, and its best one by validation gets final runs
     reused    experiments of the paper that run with the chosen setting of their method, without trials of their own
 
-The setting of a method are the values in which its chosen trial differs from its experiment. An experiment of the same
-method, such as another gamma, takes them over where it has the method's own value.
+A method's setting is the set of values in which its chosen trial differs from its experiment. An experiment of the same
+method, such as another gamma, uses these values wherever it has the method's original value.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,12 +18,12 @@ SAME_METHOD = (
     *("dataset", "model", "scheme", "share", "personal"),
     *("split", "alpha", "clients", "keep", "cohort", "data_fraction", "epochs", "steps", "batch_size"),
 )
-"""Fields in which an experiment must agree with a method to take over its setting."""
+"""Fields in which an experiment must agree with a method to use its setting."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """`fills` are the paper's experiments that a method's final runs stand for; by default its own."""
+    """A tuning. `fills` are the paper's experiments that each method's final runs stand for; by default its own."""
 
     name: str  # of the folders: tuning/NAME and final/NAME
     methods: Mapping[str, Experiment]
@@ -49,13 +49,13 @@ class Tuning:
         return self.methods if self.fills is None else self.fills
 
     def finals(self, seeds: int | None = None) -> tuple[int, ...]:
-        """The first so many seeds of the final runs."""
+        """The seeds of the final runs, at most the first `seeds`."""
         return self.final_seeds[:seeds]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`needs` are the tunings of other plans whose settings are reused."""
+    """A plan of tunings and reused experiments. `needs` are tunings of other plans whose settings are reused."""
 
     name: str
     title: str
@@ -67,7 +67,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Setting:
-    """What validation chose for a method, out of so many `trials`."""
+    """The setting that validation chose for a method out of `trials`."""
 
     tuning: str
     method: Experiment
@@ -86,7 +86,7 @@ class Setting:
 def setting_for(
     experiment: Experiment, settings: Iterable[Setting]
 ) -> tuple[Setting, Experiment] | tuple[None, None]:
-    """The setting of the experiment's method, and the experiment with it."""
+    """(the setting of the experiment's method, the experiment with that setting)"""
     for setting in settings:
         applied = setting.applied(experiment)
         if applied is not None:

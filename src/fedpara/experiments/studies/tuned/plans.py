@@ -1,4 +1,4 @@
-"""The prepared studies by name, in the order in which they are best run.
+"""The prepared studies by name, in the recommended order of running them.
 
 CIFAR-10 has seven trials of 60 rounds per method. CIFAR-100 has four of 40 rounds: the recipe, and the values that won
 or tied on CIFAR-10. Its clients hold 1,000 examples and 104 of them are held out, so that no batch is short. The text
@@ -45,7 +45,7 @@ def _vgg16(setting: str) -> dict[str, Experiment]:
 
 
 def _fills(setting: str) -> dict[str, Experiment]:
-    """No table of the paper has the narrow network."""
+    """The experiments that each method fills. No table of the paper has the narrow network."""
     return {name: e for name, e in _vgg16(setting).items() if name != "narrow"}
 
 
@@ -97,7 +97,7 @@ def _personal(name: str, methods: Mapping[str, Experiment], validation: float = 
 
 
 def _of_paper(number: int) -> Tuning:
-    """A fifth of a writer's examples are about 33: a tenth of these would be too few to choose by."""
+    """A fifth of a writer's examples are about 33. A tenth of these would be too few for a choice."""
     recipe = {
         method.lower(): experiment(SCENARIOS[number - 1], "mlp", **values)
         for method, values in PERSONAL.items()
@@ -114,7 +114,7 @@ def _of_paper(number: int) -> Tuning:
 
 
 def _pfedpara() -> Tuning:
-    """What the paper leaves open, in scenario 1: gamma, and the deviation at which the private W2 starts."""
+    """Variants that the paper leaves open, in scenario 1: gamma, and the initial deviation of the private W2."""
     base = _scenario(1)["pfedpara"]
     changed: dict[str, dict[str, Any]] = {
         **{f"gamma-{gamma:g}": {"gamma": gamma} for gamma in (0.25, 0.5, 0.75)},
@@ -173,7 +173,7 @@ def _cells(study: str, *rows: str, column: str = "") -> tuple[Experiment, ...]:
 
 
 def _without(experiments: tuple[Experiment, ...], tuned: Tuning) -> tuple[Experiment, ...]:
-    """Those that are not the methods of a tuning, which has its own final runs."""
+    """The experiments that are not methods of a tuning, because a tuning has its own final runs."""
     methods = {(e.identity, e.rounds) for e in tuned.methods.values()}
     return tuple(e for e in experiments if (e.identity, e.rounds) not in methods)
 
