@@ -59,9 +59,9 @@ def test_connected_ranks_wait_longer_than_ranks_that_join(tmp_path):
 import os, time
 from datetime import timedelta
 from fedpara.engines.distributed import process_group
-process_group.JOIN_TIMEOUT = timedelta(seconds=2)
+process_group.JOIN_TIMEOUT = timedelta(seconds=8)
 group = process_group.join()
-time.sleep(4 * group.rank)
+time.sleep(10 * group.rank)
 group.gather("the test")
 """
     with ranks("-c", script, cwd=tmp_path) as processes:

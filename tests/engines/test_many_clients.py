@@ -81,3 +81,30 @@ def test_a_client_memory_does_not_keep_its_cohorts_tensors_alive():
     kept = memory.get(3)["private"]["w"]
     assert torch.equal(kept, cohort[3])
     assert kept.untyped_storage().nbytes() == 40
+
+
+@pytest.mark.parametrize("sizes", [[4 + 2 * i for i in range(10)], [100, 4, 4, 4, 88, 5, 6]])
+def test_cohorts_of_any_size_that_are_read_client_by_client(sizes):
+    """A cohort's batches and pool of examples may be smaller than those of an earlier one."""
+
+    def read(client):
+        x = torch.randn(sizes[client], 8, generator=torch.Generator().manual_seed(client))
+        return x, x[:, :3].argmax(1)
+
+    def state(engine):
+        torch.manual_seed(0)
+        task = fp.Task(torch.nn.Linear(8, 3))
+        federation = fp.FederatedData.of(read, clients=len(sizes), sizes=sizes, test=read(3))
+        return fp.simulate(
+            task,
+            federation,
+            fp.algorithms.fedavg(lr=0.1),
+            rounds=8,
+            cohort=5,
+            engine=engine,
+            device="cpu",
+        ).state
+
+    sequential, batched = state("sequential"), state("batched")
+    for name, expected in sequential.items():
+        torch.testing.assert_close(batched[name], expected)

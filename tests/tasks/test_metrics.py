@@ -48,6 +48,11 @@ def perplexity(output, target):
     return math.exp(F.cross_entropy(output[:, :-1].flatten(0, 1), target[:, 1:].flatten()))
 
 
+def token_accuracy(output, target):
+    counts = target[:, 1:] != IGNORED
+    return sk.accuracy_score(target[:, 1:][counts], output[:, :-1].argmax(2)[counts])
+
+
 TOKENS = classes(6, 5, top=4).index_fill(1, torch.tensor([4]), IGNORED)
 MASKS = classes(6, 4, 4, top=2)
 EMPTY = MASKS.clone().index_fill_(0, torch.tensor([0, 3]), 0)
@@ -88,7 +93,7 @@ CASES = {
         "r2",
         drawn(6, 3),
         drawn(6, 3, seed=1),
-        lambda o, t: sk.r2_score(t.flatten(), o.flatten()),
+        lambda o, t: sk.r2_score(t, o),
     ),
     "mse": ("mse", drawn(6, 1), drawn(6, seed=1), lambda o, t: sk.mean_squared_error(t, o)),
     "mae": ("mae", drawn(6, 3), drawn(6, 3, seed=1), lambda o, t: sk.mean_absolute_error(t, o)),
@@ -99,6 +104,12 @@ CASES = {
     "iou of one channel": ("iou", drawn(6, 1, 4, 4), EMPTY, per_mask(sk.jaccard_score)),
     "iou of classes": ("iou", drawn(6, 3, 4, 4), classes(6, 4, 4, top=3), per_class(sk.jaccard_score)),
     "perplexity": ("perplexity", drawn(6, 5, 4), TOKENS, perplexity),
+    "token-accuracy": (
+        "token-accuracy",
+        drawn(6, 5, 4),
+        TOKENS,
+        token_accuracy,
+    ),
 }
 
 
@@ -143,6 +154,22 @@ def test_empty_masks_that_are_found_empty_score_one():
     assert measured("dice", [(output, target, None)]) == measured("iou", [(output, target, None)]) == 1
 
 
+@pytest.mark.parametrize("name", ["accuracy", "dice", "iou"])
+def test_ignored_pixels_do_not_count(name):
+    target = classes(6, 4, 4, top=3)
+    output = F.one_hot(target, 3).movedim(3, 1).float()
+    output[:, :, 2:] = output[:, :, 2:].flip(1)
+    target[:, 2:] = IGNORED
+    assert measured(name, [(output, target, None)]) == 1
+
+
+def test_r2_leaves_out_an_output_whose_targets_are_equal():
+    output, target = drawn(6, 3), drawn(6, 3, seed=1)
+    target[:, 1] = 0.1
+    expected = sk.r2_score(target[:, [0, 2]], output[:, [0, 2]])
+    assert measured("r2", [(output, target, None)]) == pytest.approx(expected, rel=1e-5)
+
+
 def test_r2_of_constant_targets_is_no_number():
     assert math.isnan(measured("r2", [(drawn(3), torch.ones(3), None)]))
 
@@ -157,6 +184,11 @@ def test_a_decorated_function_is_a_metric():
     def rmse(output, target):
         return (output - target).square()
 
+    @fp.metric
+    def near(output, target):
+        return (output - target).abs() < 1
+
+    assert isinstance(near, fp.tasks.Metric)
     output, target = drawn(5), drawn(5, seed=1)
     total = Totals(rmse)
     total.add(*summed(rmse.of(output, target)))

@@ -59,17 +59,9 @@ def public_key(secret: bytes) -> bytes:
 
 
 def agreed_key(secret: bytes, public: bytes) -> bytes:
-<<<<<<< HEAD
-    """The key that two clients share: the same from either one's secret and the other one's public key."""
+    """The key that two clients share, from either client's secret and the other client's public key."""
     if (point := _point(public)) is None:
         raise WireError("a public key is not a point of the curve P-256.")
-=======
-    """The key that two clients share, from either client's secret and the other client's public key."""
-    try:
-        point = ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, public)
-    except ValueError:
-        raise WireError("a public key is not a point of the curve P-256.") from None
->>>>>>> 4a7fee9800aee0c693dba352a9b8e361df86fe45
     return generate_shared_key(private_key(secret), point)
 
 

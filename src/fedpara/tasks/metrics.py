@@ -8,7 +8,7 @@ A metric is a function with the contract of a loss (`losses.py`), and may return
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -30,10 +30,29 @@ class Metric:
     finish: Callable[[Tensor, float], float] = _quotient
 
 
+@overload
+def metric(of: Loss) -> Metric: ...
+
+
+@overload
 def metric(
     *, higher_is_better: bool = True, finish: Callable[[Tensor, float], float] = _quotient
-) -> Callable[[Loss], Metric]:
-    """Decorates a function (output, target) as a Metric: `@fp.metric(higher_is_better=False)`."""
+) -> Callable[[Loss], Metric]: ...
+
+
+def metric(
+    of: Loss | None = None,
+    *,
+    higher_is_better: bool = True,
+    finish: Callable[[Tensor, float], float] = _quotient,
+) -> Metric | Callable[[Loss], Metric]:
+    """Decorates a function (output, target) as a Metric: `@fp.metric` or `@fp.metric(higher_is_better=False)`.
+
+    The function returns one value per example, or k values, [N, k]. `finish` gets their sums over all examples and the
+    number of examples, and returns the score; by default their quotient.
+    """
+    if of is not None:
+        return Metric(of, higher_is_better, finish)
     return lambda of: Metric(of, higher_is_better, finish)
 
 
@@ -89,28 +108,35 @@ def _one_logit(output: Tensor, target: Tensor) -> Tensor:
     return output.squeeze(1) if output.dim() == target.dim() + 1 and output.shape[1] == 1 else output
 
 
-def _moments(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Per example: the squared error, sum and sum of squares of its targets, and how many they are."""
+def _moments(output: Tensor, target: Tensor) -> Tensor:
+    """Per example and output: the squared error, the target and its square, [N, 3 outputs]."""
     parts = (target, fit(output, target) - target)
     y, error = (part.double().reshape(len(part), -1) for part in parts)  # also [N], which flatten(1) refuses
-    sums = torch.stack([error.square().sum(1), y.sum(1), y.square().sum(1)], 1)
-    return sums, torch.full_like(sums[:, 0], y.shape[1])
+    return torch.cat([error.square(), y, y.square()], 1)
 
 
 def _r2(sums: Tensor, weight: float) -> float:
-    residual, total, squares = sums.tolist()
-    around_mean = squares - total**2 / weight
-    return 1 - residual / around_mean if around_mean > 0 else math.nan
+    """1 - residual / variance of each output; their mean. An output whose targets are all equal is left out."""
+    residual, total, squares = sums.view(3, -1)
+    around_mean = squares - total.square() / weight
+    varies = around_mean > 1e-12 * squares
+    return float((1 - residual / around_mean)[varies].mean())
+
+
+def next_token_accuracy(output: Tensor, target: Tensor) -> PerExample:
+    """The share of correct tokens. Takes what the loss next-token takes."""
+    return accuracy(output[:, :-1].transpose(1, 2), target[:, 1:])
 
 
 def _overlap(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sizes of prediction, target and intersection, [N, classes]. Class 0 of several is the background: left out."""
-    output = _one_logit(output, target)
+    output, counts = _one_logit(output, target), (target != IGNORED)[:, None]
     if output.shape == target.shape:
         predicted, true = (output > 0)[:, None], target.bool()[:, None]
     else:
         classes = torch.arange(1, output.shape[1], device=output.device).view(-1, *[1] * (target.dim() - 1))
         predicted, true = (part[:, None] == classes for part in (output.argmax(1), target))
+    predicted, true = predicted & counts, true & counts
     return tuple(part.flatten(2).sum(2) for part in (predicted, true, predicted & true))  # type: ignore[return-value]
 
 
@@ -140,6 +166,7 @@ METRICS: dict[str, Metric] = {
     "dice": Metric(dice),
     "iou": Metric(iou),
     "perplexity": Metric(next_token, higher_is_better=False, finish=_perplexity),
+    "token-accuracy": Metric(next_token_accuracy),
 }
 _MASKS = "logits [N, classes, ...] and classes [N, ...] per pixel, or one logit per target"
 TAKES = {
@@ -148,10 +175,10 @@ TAKES = {
     **dict.fromkeys(("r2", "mse", "mae"), losses.TAKES["mse"]),
     "dice": _MASKS,
     "iou": _MASKS,
-    "perplexity": losses.TAKES["next-token"],
+    **dict.fromkeys(("perplexity", "token-accuracy"), losses.TAKES["next-token"]),
 }
 """What each metric takes, for messages."""
-FRACTIONS = frozenset({"accuracy", "top-5", "dice", "iou", "backdoor"})
+FRACTIONS = frozenset({"accuracy", "top-5", "dice", "iou", "token-accuracy", "backdoor"})
 """Metrics between 0 and 1, which are shown in percent; `backdoor` is the score of an attack."""
 
 

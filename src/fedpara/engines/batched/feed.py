@@ -82,7 +82,11 @@ class Feed:
     def fill(self, plan: RoundPlan) -> None:
         """Copies in a round's plan."""
         steps, width = plan.steps, plan.width
+        self.plan.zero_()  # an earlier round's index may lie beyond this cohort's examples
         self.plan[:, :steps, :width].copy_(torch.from_numpy(plan.index))
+        self.plan[:, :steps, width:].copy_(
+            self.plan[:, :steps, :1]
+        )  # padding is an example of the same client
         self.sizes.zero_()
         self.sizes[:, :steps].copy_(torch.from_numpy(plan.sizes))
         self.seeds[:, :steps].copy_(torch.from_numpy(plan.seeds))
