@@ -110,6 +110,17 @@ class Examples:
             raise DataError(f"indices run from {low} to {high}: expected 0 to {len(self) - 1}.")
         return index.long()
 
+    def no_class(self, classes: int, ignored: int) -> tuple[int, int] | None:
+        """(row, target) of the first target that is neither 0 to classes - 1 nor `ignored`; None if all are."""
+        targets = self.targets
+        if not isinstance(targets, Tensor) or targets.is_floating_point() or not targets.numel():
+            return None
+        wrong = ((targets < 0) & (targets != ignored)) | (targets >= classes)
+        if not bool(wrong.any()):
+            return None
+        first = tuple(wrong.nonzero()[0].tolist())
+        return first[0], int(targets[first])
+
     def subset(self, indices: Indices) -> "Examples":
         """The examples at `indices`, in that order; an index may repeat."""
         index = self.checked(indices).to(self.device)

@@ -11,9 +11,14 @@ from numpy.typing import NDArray
 from fedpara.data.convert import Collate
 from fedpara.data.examples import Examples, Indices
 from fedpara.data.partition import Partition
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, DataError
 
 Rows = NDArray[np.int64]
+
+
+def of_classes(classes: int, ignored: int) -> str:
+    """What a target may be, for messages."""
+    return f"expected 0 to {classes - 1} for a model with {classes} outputs, or {ignored} for one that does not count."
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +110,13 @@ class FederatedData:
         first = self.indices(someone)[:1]
         others = np.setdiff1d(np.arange(min(most, len(self.train))), first)[: most - 1]
         return self.train.subset(np.concatenate([first, others]))
+
+    def expect_classes(self, classes: int, ignored: int) -> None:
+        """DataError if a client's target is neither 0 to classes - 1 nor `ignored`."""
+        if (found := self.train.no_class(classes, ignored)) is not None:
+            row, target = found
+            held = (i for i in range(len(self)) if row in self.indices(i))
+            raise DataError(f"client {next(held, 0)} has the target {target}: {of_classes(classes, ignored)}")
 
     def pool(self, clients: Sequence[int]) -> tuple[Examples, dict[int, Rows], dict[int, str]]:
         """(examples, each client's rows of them, why the others' data could not be read) for a cohort."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedpara.data.convert import as_examples, count, in_memory, same_kind
 from fedpara.data.examples import Examples
-from fedpara.data.federated import FederatedData, Rows
+from fedpara.data.federated import FederatedData, Rows, of_classes
 from fedpara.errors import ConfigError, DataError, FedParaError, in_a_line
 from fedpara.trees import describe, join
 
@@ -60,6 +60,7 @@ class LoadedData(FederatedData):
     _read_test: Callable[[int], Examples] | None
     _sizes: dict[int, int]
     _last: dict[int, Examples]
+    _classes: tuple[int, int] | None
 
     def __init__(
         self,
@@ -80,6 +81,7 @@ class LoadedData(FederatedData):
             "_read_test": read_test,
             "_sizes": dict(enumerate(map(int, given))) if given is not None else {},
             "_last": {},
+            "_classes": None,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -131,6 +133,8 @@ class LoadedData(FederatedData):
         found = self._checked_read(i)
         if problem := self._difference(found):
             raise DataError(problem)
+        if self._classes is not None and (wrong := found.no_class(*self._classes)) is not None:
+            raise DataError(f"it has the target {wrong[1]}: {of_classes(*self._classes)}")
         self._sizes[i] = len(found)
         self._last[i] = found
         return found
@@ -154,6 +158,10 @@ class LoadedData(FederatedData):
             f"its examples are {_described(found)} and the first client's are {_described(self.train)}: expected "
             "the same shapes and types, so let `collate` always pad to the same length."
         )
+
+    def expect_classes(self, classes: int, ignored: int) -> None:
+        """A client with another target cannot be read from now on."""
+        object.__setattr__(self, "_classes", (classes, ignored))
 
     def some(self, most: int) -> Examples:
         return self.train.part(slice(most))

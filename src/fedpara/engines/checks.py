@@ -16,20 +16,23 @@ from torch import Tensor
 from fedpara.algorithms import Algorithm, Local, Visit
 from fedpara.algorithms.core import expect_like, expect_variables
 from fedpara.data import Examples, FederatedData
+from fedpara.data.federated import of_classes
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import Program, named_tensors
 from fedpara.engines.secure.checks import secure_problems
 from fedpara.engines.session import PERSONAL, PRIVATE, Session
 from fedpara.engines.settings import Settings
-from fedpara.errors import ConfigError, in_a_line
+from fedpara.errors import ConfigError, DataError, in_a_line
 from fedpara.parameterization import covered
 from fedpara.state import State, zeros_like
 from fedpara.tasks import Task, losses, metrics
-from fedpara.tasks.losses import mean_loss, problem_of
+from fedpara.tasks.losses import IGNORED, mean_loss, problem_of
 from fedpara.tasks.metrics import FRACTIONS
 from fedpara.tasks.task import LOSS
 from fedpara.trees import describe
 
+CLASSES = {"cross-entropy": 1, "next-token": -1}
+"""The dimension of the classes in the output that a loss takes."""
 Problem = tuple[str, Exception | None]
 """A sentence for the user, and the error that it explains."""
 
@@ -57,6 +60,7 @@ def _problems(
         if (error := _failure(program, task, data, local, 1)) is not None:
             yield from _training_problems(program, task, data, local, error)
         yield from _loss_problems(program, task, data)
+        yield from _class_problems(program, task, data)
     if personal and not data.has_personal:
         yield (
             "personal=True scores each client's own model, and no client has test data: give the clients test data, or "
@@ -159,6 +163,21 @@ def _loss_problems(program: Program, task: Task, data: FederatedData) -> Iterato
                 yield problem, None
             elif name == LOSS and not math.isfinite(float(mean_loss(made))):
                 yield f"the loss of the first example is {float(mean_loss(made))}, before any training.", None
+
+
+def _class_problems(program: Program, task: Task, data: FederatedData) -> Iterator[Problem]:
+    """A target that is no class ends a run on a GPU, and the process with it."""
+    if task.loss not in CLASSES:
+        return
+    worker = Worker(program, task)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        classes = worker.output(_one_batch(data, 2).inputs).shape[CLASSES[str(task.loss)]]
+    try:
+        data.expect_classes(classes, IGNORED)
+    except DataError as error:
+        yield str(error), None
+    if task.test is not None and (wrong := task.test.no_class(classes, IGNORED)) is not None:
+        yield f"the test data has the target {wrong[1]}: {of_classes(classes, IGNORED)}", None
 
 
 def _taken(task: Task, name: str, output: Any, some: Examples) -> str:
