@@ -58,6 +58,8 @@ def describe(tree: Tree) -> str:
         return "{" + ", ".join(f"{name}: {describe(part)}" for name, part in tree.items()) + "}"
     if isinstance(tree, tuple):
         return "(" + ", ".join(map(describe, tree)) + ")"
+    if not isinstance(tree, Tensor):
+        return type(tree).__name__
     return f"{str(tree.dtype).removeprefix('torch.')} {list(tree.shape)}"
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpara import algorithms
+from fedpara import algorithms, cosine
 from fedpara.algorithms import Algorithm, Local, Update
 from fedpara.errors import ConfigError
 
@@ -74,6 +74,10 @@ def test_steps_instead_of_epochs() -> None:
         ({"weight_decay": -1e-4}, "weight_decay is -0.0001: expected a number of 0 or more"),
         ({"clip": 0.0}, "clip is 0.0"),
         ({"jacobian": -1.0}, "jacobian is -1.0"),
+        (
+            {"schedule": cosine},
+            "schedule is the function cosine itself: call it, as in schedule=fp.cosine(...)",
+        ),
         ({"jacobian_norm": "cubed"}, "jacobian_norm is 'cubed': expected 'plain', 'squared' or 'network'"),
     ],
 )
@@ -99,12 +103,22 @@ def test_local_rejects(fields: dict[str, Any], text: str) -> None:
         (algorithms.fedyogi, {"tau": 0.0}, "tau is 0.0"),
         (algorithms.fedadagrad, {"server_lr": "fast"}, "server_lr is 'fast'"),
         (algorithms.fedavg, {"lr": 0}, "lr is 0"),
+        (
+            algorithms.scaffold,
+            {"epoch": 2},
+            "unknown setting 'epoch' of the clients' training: did you mean 'epochs'?",
+        ),
     ],
 )
 def test_factories_reject(factory: Callable[..., Algorithm], hyper: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as error:
         factory(**hyper)
     assert text in str(error.value)
+
+
+def test_settings_per_client_may_be_a_dict() -> None:
+    local = algorithms.fedavg(lr=0.1, per_client={3: {"epochs": 2}}).local
+    assert (local.of(3).epochs, local.of(0).epochs) == (2, 1)
 
 
 def test_factories_accept_fields_or_a_local_or_both() -> None:

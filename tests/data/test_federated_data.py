@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fedpara.data import Examples, FederatedData, Partition
+from fedpara.data import Examples, FederatedData, Partition, split
 from fedpara.errors import ConfigError, DataError
 
 TRAIN = Examples(torch.arange(6, dtype=torch.uint8).view(6, 1), torch.tensor([0, 1, 0, 1, 0, 1]), 2)
@@ -75,3 +75,11 @@ def test_parts_that_do_not_fit_are_rejected(change, words):
 def test_an_index_past_the_examples_is_named():
     with pytest.raises(DataError, match="0 to 6: expected 0 to 5"):
         FederatedData(TRAIN, [[0, 6]]).client(0)
+
+
+def test_pairs_and_lists_of_indices_work_in_place_of_examples_and_a_partition():
+    x, y = torch.randn(6, 2), torch.tensor([0, 1, 0, 1, 0, 1])
+    kept, held = split([[0, 2, 4], [1, 3, 5]], y, 0.3, seed=0)
+    data = FederatedData((x, y), kept, test_clients=held, test=(x, y))
+    assert sorted([*data.indices(1), *held[1]]) == [1, 3, 5]
+    assert torch.equal(data.client_test(1).inputs, x[held[1].tolist()])

@@ -128,3 +128,21 @@ def test_impossible_settings_are_rejected_before_anything_runs(world, name):
         ConfigError, match=r"expected|choose a smaller cohort|no client has test data|Known: all"
     ):
         world.simulate(world.model(), **{name: BAD_SETTINGS[name]})
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched"])
+@pytest.mark.parametrize("target", [-1, 3])
+def test_a_target_that_is_no_class_names_its_client(engine, target):
+    x = torch.randn(4, 2)
+    good, bad = (x, torch.tensor([0, 1, 2, -100])), (x, torch.tensor([0, 1, target, 2]))
+    task = fp.Task(nn.Linear(2, 3))
+    how = {"rounds": 1, "cohort": 3, "engine": engine, "device": "cpu"}
+    message = f"has the target {target}: expected 0 to 2 for a model with 3 outputs, or -100"
+    with pytest.raises(ConfigError, match=f"client 1 {message}"):
+        fp.simulate(task, fp.FederatedData.of([good, bad, good]), algorithms.fedavg(), **how)
+    read = fp.FederatedData.of([good, bad, good].__getitem__, clients=3)
+    (result,) = fp.simulate(task, read, algorithms.fedavg(), **how).rounds
+    assert [client for client, _ in result.refused] == [1]
+    assert message in result.refused[0][1]
+    with pytest.raises(ConfigError, match=f"the test data have the target {target}"):
+        fp.simulate(task, fp.FederatedData.of([good], test=bad), algorithms.fedavg(), **{**how, "cohort": 1})

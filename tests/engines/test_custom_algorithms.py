@@ -211,3 +211,45 @@ def test_invalid_variables_are_rejected_before_the_first_round(function, made, m
 def test_finish_and_aggregate_both_need_the_mark():
     base = algorithms.fedavg(lr=0.1)
     assert not replace(base, finish=lambda *given: base.finish(*given)).on_any_device
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_aggregate_sees_each_clients_number_and_loss(engine):
+    """As in q-FedAvg and AFL, where clients with a larger loss count more."""
+    seen = []
+
+    def aggregate(x, server, updates, clients):
+        seen.append({u.client: u.loss for u in updates})
+        total = sum(u.loss for u in updates)
+        return {name: sum(u.loss / total * u.y[name] for u in updates) for name in x}, server
+
+    run, _ = simulate(replace(algorithms.fedavg(lr=0.1), name="fair", aggregate=aggregate), engine)
+    for losses, result in zip(seen, run.rounds, strict=True):
+        assert sorted(losses) == sorted(result.cohort)
+        assert sum(losses.values()) / len(losses) == pytest.approx(result.train_loss)
+    assert len(set(seen[0].values())) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"correct": lambda g: g},
+            r"correct failed: .* It is called as correct\(gradient, y, x, down, client\)",
+        ),
+        ({"finish": lambda x, y: ({}, {})}, r"It is called as finish\(x, y, down, client, steps, lr\)"),
+        ({"send": lambda y: y}, r"It is called as send\(x, y, visit\)"),
+    ],
+)
+def test_a_function_with_other_arguments_is_named(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        simulate(replace(algorithms.fedavg(lr=0.1), **changes), "sequential")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [(lambda at: 1.0, "called as schedule"), (lambda at, rounds: None, "schedule returned NoneType")],
+)
+def test_a_schedule_that_gives_no_factor_is_named(schedule, message):
+    with pytest.raises(ConfigError, match=message):
+        simulate(algorithms.fedavg(lr=0.1, schedule=schedule), "sequential")

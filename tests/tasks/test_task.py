@@ -1,5 +1,7 @@
 """A custom loss, metric or input structure works on every engine; a wrong one is named before the first round."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -188,3 +190,39 @@ def test_a_loss_that_becomes_nan_refuses_the_client_and_the_round_goes_on(engine
         engine=engine,
     )
     assert [(client, "diverged" in reason) for client, reason in run.rounds[0].refused] == [(1, True)]
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    cache: object = None
+
+
+class WithOutput(nn.Linear):
+    """Returns an object, as the models of Hugging Face do."""
+
+    def forward(self, x):
+        return Output(super().forward(x), object())
+
+
+def test_an_output_may_be_any_object_that_the_loss_reads():
+    def loss(output, target):
+        return (output.logits[:, 0] - target).square()
+
+    states = []
+    for engine in ENGINES:
+        torch.manual_seed(0)
+        run = simulate(fp.Task(WithOutput(3, 1), loss=loss), engine=engine)
+        assert run.engine.startswith(engine)
+        states.append(run.state)
+    for name, expected in states[0].items():
+        torch.testing.assert_close(states[1][name], expected)
+    with pytest.raises(ConfigError, match="on output Output and targets float32"):
+        simulate(fp.Task(WithOutput(3, 1), loss="mse"))
+
+
+def test_a_model_or_loss_that_cannot_train_is_named():
+    with pytest.raises(ConfigError, match=r"model is the class Linear: expected a torch\.nn\.Module"):
+        fp.Task(nn.Linear)
+    with pytest.raises(ConfigError, match="the loss has parameters of its own, which would not train"):
+        fp.Task(linear(), loss=nn.PReLU())

@@ -19,6 +19,7 @@ Clipping comes before the correction, so that SCAFFOLD's control variates averag
 The states hold the shared, trainable parameters only, without private parameters and buffers.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +48,9 @@ class Update:
     examples: int
     weight: float | None = None
     """w_i, if a run caps a client's share (max_share) or weights all clients equally; None means `examples`"""
+    client: int = -1
+    loss: float = math.nan
+    """the client's training loss: the mean over its local steps"""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from fedpara.algorithms.core import Algorithm, FromMean, Mean, Variables, no_variables, on_any_device
-from fedpara.algorithms.local import NOT_NEGATIVE, Local, check
+from fedpara.algorithms.local import NOT_NEGATIVE, Local, check, with_fields
 from fedpara.state import State, add, subtract
 
 
@@ -19,7 +19,7 @@ def fedavg(*, local: Local | None = None, **fields: Any) -> Algorithm:
     """FedAvg. The other keywords are fields of Local."""
     return Algorithm(
         name="fedavg",
-        local=replace(local or Local(), **fields),
+        local=with_fields(local, fields),
         server_init=_nothing,
         broadcast=_nothing,
         client_init=_nothing,

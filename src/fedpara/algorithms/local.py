@@ -1,13 +1,13 @@
 """Local: what one client does in one round."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal
 
 from fedpara.algorithms.optimizers import Optimizer, build_optimizer
-from fedpara.algorithms.schedules import RateSchedule
-from fedpara.errors import ConfigError
+from fedpara.algorithms.schedules import RateSchedule, constant, cosine, linear, step_decay
+from fedpara.errors import ConfigError, among
 
 Rule = tuple[str, Callable[[Any], bool]]
 POSITIVE: Rule = ("a number above 0", lambda value: value > 0)
@@ -51,7 +51,9 @@ class Local:
         False  # keep its slots on the client between rounds; by default each round starts anew
     )
     schedule: RateSchedule | None = None  # multiplies the learning rate: fedpara.cosine(warmup=5)
-    per_client: Callable[[int], Mapping[str, Any]] | None = None  # client -> lr, epochs, steps or batch_size
+    per_client: Callable[[int], Mapping[str, Any]] | Mapping[int, Mapping[str, Any]] | None = (
+        None  # client -> lr, epochs, steps or batch_size; a dict may leave clients out
+    )
     rounds: int | None = field(default=None, repr=False)  # of the run, for `schedule`; simulate sets it
 
     def __post_init__(self) -> None:
@@ -63,6 +65,10 @@ class Local:
             raise ConfigError(
                 f"schedule is {self.schedule!r}: expected a function, such as fp.cosine(warmup=5)."
             )
+        made_by: Any = self.schedule
+        if made_by in (constant, cosine, linear, step_decay):
+            call = f"schedule=fp.{made_by.__name__}(...)"
+            raise ConfigError(f"schedule is the function {made_by.__name__} itself: call it, as in {call}.")
         check(POSITIVE, lr=self.lr, clip=self.clip, eps=self.eps)
         check(AT_MOST_ONE, lr_decay=self.lr_decay)
         check(COUNT, batch_size=self.batch_size, epochs=self.epochs, steps=self.steps)
@@ -83,7 +89,8 @@ class Local:
         """The settings of one client."""
         if self.per_client is None:
             return self
-        given = dict(self.per_client(client))
+        own = self.per_client
+        given = dict(own.get(client, {}) if isinstance(own, Mapping) else own(client))
         if unknown := given.keys() - set(PER_CLIENT):
             raise ConfigError(
                 f"per_client sets {unknown.pop()!r} for client {client}: expected {', '.join(PER_CLIENT)}."
@@ -118,6 +125,15 @@ class Local:
         if examples < 1:
             return 0
         return self.steps or -(-examples // self.batch_size) * (self.epochs or 1)
+
+
+def with_fields(local: Local | None, given: Mapping[str, Any]) -> Local:
+    """`local` with the keywords that an algorithm was given. ConfigError for one that is no field of Local."""
+    known = [field.name for field in fields(Local) if field.name != "rounds"]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"unknown setting {name!r} of the clients' training: {among(name, known)}")
+    return replace(local or Local(), **given)
 
 
 def expect_sgd(algorithm: str, local: Local) -> None:

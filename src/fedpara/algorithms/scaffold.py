@@ -10,13 +10,12 @@ sum of the corrections over the clients at zero. A narrow uplink rounds what the
 c then differs from that mean by the rounding of the link.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fedpara.algorithms.core import Algorithm, FromMean, Mean, Variables, on_any_device, variable
 from fedpara.algorithms.elementwise import elementwise
-from fedpara.algorithms.local import POSITIVE, Local, check, expect_sgd
+from fedpara.algorithms.local import POSITIVE, Local, check, expect_sgd, with_fields
 from fedpara.errors import ConfigError
 from fedpara.state import State, add, subtract, zeros_like
 
@@ -26,7 +25,7 @@ CONTROL = "control"
 def scaffold(server_lr: float = 1.0, *, local: Local | None = None, **fields: Any) -> Algorithm:
     """SCAFFOLD with eta_g = server_lr. The other keywords are fields of Local."""
     check(POSITIVE, server_lr=server_lr)
-    local = replace(local or Local(), **fields)
+    local = with_fields(local, fields)
     expect_sgd("scaffold", local)
     if local.momentum:
         # (x - y) / (K eta) is the mean gradient of plain SGD steps only.

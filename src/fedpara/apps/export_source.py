@@ -156,7 +156,7 @@ def _from_recorded_run(path: Path, model: str | None, client: int | None) -> Sou
         name = str(description.get("target", description.get("name")))
         typed = REFERENCE if name.startswith(OBJECT) else shlex.quote(name)
         raise UsageError(
-            f"{path} does not hold the frozen {missing[0]}: pass --model {typed} if you trust that code."
+            f"{path} does not hold the frozen tensor {missing[0]!r}: pass --model {typed} if you trust that code."
         )
     moved = newest.progress.folds is not None
     if not moved and described.get("base") not in (

@@ -38,6 +38,12 @@ class Examples:
     std: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
+        for what, tree in (("inputs", self.inputs), ("targets", self.targets)):
+            for part in leaves(tree):
+                if not isinstance(part, Tensor):
+                    raise DataError(
+                        f"{what} are a {type(part).__name__}: expected tensors, such as torch.tensor(...)."
+                    )
         count = len(self)
         for what, tree in (("inputs", self.inputs), ("targets", self.targets)):
             if any(tensor.shape[:1] != (count,) for tensor in leaves(tree)):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpara.data.convert import Collate
+from fedpara.data.convert import Collate, as_examples
 from fedpara.data.examples import Examples, Indices
 from fedpara.data.partition import Partition
 from fedpara.errors import ConfigError, DataError
@@ -37,6 +37,9 @@ class FederatedData:
     test: Examples | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "train", as_examples(self.train))
+        if self.test is not None:
+            object.__setattr__(self, "test", as_examples(self.test))
         if self.test_clients is not None and self.personal is not None:
             raise ConfigError("test_clients and personal are both set: expected at most one of them.")
         tests = self.test_clients if self.personal is None else self.personal[1]

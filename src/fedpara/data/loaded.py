@@ -31,6 +31,10 @@ def federation_of(
         if clients is None:
             raise ConfigError("sources is a function: give the number of `clients` too.")
         named, total = sources, clients
+    elif isinstance(sources, Mapping):
+        raise ConfigError(
+            "sources is a dict: clients have numbers, so give a list, such as list(sources.values())."
+        )
     else:
         if not sources:
             raise ConfigError("there are no sources: expected one per client.")
@@ -40,6 +44,8 @@ def federation_of(
         if tests is None and all(map(in_memory, sources)):
             held = [partial(read, source) for source in sources]
             return _joined([_read_named(one, f"client {i}'s data") for i, one in enumerate(held)], scored)
+    if tests is not None and not callable(tests) and len(tests) != total:
+        raise ConfigError(f"tests of {len(tests)} clients: expected {total}.")
     own = None if tests is None else tests if callable(tests) else tests.__getitem__
     found = LoadedData(
         read=lambda client: read(named(client)),

@@ -166,9 +166,15 @@ def by_owner(owners: Vector, roster: Vector | None = None) -> Partition:
 
 
 def split(
-    partition: Partition, labels: Vector, fraction: float, seed: int | tuple[int, int], exact: bool = False
+    clients: Sequence[Ints | Sequence[int]],
+    labels: Vector,
+    fraction: float,
+    seed: int | tuple[int, int],
+    exact: bool = False,
 ) -> tuple[Partition, Partition]:
     """(train, test) of every client: `fraction` of each of its classes goes to test.
+
+    `clients` is a Partition, or a sequence with the example indices of each client.
 
     A class with m >= 2 examples gives between 1 and m - 1 of them, so that a client's test data has the client's
     classes. A class with one example stays in train. With small classes the test share is larger than `fraction`. With
@@ -184,6 +190,7 @@ def split(
     """
     if not 0 < fraction < 1:
         raise ConfigError(f"fraction = {fraction}: expected a test share between 0 and 1, such as 0.1.")
+    partition = clients if isinstance(clients, Partition) else Partition.of(clients)
     held = partition.indices
     client = np.repeat(np.arange(len(partition)), partition.sizes)
     y = _vector(labels)[held]

@@ -5,8 +5,9 @@ one example of each test set is scored.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -68,9 +69,9 @@ def _problems(
             None,
         )
     if task.test is not None and not program.local:
-        yield from _test_set_problems(program, task, "the test data", task.test)
+        yield from _test_set_problems(program, task, data, "the test data", task.test)
     if personal and data.personal is not None:
-        yield from _test_set_problems(program, task, "the clients' test data", data.personal[0])
+        yield from _test_set_problems(program, task, data, "the clients' test data", data.personal[0])
     if settings.target is not None and task.primary in FRACTIONS and not 0 < settings.target <= 1:
         yield (
             f"target is {settings.target}: expected a number above 0 and at most 1 for {task.primary}.",
@@ -99,15 +100,29 @@ def _why_no_jacobian(program: Program) -> str:
 
 def _algorithm_problems(a: Algorithm, x: State) -> Iterator[Problem]:
     """Calls every function of the algorithm once, except `aggregate`."""
-    server = expect_variables(a.name, "server_init", a.server_init(x))
-    broadcast = expect_variables(a.name, "broadcast", a.broadcast(server))
-    first = expect_variables(a.name, "client_init", a.client_init(x))
-    expect_like(a.name, "correct", a.correct(zeros_like(x), x, x, broadcast, first), x)
+
+    def called(name: str, takes: str, function: Callable[..., Any], *given: object) -> Any:
+        try:
+            return function(*given)
+        except TypeError as error:
+            what = f"algorithm {a.name!r}: {name} failed: {in_a_line(error).rstrip('.')}."
+            raise ConfigError(f"{what} It is called as {name}({takes}).") from error
+
+    if a.local.schedule is not None:
+        factor = called("schedule", "at, rounds", a.local.schedule, 0.0, 1)
+        if not isinstance(factor, Real):
+            advice = "expected a factor of the learning rate, such as 0.5."
+            yield f"algorithm {a.name!r}: schedule returned {type(factor).__name__}: {advice}", None
+    server = expect_variables(a.name, "server_init", called("server_init", "x", a.server_init, x))
+    broadcast = expect_variables(a.name, "broadcast", called("broadcast", "server", a.broadcast, server))
+    first = expect_variables(a.name, "client_init", called("client_init", "x", a.client_init, x))
+    words, given = "gradient, y, x, down, client", (zeros_like(x), x, x, broadcast, first)
+    expect_like(a.name, "correct", called("correct", words, a.correct, *given), x)
     if a.personal is not None:
-        personal = a.personal.correct(zeros_like(x), x, x, broadcast, first)
+        personal = called("personal.correct", words, a.personal.correct, *given)
         expect_like(a.name, "personal.correct", personal, x)
-    expect_like(a.name, "send", a.send(x, x, Visit(0, 1, 1, 1.0, 0)), x)
-    made: Any = a.finish(x, x, broadcast, first, 1, 1.0)
+    expect_like(a.name, "send", called("send", "x, y, visit", a.send, x, x, Visit(0, 1, 1, 1.0, 0)), x)
+    made = called("finish", "x, y, down, client, steps, lr", a.finish, x, x, broadcast, first, 1, 1.0)
     if not (isinstance(made, tuple) and len(made) == 2):
         what = "expected a pair of dicts, what the client sends and its new variables."
         yield f"algorithm {a.name!r}: finish returned {type(made).__name__}: {what}", None
@@ -167,17 +182,21 @@ def _loss_problems(program: Program, task: Task, data: FederatedData) -> Iterato
 
 def _class_problems(program: Program, task: Task, data: FederatedData) -> Iterator[Problem]:
     """A target that is no class ends a run on a GPU, and the process with it."""
-    if task.loss not in CLASSES:
+    if (classes := _classes(program, task, data)) is None:
         return
-    worker = Worker(program, task)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        classes = worker.output(_one_batch(data, 2).inputs).shape[CLASSES[str(task.loss)]]
     try:
         data.expect_classes(classes, IGNORED)
     except DataError as error:
         yield str(error), None
-    if task.test is not None and (wrong := task.test.no_class(classes, IGNORED)) is not None:
-        yield f"the test data has the target {wrong[1]}: {of_classes(classes, IGNORED)}", None
+
+
+def _classes(program: Program, task: Task, data: FederatedData) -> int | None:
+    """How many classes the model tells apart, if the loss takes classes."""
+    if task.loss not in CLASSES or not len(data.train):
+        return None
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        output = Worker(program, task).output(_one_batch(data, 2).inputs)
+    return int(output.shape[CLASSES[str(task.loss)]])
 
 
 def _taken(task: Task, name: str, output: Any, some: Examples) -> str:
@@ -191,13 +210,18 @@ def _taken(task: Task, name: str, output: Any, some: Examples) -> str:
     return f" on {given}, where it takes {takes}"
 
 
-def _test_set_problems(program: Program, task: Task, what: str, test: Examples) -> Iterator[Problem]:
+def _test_set_problems(
+    program: Program, task: Task, data: FederatedData, what: str, test: Examples
+) -> Iterator[Problem]:
     if not len(test):
         yield f"{what} hold no example: give some, or None.", None
     try:
         Worker(program, task).evaluate(program.initial, test.subset([_telling(test)]))
     except Exception as error:
         yield f"the model cannot be scored on {what}, {_kind(test)}: {in_a_line(error).rstrip('.')}.", error
+    classes = _classes(program, task, data)
+    if classes is not None and (wrong := test.no_class(classes, IGNORED)) is not None:
+        yield f"{what} have the target {wrong[1]}: {of_classes(classes, IGNORED)}", None
 
 
 def _telling(examples: Examples) -> int:

@@ -216,7 +216,7 @@ def run_folder(
         try:
             for note in folder.notes:
                 logger.info("%s", note)
-            if folder.progress:
+            if folder.progress and not folder.finished:
                 logger.info("resumed after round %d", folder.progress.round)
             if host is None and not folder.finished and (note := environment_warning(folder.path)):
                 logger.info("%s", note)

@@ -171,8 +171,10 @@ def data_of(experiment: Experiment) -> str:
         if experiment.data_fraction < 1 and experiment.personal
         else ""
     )
-    split = _SPLITS.get(experiment.split, experiment.split)
-    return f"{_SETS.get(name, name)}{drawn} {split}{share}"
+    # A custom data function may have chosen the clients itself: then the default split was not used.
+    chosen = "dataset" in experiment.references and experiment.split == Experiment.split
+    split = "" if chosen else f" {_SPLITS.get(experiment.split, experiment.split)}"
+    return f"{_SETS.get(name, name)}{drawn}{split}{share}"
 
 
 def scored_on(experiment: Experiment) -> str:

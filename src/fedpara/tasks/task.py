@@ -43,6 +43,15 @@ class Task:
             raise ConfigError(f"augment is {self.augment!r}: expected one of {', '.join(get_args(Augment))}.")
         if isinstance(self.loss, str) and self.loss not in LOSSES:
             raise ConfigError(f"unknown loss {self.loss!r}: {among(self.loss, LOSSES)}")
+        model: Any = self.model
+        if not isinstance(model, nn.Module):
+            given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+            raise ConfigError(f"model is {given}: expected a torch.nn.Module, such as nn.Linear(8, 2).")
+        if isinstance(self.loss, nn.Module) and any(p.requires_grad for p in self.loss.parameters()):
+            raise ConfigError(
+                "the loss has parameters of its own, which would not train: make them parameters of the model, and let "
+                "the model return what the loss needs."
+            )
         named = self.metrics or ()
         if isinstance(named, str):
             raise ConfigError(f"metrics is {named!r}: expected a list, such as [{named!r}].")

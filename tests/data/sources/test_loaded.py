@@ -229,6 +229,8 @@ def test_test_data_of_the_federation_that_cannot_be_read_says_so():
         ("no client's data could be read: ValueError: row 0", {"sources": [Rows(i, 0) for i in range(3)]}),
         ("no client holds an example", {"sources": held, "clients": 2, "sizes": (0, 0)}),
         ("no sources", {"sources": []}),
+        ("sources is a dict: clients have numbers", {"sources": {"a": held}}),
+        ("tests of 2 clients: expected 5", {"sources": held, "clients": 5, "tests": [held, held]}),
     ],
 )
 def test_a_federation_that_cannot_be_read_is_one_sentence(words, options):

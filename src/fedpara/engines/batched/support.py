@@ -1,10 +1,12 @@
 """Whether a run can be batched, and why not. One step on one example shows whether vmap supports the model."""
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import vmap
+from torch.utils._pytree import tree_map
 
 from fedpara.algorithms.optimizers import build_optimizer
 from fedpara.data import Examples, FederatedData
@@ -94,12 +96,20 @@ def _mixing_loss(session: Session, task: Task, some: Examples) -> str:
             for part in range(PARTS):
                 size = 1 + part % max(1, len(some) - 1)
                 rows = torch.randperm(len(some), generator=generator)[:size]
-                found = _values(task, take(output, rows), take(target, rows))
+                found = _values(task, _rows_of(output, rows), take(target, rows))
                 if not _same(found, {name: value[rows] for name, value in whole.items()}):
                     return "short batches are padded, and the loss of an example depends on the others in its batch"
     except Exception as error:
         return f"short batches are padded, and the loss fails on some of them: {in_a_line(error)}"
     return ""
+
+
+def _rows_of(output: Any, rows: Tensor) -> Any:
+    """The rows of a model's output, which may be any object: what is no tensor stays as it is."""
+    if is_dataclass(output) and not isinstance(output, dict | type):
+        parts = {field.name: _rows_of(getattr(output, field.name), rows) for field in fields(output)}
+        return replace(output, **parts)
+    return tree_map(lambda part: part[rows] if isinstance(part, Tensor) and part.dim() else part, output)
 
 
 def _values(task: Task, output: Tree, target: Tree) -> State:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from fedpara.algorithms import FromMean
 from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
+from fedpara.errors import install
 from fedpara.privacy import Spending, User
 from fedpara.secure.distributed_noise import FEWEST_STEPS
 from fedpara.secure.settings import SMALLEST, SecAgg
@@ -33,7 +34,7 @@ def secure_problems(session: Session, settings: Settings) -> Iterator[str]:
         return
     algorithm, program = session.algorithm, session.program
     if find_spec("flwr") is None:
-        yield "secure aggregation uses Flower's primitives: install them with pip install 'fedpara[flower]'."
+        yield f"secure aggregation uses Flower's primitives: {install('flower')}"
     if not isinstance(algorithm.aggregate, FromMean):
         yield f"secure aggregation gives only the sum of the updates, and {algorithm.name!r} needs each one."
     if session.extras:

@@ -58,7 +58,8 @@ class Aggregator:
 
     def add(self, client: int, update: Update, buffers: State) -> None:
         """Adds an accepted update and the buffers that came with it."""
-        update, aggregate = replace(update, weight=self._weights[client]), self._algorithm.aggregate
+        update = replace(update, weight=self._weights[client], client=client)
+        aggregate = self._algorithm.aggregate
         if self._guard is not None:
             self._guarded.append((client, update, buffers))
             return
@@ -70,7 +71,7 @@ class Aggregator:
         else:
             self._held.append(update)
 
-    def add_row(self, client: int, message: RowMessage, examples: int) -> None:
+    def add_row(self, client: int, message: RowMessage, examples: int, loss: float) -> None:
         """Adds an accepted message of `Rows`; a round has either such messages only, or none."""
         rows, weight = message.rows, self._weights[client]
         if self._in_rows and self._one_weight(rows):
@@ -79,7 +80,7 @@ class Aggregator:
             self._buffers.add({}, weight)
             return
         y, buffers, variables = self._split(message.tensors)
-        self.add(client, Update(y, variables, examples), buffers)
+        self.add(client, Update(y, variables, examples, loss=loss), buffers)
 
     def _one_weight(self, rows: Rows) -> bool:
         """Whether all numbers of a message, its buffers too, have one weight and are summed in their own types."""

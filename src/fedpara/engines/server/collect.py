@@ -129,7 +129,7 @@ def collect(
             collected.aggregator = aggregator
         if isinstance(verdict, RowMessage):
             assert isinstance(aggregator, Aggregator)
-            aggregator.add_row(reply.client, verdict, schedule.examples(reply.client))
+            aggregator.add_row(reply.client, verdict, schedule.examples(reply.client), reply.loss)
         else:
             aggregator.add(reply.client, *verdict)
         collected.replies.append(replace(reply, message=None))
@@ -202,4 +202,4 @@ def _admit(
         resting = together(lambda sent, x: x + (sent - sent), resting, x)
     y = {name: y[name] if name in y else resting[name] for name in program.shared}
     averaged = {name: model[name] for name in program.shared_buffers}
-    return Update(y, variables, header.examples), averaged
+    return Update(y, variables, header.examples, loss=reply.loss), averaged
