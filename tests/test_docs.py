@@ -41,7 +41,7 @@ PAGES = [
     "guides/run-folders.md",
     "guides/update-form.md",
     "guides/your-code.md",
-    *(f"guides/{name}.md" for name in ("adapters", "algorithms", "data", "run-folders")),
+    "guides/adapters.md",
     "deployment.md",
 ]
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
