@@ -19,6 +19,7 @@ from fedpara.algorithms.ditto import ditto
 from fedpara.algorithms.fedavg import fedavg, fedprox
 from fedpara.algorithms.feddyn import feddyn
 from fedpara.algorithms.fednova import fednova
+from fedpara.algorithms.fedntd import fedntd
 from fedpara.algorithms.local import Local
 from fedpara.algorithms.optimizers import Optimizer, adam, adamw, sgd
 from fedpara.algorithms.registry import build, names
@@ -44,6 +45,7 @@ __all__ = [
     "fedavg",
     "feddyn",
     "fednova",
+    "fedntd",
     "fedprox",
     "fedyogi",
     "names",

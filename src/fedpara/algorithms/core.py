@@ -3,7 +3,7 @@
     round t, cohort S of N clients, server state x:
         down = broadcast(server)
         each i in S:  y = x
-            K times:  g = clip_by_norm(gradient of the loss at y)
+            K times:  g = clip_by_norm(gradient of the loss at y)      with `distill`, plus its mean
                       y = optimizer step with correct(g, y, x, down, client_i)
             up_i, client_i = finish(x, y, down, client_i, K, eta);   y_i = send(x, y, visit)
             with `personal`, the same steps again from v_i, with personal.correct; v_i stays with the client
@@ -36,6 +36,10 @@ Variables = dict[str, State]
 """What an algorithm keeps or sends beside the model, such as SCAFFOLD's {"control": c}. Each variable is a state."""
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 
+PerExample = Tensor | tuple[Tensor, Tensor]
+"""One value per example, or (sums, weights) per example, as in `tasks.losses`."""
+Distill = Callable[[Any, Any, Any], PerExample]
+"""(output of y, targets, output of the model that the client received) -> values per example"""
 Weighting = Literal["examples", "uniform"]
 
 
@@ -190,6 +194,9 @@ class Algorithm:
     """(x, y, visit) -> what the client sends in place of y, such as a noisy or a normalised model"""
     personal: Personal | None = None
     """a second model that each client trains and keeps, as in Ditto"""
+    distill: Distill | None = None
+    """a term of the loss that compares y's output with that of the model that the client received, which is in
+    evaluation mode; personal models train without it"""
 
     @property
     def of_personal(self) -> "Algorithm | None":
@@ -197,7 +204,7 @@ class Algorithm:
         if self.personal is None:
             return None
         local = replace(self.personal.local or self.local, rounds=self.local.rounds)
-        return replace(self, local=local, correct=self.personal.correct, personal=None)
+        return replace(self, local=local, correct=self.personal.correct, personal=None, distill=None)
 
     @property
     def on_any_device(self) -> bool:

@@ -12,6 +12,7 @@ from fedpara.algorithms.ditto import ditto
 from fedpara.algorithms.fedavg import fedavg, fedprox
 from fedpara.algorithms.feddyn import feddyn
 from fedpara.algorithms.fednova import fednova
+from fedpara.algorithms.fedntd import fedntd
 from fedpara.algorithms.local import Local
 from fedpara.algorithms.scaffold import scaffold
 from fedpara.errors import ConfigError, among
@@ -22,6 +23,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "scaffold": scaffold,
     "feddyn": feddyn,
     "fednova": fednova,
+    "fedntd": fedntd,
     "ditto": ditto,
     "fedadam": fedadam,
     "fedyogi": fedyogi,
@@ -34,7 +36,7 @@ def names() -> list[str]:
 
 
 def build(name: str, local: Local, **hyper: Any) -> Algorithm:
-    """The named algorithm with its hyper-parameters (mu, alpha, lambda_, server_lr, beta1, beta2, tau)."""
+    """The named algorithm with its hyper-parameters (mu, alpha, lambda_, server_lr, beta, beta1, beta2, tau)."""
     if references.is_reference(name):
         return _referenced(name, local, hyper)
     if name not in ALGORITHMS:

@@ -61,6 +61,7 @@ def _problems(
         if (error := _failure(program, task, data, local, 1)) is not None:
             yield from _training_problems(program, task, data, local, error)
         yield from _loss_problems(program, task, data)
+        yield from _distill_problems(session.algorithm, program, task, data)
         yield from _class_problems(program, task, data)
     if personal and not data.has_personal:
         yield (
@@ -178,6 +179,24 @@ def _loss_problems(program: Program, task: Task, data: FederatedData) -> Iterato
                 yield problem, None
             elif name == LOSS and not math.isfinite(float(mean_loss(made))):
                 yield f"the loss of the first example is {float(mean_loss(made))}, before any training.", None
+
+
+def _distill_problems(a: Algorithm, program: Program, task: Task, data: FederatedData) -> Iterator[Problem]:
+    """Calls `distill` once, on the outputs for two examples."""
+    if a.distill is None:
+        return
+    some = _one_batch(data, 2)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        output = Worker(program, task).output(some.inputs)
+        what = f"algorithm {a.name!r}: distill"
+        try:
+            made = a.distill(output, some.targets, output)
+        except Exception as error:
+            called = "It is called as distill(output, targets, received)."
+            yield f"{what} failed: {in_a_line(error).rstrip('.')}. {called}", error
+            return
+        if problem := problem_of(made, 2, what):
+            yield problem, None
 
 
 def _class_problems(program: Program, task: Task, data: FederatedData) -> Iterator[Problem]:

@@ -324,7 +324,7 @@ class Batched:
                 self.task.objective,
                 of.session.algorithm,
                 self.precision,
-                program.shared,
+                program,
                 masked,
             )
             of.ticks[masked] = self._ready(make_tick(step), lane_state)

@@ -22,6 +22,7 @@ from fedpara.engines.batched.lane_state import LaneState
 from fedpara.engines.device import widened
 from fedpara.engines.local.augment import crop_flip
 from fedpara.engines.local.dropout import layer_seed, seeded_dropouts
+from fedpara.engines.program import Program
 from fedpara.engines.settings import Precision
 from fedpara.parameterization import Form, compose_state, corrected_backward
 from fedpara.state import State
@@ -40,10 +41,12 @@ def one_step(
     objective: Loss,
     algorithm: Algorithm,
     precision: Precision,
-    shared: tuple[str, ...],
+    program: Program,
     masked: bool,
 ) -> Step:
     """A pure function of one lane, for `vmap`. Unless `masked`, every batch is full."""
+    shared, distill = program.shared, algorithm.distill
+    received = None if distill is None else program.plain().to(next(plain.parameters()).device).eval()
     local, dropouts, norms = algorithm.local, seeded_dropouts(plain), masked_norms(plain)
     optimizer = build_optimizer(local)
     device = next(plain.parameters()).device.type
@@ -52,7 +55,13 @@ def one_step(
         return torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16")
 
     def loss(
-        weights: State, buffers: State, inputs: Tree, targets: Tree, size: Tensor, seed: Tensor
+        weights: State,
+        buffers: State,
+        inputs: Tree,
+        targets: Tree,
+        size: Tensor,
+        seed: Tensor,
+        taught: Tree,
     ) -> tuple[Tensor, State]:
         fresh = {name: tensor.clone() for name, tensor in buffers.items()}
         seeds = {f"{name}.seed": layer_seed(seed, i) for i, name in enumerate(dropouts)}
@@ -66,10 +75,20 @@ def one_step(
         with autocast():
             output = functional_call(plain, given, *arguments(inputs))
         fresh = {name: given[name].detach() for name in fresh}  # updated in place, or replaced
-        each = objective(widened(output), targets)
-        if not masked:
-            return mean_loss(each), fresh
-        return mean_loss(each, torch.arange(width, device=size.device) < size), fresh
+        output = widened(output)
+        counts = torch.arange(width, device=size.device) < size if masked else None
+        value = mean_loss(objective(output, targets), counts)
+        if distill is not None:
+            value = value + mean_loss(distill(output, targets, taught), counts)
+        return value, fresh
+
+    def output_of_received(x: State, beside: State, inputs: Tree) -> Tree:
+        """The output of the model that the clients received: the same weights in every lane."""
+        if received is None:
+            return None
+        with autocast():
+            weights = compose_state({**x, **beside}, program.forms)
+            return widened(functional_call(received, weights, *arguments(inputs)))
 
     def composed(parameters: State, beside: State, *rest: object) -> tuple[Tensor, State]:
         with autocast():
@@ -105,7 +124,8 @@ def one_step(
         down: Variables,
         beside: State,
     ) -> tuple[State, Slots, State, Tensor]:
-        g, value, fresh = gradient(parameters, beside, lr, buffers, inputs, targets, size, seed)
+        taught = output_of_received(x, beside, inputs)
+        g, value, fresh = gradient(parameters, beside, lr, buffers, inputs, targets, size, seed, taught)
         if local.clip is not None:
             g = clip_by_norm(g, local.clip)
         y = {name: parameters[name] for name in shared}

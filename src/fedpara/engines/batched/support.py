@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from fedpara.algorithms.optimizers import build_optimizer
@@ -13,6 +14,7 @@ from fedpara.data import Examples, FederatedData
 from fedpara.engines.batched.step import LANES_OF_A_STEP, Step, one_step
 from fedpara.engines.local.buffers import BufferSlots
 from fedpara.engines.local.worker import Worker
+from fedpara.engines.program import Program
 from fedpara.engines.session import Session
 from fedpara.errors import in_a_line
 from fedpara.parameterization import covered
@@ -41,6 +43,8 @@ def _unsupported(session: Session, task: Task, data: FederatedData) -> str:
         return f"{over} has another parametrization on top of its factors"
     if program.half_frozen:
         return f"some factors of {program.half_frozen} are frozen and others are not"
+    if session.algorithm.distill is not None and (reason := _why_no_received(program)):
+        return f"the loss reads outputs of the received model, and {reason}"
     some = data.some(64)
     if not len(some):
         return "no client holds an example"
@@ -53,9 +57,7 @@ def _unsupported(session: Session, task: Task, data: FederatedData) -> str:
     one, several = _padded(some)
 
     def stepped(session: Session, inputs: Tree, seed: int = 0) -> State:
-        step = one_step(
-            plain, program.forms, task.objective, session.algorithm, "float32", program.shared, True
-        )
+        step = one_step(plain, program.forms, task.objective, session.algorithm, "float32", program, True)
         return _step(step, session, inputs, example.targets, seed)
 
     # Adam's first step is as long for a gradient of 1e-8 as for one of 1: it would amplify rounding errors.
@@ -77,6 +79,14 @@ def _unsupported(session: Session, task: Task, data: FederatedData) -> str:
         "short batches are padded, and this model's output for an example depends on the others in its batch, as with "
         "a custom batch normalisation"
     )
+
+
+def _why_no_received(program: Program) -> str:
+    """Why the model that the clients received is not one model for all of them, or ""."""
+    if own := (*sorted(program.private), *program.buffers):
+        return f"its {own[0]!r} differs between clients"
+    norms = [name for name, layer in program.model.named_modules() if isinstance(layer, _BatchNorm)]
+    return f"{norms[0]!r} normalises by the batch" if norms else ""
 
 
 def _mixing_loss(session: Session, task: Task, some: Examples) -> str:

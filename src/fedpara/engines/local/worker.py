@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedpara import parameterization
 from fedpara.algorithms import Algorithm, Local, Variables, clip_by_norm
+from fedpara.algorithms.core import Distill
 from fedpara.algorithms.optimizers import Optimizer, Rate, Slots, build_optimizer
 from fedpara.cuda_graphs import Recorder
 from fedpara.data import Examples
@@ -24,6 +25,7 @@ from fedpara.engines.local.augment import crop_flip
 from fedpara.engines.local.buffers import BufferSlots
 from fedpara.engines.local.captured import CapturedSteps
 from fedpara.engines.local.dropout import layer_seed, seeded_dropouts, step_seed
+from fedpara.engines.local.received import Received
 from fedpara.engines.local.training import Plan, Training, make_plan
 from fedpara.engines.program import Program, named_tensors
 from fedpara.engines.rng import LayerRng
@@ -85,6 +87,7 @@ class Worker:
         self.frozen = {name: named[name] for name in program.frozen}
         self.slots = BufferSlots(self.model)
         self.dropouts = list(seeded_dropouts(self.model).values())
+        self.received: Received | None = None
         self.captured: CapturedSteps | None = None
         if recorder is not None:
             self.captured = CapturedSteps(
@@ -112,6 +115,9 @@ class Worker:
         replaces the gradient and the loss of a batch.
         """
         self._load(state)
+        if algorithm.distill is not None:
+            self.received = self.received or Received(self.program, self.device)
+            self.received.load(state)
         local = algorithm.local.of(who)
         training = Training(
             algorithm,
@@ -178,7 +184,11 @@ class Worker:
     ) -> tuple[Slots, Tensor]:
         """One step on one batch. (the optimizer's slots, the loss)"""
         t, local = training, training.local
-        found, loss = gradient(inputs, targets) if gradient else self.gradient(inputs, targets, local, eta)
+        found, loss = (
+            gradient(inputs, targets)
+            if gradient
+            else self.gradient(inputs, targets, local, eta, t.algorithm.distill)
+        )
         if local.clip is not None:
             found = clip_by_norm(found, local.clip)
         g = found if len(t.x) == len(found) else {name: found[name] for name in t.x}
@@ -239,17 +249,28 @@ class Worker:
             dropout.seed.fill_(layer_seed(step, layer))
             dropout.calls = 0
 
-    def gradient(self, inputs: Tree, targets: Tree, local: Local, eta: Rate) -> tuple[State, Tensor]:
+    def gradient(
+        self, inputs: Tree, targets: Tree, local: Local, eta: Rate, distill: Distill | None = None
+    ) -> tuple[State, Tensor]:
         """(the gradient of the loss on one batch, the loss)"""
+
+        def loss(output: Tree) -> Tensor:
+            output = widened(output)
+            value = mean_loss(self.task.objective(output, targets))
+            if distill is None or self.received is None:
+                return value
+            with self._autocast():
+                received = self.received.output(inputs)
+            return value + mean_loss(distill(output, targets, widened(received)))
+
         if local.jacobian:
-            return self._jacobian_gradient(inputs, targets, local, eta)
+            return self._jacobian_gradient(inputs, loss, local, eta)
         with self._autocast():
             output = self.output(inputs)
-        return self._backward(output, targets, self.parameters)
+        return self._backward(loss(output), self.parameters)
 
-    def _backward(self, output: Tree, targets: Tree, leaves: State) -> tuple[State, Tensor]:
+    def _backward(self, loss: Tensor, leaves: State) -> tuple[State, Tensor]:
         """(the gradient of the loss with respect to the leaves, the loss)"""
-        loss = mean_loss(self.task.objective(widened(output), targets))
         gradients = torch.autograd.grad(
             loss, list(leaves.values()), allow_unused=True, materialize_grads=True
         )
@@ -257,7 +278,7 @@ class Worker:
         return dict(zip(leaves, dense, strict=True)), loss.detach()
 
     def _jacobian_gradient(
-        self, inputs: Tree, targets: Tree, local: Local, eta: Rate
+        self, inputs: Tree, loss: Callable[[Tree], Tensor], local: Local, eta: Rate
     ) -> tuple[State, Tensor]:
         """`gradient` with the Jacobian correction, which needs the gradient at the composed weights."""
         bound = parameterization.forms(self.model)  # W0 is on the device
@@ -268,7 +289,7 @@ class Worker:
             with parameterization.composed_once(self.model, given), self._autocast():
                 output = self.output(inputs)
             leaves = {name: given[name] if name in given else self.parameters[name] for name in plain}
-            return self._backward(output, targets, leaves)
+            return self._backward(loss(output), leaves)
 
         return parameterization.corrected_backward(
             backward,

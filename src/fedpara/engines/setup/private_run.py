@@ -134,6 +134,8 @@ def _example_problems(session: Session, settings: Settings, task: Task, data: Fe
     assert isinstance(kind, Example)
     if local.jacobian:
         yield "bounds the gradient of each example, which the Jacobian correction changes: leave jacobian out."
+    if session.algorithm.distill is not None:
+        yield f"takes the gradient of the task's loss alone, and {session.algorithm.name} adds a term: use fedavg."
     some = data.some(2)
     if session.program.buffers or not len(some):
         return
