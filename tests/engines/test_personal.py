@@ -195,3 +195,16 @@ def test_a_part_that_the_model_does_not_have_is_named(world):
         ConfigError, match=r"share names 'head', .* no such module or parameter: .*\(fc1, fc2\)"
     ):
         world.simulate(world.model(), share="all but fc1, head")
+
+
+def test_a_client_outside_the_federation_has_no_model(world):
+    run = everybody(world, "pfedpara", "all", 1)
+    with pytest.raises(RunError, match="client 6 is not in the federation: expected 0 to 5"):
+        run.client_state(6)
+
+
+def test_a_test_set_that_scores_no_model_is_named(world, caplog):
+    world.simulate(world.model("original"), world.algorithm(), rounds=1, cohort=2)
+    assert not caplog.messages
+    world.simulate(world.model("original"), world.algorithm(), rounds=1, cohort=2, share="none")
+    assert caplog.messages[0].startswith("the test set is not used: ")

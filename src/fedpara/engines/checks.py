@@ -4,6 +4,7 @@ The algorithm's functions are called once, one gradient is computed on one examp
 one example of each test set is scored.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -32,6 +33,8 @@ from fedpara.tasks.metrics import FRACTIONS
 from fedpara.tasks.task import LOSS
 from fedpara.trees import describe
 
+logger = logging.getLogger(__name__)
+
 CLASSES = {"cross-entropy": 1, "next-token": -1}
 """The dimension of the classes in the output that a loss takes."""
 Problem = tuple[str, Exception | None]
@@ -39,9 +42,15 @@ Problem = tuple[str, Exception | None]
 
 
 def check_run(session: Session, task: Task, data: FederatedData, settings: Settings, personal: bool) -> None:
-    """ConfigError for a run that cannot work, with the first problem found."""
+    """ConfigError for a run that cannot work, with the first problem found. Warns of a test set that is not used."""
     for text, cause in _problems(session, task, data, settings, personal):
         raise ConfigError(text) from cause
+    if task.test is not None and session.program.local and not personal:
+        logger.warning(
+            "the test set is not used: %s stays with each client, so each has its own model. Give the clients test "
+            "data to score these models.",
+            min(session.program.local),
+        )
 
 
 def _problems(

@@ -26,6 +26,7 @@ class Run:
     memory: ClientMemory
     rounds: tuple[Round, ...]
     engine: str  # the engine that ran, its settings, and why any feature was unavailable
+    clients: int
 
     @property
     def progress(self) -> Progress:
@@ -42,6 +43,8 @@ class Run:
         The client would begin its next round with this model. `Round.before` scores such a model; `Round.after` scores
         it after training, before aggregation.
         """
+        if not 0 <= client < self.clients:
+            raise RunError(f"client {client} is not in the federation: expected 0 to {self.clients - 1}.")
         return self._whole(own_part(self.memory.get(client) or {}))
 
     def _whole(self, private: State) -> State:

@@ -200,7 +200,7 @@ def simulate(
                 break
     if isinstance(chosen, Distributed):
         memory = RankMemory(memory, chosen)
-    return Run(session, memory, tuple(results), f"{chosen.name}: {chosen.why}")
+    return Run(session, memory, tuple(results), f"{chosen.name}: {chosen.why}", len(data))
 
 
 def with_own_test(task: Task, data: FederatedData) -> Task:

@@ -95,7 +95,7 @@ def _into(
     summary, progress = read_run(path), final_checkpoint(path).progress
     rounds = [fresh.get(line["round"]) or round_of(line, schedule, session.seed) for line in summary.metrics]
     rounds[-1] = replace(rounds[-1], progress=progress)
-    return Run(session, folder.memory, tuple(rounds), summary.engine or "")
+    return Run(session, folder.memory, tuple(rounds), summary.engine or "", len(data))
 
 
 def _check_kinds(task: object, data: object, algorithm: object, link: object) -> None:
