@@ -127,12 +127,15 @@ class Local:
         return self.steps or -(-examples // self.batch_size) * (self.epochs or 1)
 
 
+SETTINGS = tuple(field.name for field in fields(Local) if field.name != "rounds")
+"""The fields that a user sets."""
+
+
 def with_fields(local: Local | None, given: Mapping[str, Any]) -> Local:
     """`local` with the keywords that an algorithm was given. ConfigError for one that is no field of Local."""
-    known = [field.name for field in fields(Local) if field.name != "rounds"]
     for name in given:
-        if name not in known:
-            raise ConfigError(f"unknown setting {name!r} of the clients' training: {among(name, known)}")
+        if name not in SETTINGS:
+            raise ConfigError(f"unknown setting {name!r} of the clients' training: {among(name, SETTINGS)}")
     return replace(local or Local(), **given)
 
 

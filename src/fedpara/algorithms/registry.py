@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from typing import Any
 
 from fedpara import references
@@ -13,7 +12,7 @@ from fedpara.algorithms.fedavg import fedavg, fedprox
 from fedpara.algorithms.feddyn import feddyn
 from fedpara.algorithms.fednova import fednova
 from fedpara.algorithms.fedntd import fedntd
-from fedpara.algorithms.local import Local
+from fedpara.algorithms.local import SETTINGS, Local
 from fedpara.algorithms.scaffold import scaffold
 from fedpara.errors import ConfigError, among
 
@@ -52,7 +51,7 @@ def _referenced(name: str, local: Local, hyper: dict[str, Any]) -> Algorithm:
     _refuse_unknown(name, hyper, named.values())
     given: dict[str, Any] = {"local": local}
     if "local" not in named or named["local"].kind is inspect.Parameter.VAR_KEYWORD:
-        given = {field.name: getattr(local, field.name) for field in fields(local)}
+        given = {name: getattr(local, name) for name in SETTINGS}
         if not any(p.kind is p.VAR_KEYWORD for p in named.values()):
             raise ConfigError(
                 f"{name!r} takes neither `local` nor **keywords, so it would not get lr, epochs and batch_size: add "

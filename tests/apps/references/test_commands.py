@@ -116,7 +116,7 @@ def test_frozen_weights_come_from_the_model(cli, own):
     assert "3.weight" not in final_checkpoint(own / "run").state
     code, _, err = cli("export", "run")
     assert code == 2
-    assert "does not hold the frozen 3.weight: pass --model ours.networks:frozen if you trust" in err
+    assert "does not hold the frozen tensor '3.weight': pass --model ours.networks:frozen if you trust" in err
     assert cli("export", "run", "--model", "ours.networks:frozen")[0] == 0
     from ours.networks import frozen as build
 

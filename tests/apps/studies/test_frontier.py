@@ -28,7 +28,7 @@ def last_json(text):
 def test_both_stages_the_figure_and_the_page(cli, tmp_path):
     code, _, err = tiny(cli, "--seeds", 2)
     assert code != 0
-    assert "Run the same command with --validation first" in err
+    assert "Run them first, with --validation" in err
     code, text, err = tiny(cli, "--validation", "--json", "--keep", "results/frontier")
     assert code == 0, err
     assert [row["combination"] for row in last_json(text)["rows"]][-1] == "original f32/f32"
@@ -86,7 +86,7 @@ def test_runs_of_other_processes_are_picked_up_and_interrupted_ones_resumed(cli,
 def test_fedmuds_protocol_has_sections_of_its_own(cli, tmp_path):
     words = ("reproduce", "fedmud", "--scale", "digits", "--results", "results", "--rounds", 1)
     code, _, err = cli(*words)
-    assert (code, "Run the same command with --validation first" in err) == (2, True)
+    assert (code, "Run them first, with --validation" in err) == (2, True)
     code, text, err = cli(
         *words, "--validation", "--only", "fedavg, mud", "--json", "--keep", "results/frontier"
     )

@@ -182,10 +182,10 @@ def points(
     for name in scale.combinations:
         if stage == "validation":
             best = best_trial(scale, name, library, rounds)
-            wanted = [] if best is None else [best.experiment, *repeats(scale, name, library, seeds, rounds)]
+            first, more = [best] if best is not None else [], repeats(scale, name, library, seeds, rounds)
         else:
-            wanted = finals(scale, name, library, seeds, rounds)
-        runs = tuple(run for e in wanted if (run := library.find(e)) is not None)
+            first, more = [], finals(scale, name, library, seeds, rounds)
+        runs = (*first, *(run for e in more if (run := library.find(e)) is not None))
         if runs:
             found.append(Point(name, runs))
     return found
