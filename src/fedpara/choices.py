@@ -16,7 +16,10 @@ MODELS = (
 )
 SCHEMES = ("original", "lowrank", "fedpara", "pfedpara", "kronecker", "lowrank-aad", "kronecker-aad")
 LOSSES = ("cross-entropy", "mse", "mae", "bce", "next-token")
-METRICS = ("accuracy", "top-5", "r2", "mse", "mae", "dice", "iou", "perplexity", "token-accuracy")
+METRICS = (
+    *("accuracy", "top-5", "f1", "auroc", "r2", "mse", "mae"),
+    *("dice", "iou", "perplexity", "token-accuracy"),
+)
 DEFENCES = (
     *("auto", "mean", "median", "trimmed-mean", "krum", "multi-krum"),
     *("rfa", "centred-clip", "norm-clip", "fltrust", "flame"),

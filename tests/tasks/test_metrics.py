@@ -56,6 +56,7 @@ def token_accuracy(output, target):
 TOKENS = classes(6, 5, top=4).index_fill(1, torch.tensor([4]), IGNORED)
 MASKS = classes(6, 4, 4, top=2)
 EMPTY = MASKS.clone().index_fill_(0, torch.tensor([0, 3]), 0)
+BINARY = torch.tensor([1, 0, 1, 1, 0, 1])
 CASES = {
     "accuracy": (
         "accuracy",
@@ -86,6 +87,16 @@ CASES = {
         drawn(6, 9),
         classes(6, top=9),
         lambda o, t: sk.top_k_accuracy_score(t, o.numpy(), k=5, labels=range(9)),
+    ),
+    "f1": ("f1", drawn(6, 4), classes(6, top=3), lambda o, t: sk.f1_score(t, o.argmax(1), average="macro")),
+    "f1 of one logit": ("f1", drawn(6, 1), BINARY, lambda o, t: sk.f1_score(t, o[:, 0] > 0)),
+    "auroc": ("auroc", drawn(6), BINARY, lambda o, t: sk.roc_auc_score(t, o)),
+    "auroc of a column": ("auroc", drawn(6, 1), BINARY, lambda o, t: sk.roc_auc_score(t, o[:, 0])),
+    "auroc of two classes": (
+        "auroc",
+        drawn(6, 2),
+        BINARY,
+        lambda o, t: sk.roc_auc_score(t, o.softmax(1)[:, 1]),
     ),
     "r2": ("r2", drawn(6), drawn(6, seed=1), lambda o, t: sk.r2_score(t, o)),
     "r2 of a column": ("r2", drawn(6, 1), drawn(6, seed=1), lambda o, t: sk.r2_score(t, o[:, 0])),
@@ -161,6 +172,27 @@ def test_ignored_pixels_do_not_count(name):
     output[:, :, 2:] = output[:, :, 2:].flip(1)
     target[:, 2:] = IGNORED
     assert measured(name, [(output, target, None)]) == 1
+
+
+@pytest.mark.parametrize("scale", [0.5, 3.0, 10.0])
+def test_the_bins_of_auroc_hardly_change_it(scale):
+    target = classes(5000, top=2)
+    output = scale * (drawn(5000) + target)
+    expected = sk.roc_auc_score(target, output)
+    assert measured("auroc", [(output, target, None)]) == pytest.approx(expected, abs=1e-3)
+
+
+def test_scores_of_a_single_class():
+    ones = torch.ones(3, dtype=torch.long)
+    assert math.isnan(measured("auroc", [(drawn(3), ones, None)]))
+    assert measured("f1", [(torch.ones(3), ones, None)]) == 1
+
+
+def test_ignored_examples_do_not_count_in_classes():
+    output, target = drawn(6, 2), torch.where(torch.arange(6) < 4, BINARY, IGNORED)
+    for name in ("f1", "auroc"):
+        alone = measured(name, [(output[:4], target[:4], None)])
+        assert measured(name, [(output, target, None)]) == alone
 
 
 def test_r2_leaves_out_an_output_whose_targets_are_equal():

@@ -16,6 +16,9 @@ from torch import Tensor
 from fedpara.tasks import losses
 from fedpara.tasks.losses import IGNORED, Loss, PerExample, fit, mae, mse, next_token
 
+BINS = 4096
+"""Of auroc, by sigmoid(logit / 4): 0.004 wide near 0, 0.15 near 20. Logits in the same bin count as equal."""
+
 
 def _quotient(sums: Tensor, weight: float) -> float:
     return float(sums / weight) if weight else math.nan
@@ -103,6 +106,43 @@ def top_5(output: Tensor, target: Tensor) -> Tensor:
     return (output.topk(min(5, output.shape[1]), 1).indices == target[:, None]).any(1)
 
 
+def _counts(output: Tensor, target: Tensor) -> Tensor:
+    """Per example and class: whether it is right, predicted and true, [N, 3 classes]. Of one logit, class 1 alone."""
+    output, kept = _one_logit(output, target), (target != IGNORED)[:, None]
+    if output.shape == target.shape:
+        predicted, true = (output > 0)[:, None], target.bool()[:, None]
+    else:
+        each = torch.arange(output.shape[1], device=output.device)
+        predicted, true = output.argmax(1)[:, None] == each, target[:, None] == each
+    predicted = predicted & kept
+    true = true & kept
+    return torch.cat([predicted & true, predicted, true], 1)
+
+
+def _f1(sums: Tensor, weight: float) -> float:
+    """2 right / (predicted + true) of each class; their mean over the classes that occur."""
+    right, predicted, true = sums.view(3, -1)
+    found = predicted + true
+    return float((2 * right / found)[found > 0].mean())
+
+
+def _ranks(output: Tensor, target: Tensor) -> Tensor:
+    """Per example: its bin by how likely class 1 is, among those of class 0 or of class 1, [N, 2 BINS]."""
+    output = _one_logit(output, target)
+    if output.shape != target.shape and output.shape[1:] != (2,):
+        raise ValueError(f"auroc is for two classes, and the output is {list(output.shape)}")
+    logit = output if output.shape == target.shape else output[:, 1] - output[:, 0]
+    place = ((logit.float() / 4).sigmoid() * BINS).long().clamp(max=BINS - 1)
+    here = place[:, None] == torch.arange(BINS, device=output.device)
+    return torch.cat([here & (target == label)[:, None] for label in (0, 1)], 1)
+
+
+def _auroc(sums: Tensor, weight: float) -> float:
+    """The share of pairs of both classes in which class 1 is the likelier one; half of those in the same bin."""
+    zeros, ones = sums.view(2, -1)
+    return float((ones * (zeros.cumsum(0) - zeros / 2)).sum() / (zeros.sum() * ones.sum()))
+
+
 def _one_logit(output: Tensor, target: Tensor) -> Tensor:
     """Logits [N, 1, ...] as [N, ...] if the targets are: a channel of one logit is no class."""
     return output.squeeze(1) if output.dim() == target.dim() + 1 and output.shape[1] == 1 else output
@@ -160,6 +200,8 @@ def _perplexity(sums: Tensor, weight: float) -> float:
 METRICS: dict[str, Metric] = {
     "accuracy": Metric(accuracy),
     "top-5": Metric(top_5),
+    "f1": Metric(_counts, finish=_f1),
+    "auroc": Metric(_ranks, finish=_auroc),
     "r2": Metric(_moments, finish=_r2),
     "mse": Metric(mse, higher_is_better=False),
     "mae": Metric(mae, higher_is_better=False),
@@ -171,14 +213,15 @@ METRICS: dict[str, Metric] = {
 _MASKS = "logits [N, classes, ...] and classes [N, ...] per pixel, or one logit per target"
 TAKES = {
     "accuracy": "logits [N, classes, ...] and classes [N, ...], or one logit per target",
-    "top-5": "logits [N, classes] and classes [N]",
+    **dict.fromkeys(("top-5", "f1"), "logits [N, classes] and classes [N]"),
+    "auroc": "one logit per target, or logits [N, 2] and classes [N]",
     **dict.fromkeys(("r2", "mse", "mae"), losses.TAKES["mse"]),
     "dice": _MASKS,
     "iou": _MASKS,
     **dict.fromkeys(("perplexity", "token-accuracy"), losses.TAKES["next-token"]),
 }
 """What each metric takes, for messages."""
-FRACTIONS = frozenset({"accuracy", "top-5", "dice", "iou", "token-accuracy", "backdoor"})
+FRACTIONS = frozenset({"accuracy", "top-5", "f1", "auroc", "dice", "iou", "token-accuracy", "backdoor"})
 """Metrics between 0 and 1, which are shown in percent; `backdoor` is the score of an attack."""
 
 
