@@ -274,7 +274,7 @@ def test_failed_exports_are_explained_and_write_nothing(tmp_path):
         export(nn.Linear(4, 2), tmp_path / "m.pt2", "pt2", example=example)
     with pytest.raises(UsageError, match="returns dict: expected a tensor"):
         export(Alphabet(3, 2), tmp_path / "m.pt2", "pt2", example=example)
-    with pytest.raises(UsageError, match="give an example"):
+    with pytest.raises(UsageError, match="pass `example`"):
         export(nn.Linear(3, 2), tmp_path / "m.pt2", "pt2")
     with pytest.raises(UsageError, match="give the plain model"):
         export(SavedState(nn.Linear(3, 2).state_dict()), tmp_path / "m.pt2", "pt2")

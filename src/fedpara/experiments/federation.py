@@ -4,6 +4,7 @@ from os import PathLike
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedpara import data, references
 from fedpara.data import Examples, FederatedData
@@ -108,13 +109,26 @@ def _with_owner_tests(
     return FederatedData(train, clients, personal=(test, theirs) if experiment.personal else None), scored
 
 
+def _or_classes(train: Examples) -> str:
+    """Advice for targets that may well be classes."""
+    targets = train.targets
+    if (
+        not isinstance(targets, Tensor)
+        or targets.dim() != 1
+        or targets.is_floating_point()
+        or not len(targets)
+    ):
+        return ""
+    return f", or state in your data that they are, with Examples(..., classes={int(targets.max()) + 1})"
+
+
 def _clients(experiment: Experiment, train: Examples) -> Partition:
     n, seed, labels = experiment.clients, experiment.seed, labels_of(train)
     if references.is_reference(experiment.split):
         return _own_split(experiment, train)
     if train.classes is None and experiment.split in BY_CLASS:
         raise ConfigError(
-            f"split {experiment.split!r} divides by class, and the targets are no classes: use iid."
+            f"split {experiment.split!r} divides by class, and the targets are no classes: use iid{_or_classes(train)}."
         )
     if experiment.split == "iid":
         return data.iid(labels, n, seed)

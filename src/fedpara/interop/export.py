@@ -147,7 +147,10 @@ def _inputs(
         return tuple(x if len(x) > 1 else torch.cat([x, x]) for x in given)
     shape = shape_of(description) if description else None
     if shape is None:
-        raise UsageError("the shape of the network's input is unknown: give an example, batch first.")
+        raise UsageError(
+            "the inputs of the network are unknown: in Python, pass `example` to `export`, with a tensor per input of "
+            "`forward`, batch first."
+        )
     generator = torch.Generator().manual_seed(0)
     if preprocessing is not None:
         return (preprocessing.example(shape, generator),)
