@@ -48,6 +48,19 @@ def test_validation_holds_out_a_tenth_of_every_client(split):
     assert not kept.has_personal
 
 
+@pytest.mark.parametrize(
+    ("targets", "advice"),
+    [
+        (torch.arange(40) % 3, r"use iid, or .*Examples\(\.\.\., classes=3\)\.$"),
+        (torch.rand(40), "use iid\\.$"),
+    ],
+)
+def test_targets_that_are_not_said_to_be_classes_are_not_divided_by_class(targets, advice):
+    examples = Examples(torch.randn(40, 4), targets)
+    with pytest.raises(ConfigError, match=advice):
+        build_federation(replace(DIGITS, split="dirichlet"), examples, examples)
+
+
 def test_validation_is_stratified_and_seeded():
     train, _ = data.load("digits")
     experiment = replace(DIGITS, split="iid", clients=2, cohort=2, validation=0.2)
