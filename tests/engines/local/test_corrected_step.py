@@ -49,7 +49,7 @@ def expected(one, lane, norm):
 def stacked_step(one, algorithm):
     """(stepped, slots, buffers, losses) of both lanes"""
     objective = fp.Task(one.model).objective
-    step = one_step(one.plain().train(), one.forms, objective, algorithm, "float32", one.shared, False)
+    step = one_step(one.plain().train(), one.forms, objective, algorithm, "float32", one, False)
     parameters, buffers = (
         {name: torch.stack([tensor] * 2) for name, tensor in one.start(names).items()}
         for names in (one.parameters, one.buffers)

@@ -87,7 +87,7 @@ def one_step(
         if received is None:
             return None
         with autocast():
-            weights = compose_state({**x, **beside}, program.forms)
+            weights = compose_state({**x, **beside}, forms)
             return widened(functional_call(received, weights, *arguments(inputs)))
 
     def composed(parameters: State, beside: State, *rest: object) -> tuple[Tensor, State]:
