@@ -75,21 +75,42 @@ def test_four_rounds_equal_numpy(engine, beta, tau):
     np.testing.assert_allclose(run.state["weight"], reference(beta, tau), rtol=0, atol=1e-12)
 
 
-def test_a_model_with_statistics_is_compared_in_evaluation_mode():
-    """It trains sequentially, because the received statistics change from round to round."""
+def normalised(**options):
+    return nn.Sequential(linear(), nn.BatchNorm1d(CLASSES, **options).double())
+
+
+def test_the_received_model_is_in_evaluation_mode():
     seen = []
 
     def distill(output, targets, received):
         seen.append(received.detach().clone())
         return 0 * output.sum(1)
 
-    model = nn.Sequential(linear(), nn.BatchNorm1d(CLASSES).double())
+    model = normalised()
     algorithm = replace(algorithms.fedavg(lr=ETA, steps=STEPS, batch_size=max(SIZES)), distill=distill)
-    run = simulate(algorithm, model, "batched", rounds=1, cohort=1)
-    assert "outputs of the received model, and its '1.running_mean' differs" in run.engine
+    simulate(algorithm, model, "sequential", rounds=1, cohort=1)
     start = model.eval()(torch.from_numpy(X[Cohorts(0, len(SIZES), 1).draw(1)[0]])).detach()
     for received in seen[-STEPS:]:  # the order of a batch differs from step to step
         np.testing.assert_allclose(received.sort(0).values, start.sort(0).values, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("share", ["all", "all but 1", "all but 0"])
+def test_engines_agree_on_statistics_and_private_parts(share):
+    algorithm = algorithms.fedntd(2.0, lr=ETA, steps=STEPS, batch_size=7)
+    runs = [simulate(algorithm, normalised(), engine, share=share) for engine in ("sequential", "batched")]
+    assert runs[1].engine.startswith("batched"), runs[1].engine
+    plain = simulate(replace(algorithm, distill=None), normalised(), "sequential", share=share)
+    for client in range(len(SIZES)):
+        one, other, without = (run.client_state(client) for run in (*runs, plain))
+        for name, tensor in one.items():
+            torch.testing.assert_close(tensor, other[name], rtol=0, atol=1e-10)
+        assert not torch.equal(one["0.weight"], without["0.weight"])
+
+
+def test_a_norm_without_statistics_trains_one_client_after_another():
+    algorithm = algorithms.fedntd(lr=ETA, steps=STEPS, batch_size=7)
+    run = simulate(algorithm, normalised(track_running_stats=False), "batched", rounds=1)
+    assert "the received model, whose '1' normalises by the batch" in run.engine
 
 
 def test_a_mistake_in_the_term_is_named_before_the_run():

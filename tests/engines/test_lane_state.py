@@ -22,6 +22,7 @@ def lane_state():
         x={},
         down={},
         beside={},
+        entered={},
         losses=torch.arange(4.0),
         first_slots={},
         scale=None,

@@ -101,7 +101,11 @@ def ditto_adamw(**local):
     )
 
 
+def distilling(**local):
+    return algorithms.fedntd(3.0, 2.0, **local)
+
+
 NAMES = (
     *("noise", "sparse", "attack", "adam", "adamw_kept", "momentum_kept", "custom_kept"),
-    *("cosine", "own", "ditto", "ditto_adamw"),
+    *("cosine", "own", "ditto", "ditto_adamw", "distilling"),
 )

@@ -15,7 +15,7 @@ from fedpara.experiments.storage.client_files import memory_file
 from fedpara.experiments.storage.tensor_files import read_memory
 
 every = pytest.mark.parametrize("name", client_algorithms.NAMES)
-STATELESS = ("noise", "sparse", "attack", "adam", "cosine")
+STATELESS = ("noise", "sparse", "attack", "adam", "cosine", "distilling")
 
 
 def simulated(world, name, engine, **options):

@@ -57,7 +57,7 @@ def stacked_step(one, algorithm):
     x, rates = one.start(one.shared), torch.full((2,), ETA, dtype=torch.float64)
     sizes, seeds = torch.tensor([6, 6]), torch.tensor([0, 0])
     return vmap(step, in_dims=LANES_OF_A_STEP, randomness="different")(
-        parameters, {}, buffers, {}, IMAGES, LABELS, sizes, seeds, rates, x, {}, {}
+        parameters, {}, buffers, {}, IMAGES, LABELS, sizes, seeds, rates, x, {}, {}, {}
     )
 
 

@@ -29,6 +29,7 @@ class LaneState:
     x: State
     down: Variables
     beside: State  # what composed weights read beside the parameters (`Session.beside`)
+    entered: State  # with `distill`, private parameters and buffers as the client entered with them, stacked
     losses: Tensor  # [lane], summed since the client entered
     first_slots: Slots  # for a client without stored slots
     scale: Tensor | None  # [2, channel, 1, 1]: mean and deviation, if the inputs are bytes
@@ -74,6 +75,8 @@ class LaneState:
                     put(tensor, PRIVATE, name)
                 else:
                     tensor[lanes] = start[name]
+                if name in self.entered:
+                    self.entered[name][lanes] = tensor[lanes]
         kept = {name for name in variables if name.startswith(SLOT)}
         for slot, state in self.slots.items():
             if SLOT + slot not in kept:
@@ -141,6 +144,7 @@ def allocate_lanes(
     first_slots = build_optimizer(session.algorithm.local).init(trained)
     exact = any(tensor.dtype == torch.float64 for tensor in trained.values())
     dtype = torch.float64 if exact else torch.float32
+    own_parts = () if session.algorithm.distill is None else (*sorted(program.private), *program.buffers)
     return LaneState(
         parameters=room(trained),
         slots={slot: room(state) for slot, state in first_slots.items()},
@@ -150,6 +154,7 @@ def allocate_lanes(
         x={name: whole[name].clone() for name in program.shared},
         down={v: {n: t.to(device, copy=True) for n, t in s.items()} for v, s in down.items()},
         beside={name: whole[name].clone() for name in session.beside},
+        entered=room({name: whole[name] for name in own_parts}),
         losses=torch.zeros(lanes, dtype=dtype, device=device),
         scale=_per_channel(examples),
         feed=allocate_feed(shape, crops, examples, dtype),

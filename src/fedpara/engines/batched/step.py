@@ -31,7 +31,7 @@ from fedpara.tasks.losses import mean_loss
 from fedpara.trees import Tree, arguments, leaves, map_tree
 
 # All arguments of a step are stacked except x, down and beside.
-LANES_OF_A_STEP = (0, 0, 0, 0, 0, 0, 0, 0, 0, None, None, None)
+LANES_OF_A_STEP = (0, 0, 0, 0, 0, 0, 0, 0, 0, None, None, None, 0)
 Step = Callable[..., tuple[State, Slots, State, Tensor]]
 
 
@@ -82,12 +82,12 @@ def one_step(
             value = value + mean_loss(distill(output, targets, taught), counts)
         return value, fresh
 
-    def output_of_received(x: State, beside: State, inputs: Tree) -> Tree:
-        """The output of the model that the clients received: the same weights in every lane."""
+    def output_of_received(x: State, beside: State, entered: State, inputs: Tree) -> Tree:
+        """The output of the model that the client received. vmap composes weights that are alike in all lanes once."""
         if received is None:
             return None
         with autocast():
-            weights = compose_state({**x, **beside}, forms)
+            weights = compose_state({**x, **beside, **entered}, forms)
             return widened(functional_call(received, weights, *arguments(inputs)))
 
     def composed(parameters: State, beside: State, *rest: object) -> tuple[Tensor, State]:
@@ -123,8 +123,9 @@ def one_step(
         x: State,
         down: Variables,
         beside: State,
+        entered: State,
     ) -> tuple[State, Slots, State, Tensor]:
-        taught = output_of_received(x, beside, inputs)
+        taught = output_of_received(x, beside, entered, inputs)
         g, value, fresh = gradient(parameters, beside, lr, buffers, inputs, targets, size, seed, taught)
         if local.clip is not None:
             g = clip_by_norm(g, local.clip)
@@ -170,6 +171,7 @@ def make_tick(step: Step) -> Tick:
             lanes.x,
             lanes.down,
             lanes.beside,
+            lanes.entered,
         )
         for old, new in ((lanes.parameters, parameters), (lanes.slots, slots), (lanes.buffers, buffers)):
             map_tree(lambda fresh, kept: kept.copy_(fresh), new, {name: old[name] for name in new})

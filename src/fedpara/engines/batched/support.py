@@ -44,7 +44,7 @@ def _unsupported(session: Session, task: Task, data: FederatedData) -> str:
     if program.half_frozen:
         return f"some factors of {program.half_frozen} are frozen and others are not"
     if session.algorithm.distill is not None and (reason := _why_no_received(program)):
-        return f"the loss reads outputs of the received model, and {reason}"
+        return reason
     some = data.some(64)
     if not len(some):
         return "no client holds an example"
@@ -82,11 +82,11 @@ def _unsupported(session: Session, task: Task, data: FederatedData) -> str:
 
 
 def _why_no_received(program: Program) -> str:
-    """Why the model that the clients received is not one model for all of them, or ""."""
-    if own := (*sorted(program.private), *program.buffers):
-        return f"its {own[0]!r} differs between clients"
-    norms = [name for name, layer in program.model.named_modules() if isinstance(layer, _BatchNorm)]
-    return f"{norms[0]!r} normalises by the batch" if norms else ""
+    """Why the outputs of the received model cannot be computed on padded batches, or ""."""
+    for name, layer in program.model.named_modules():
+        if isinstance(layer, _BatchNorm) and not layer.track_running_stats:
+            return f"the loss reads outputs of the received model, whose {name!r} normalises by the batch"
+    return ""
 
 
 def _mixing_loss(session: Session, task: Task, some: Examples) -> str:
@@ -154,11 +154,13 @@ def _step(
     own = _lane(algorithm.client_init(x))
     down = algorithm.broadcast(algorithm.server_init(x))
     targets = join([target] * len(leaves(inputs)[0]))
+    distills = algorithm.distill is not None
+    entered = program.start((*sorted(program.private), *program.buffers)) if distills else {}
     given = (_lane(inputs), _lane(targets), torch.tensor([1]), torch.tensor([0]), torch.tensor([0.1]))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         stepped, _, buffers, _ = vmap(step, in_dims=LANES_OF_A_STEP, randomness="different")(
-            *lanes, own, *given, x, down, program.start(session.beside)
+            *lanes, own, *given, x, down, program.start(session.beside), _lane(entered)
         )
     return {**stepped, **buffers}
 
