@@ -34,6 +34,7 @@ def export(
         target,
         format,  # type: ignore[arg-type]
         model=found.network,
+        example=found.example,
         overwrite=overwrite,
         normalise=normalise,
     )

@@ -4,6 +4,7 @@ For a run with private tensors this is one client's own model: the shared state 
 both from the newest checkpoint. The run folder is only read, so the run may still be in progress.
 """
 
+import inspect
 import json
 import shlex
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedpara import models
 from fedpara.algorithms import Variables
@@ -25,7 +26,7 @@ from fedpara.experiments.config import Experiment
 from fedpara.experiments.node_data import is_own
 from fedpara.experiments.storage.checkpoint import Checkpoint, final_checkpoint
 from fedpara.experiments.storage.client_files import memory_file
-from fedpara.experiments.storage.model_file import DESCRIBED
+from fedpara.experiments.storage.model_file import DESCRIBED, example_inputs
 from fedpara.experiments.storage.node_memory import NodeMemory
 from fedpara.experiments.storage.run_folder import NODES, data_digest
 from fedpara.experiments.storage.summary import read_config
@@ -37,6 +38,7 @@ from fedpara.parameterization.description import read_form
 from fedpara.parameterization.naming import BASE
 from fedpara.references import OBJECT, is_reference
 from fedpara.state import State
+from fedpara.trees import Tree, arguments
 
 FEW = 8
 """An error message lists at most this many clients."""
@@ -44,11 +46,12 @@ FEW = 8
 
 @dataclass(frozen=True)
 class Source:
-    """A state, the custom network that the user named, and a note if the normalisation is unknown."""
+    """A state, the custom network that the user named, a note if the normalisation is unknown, and its inputs."""
 
     saved: SavedState
     network: nn.Module | None = None
     note: str | None = None
+    example: tuple[Tensor, ...] | None = None
 
 
 def read_run_or_state(
@@ -139,6 +142,7 @@ def _from_recorded_run(path: Path, model: str | None, client: int | None) -> Sou
         if not is_description(description):
             raise ValueError(EXPECTED)
         ties, fixed, private = dict(described["ties"]), set(described["fixed"]), described["private"]
+        inputs = example_inputs(described["inputs"]) if "inputs" in described else None
     except Exception as error:  # a damaged file may break any assumption
         raise _misdescribed(path, error) from None
     newest = final_checkpoint(path)
@@ -167,7 +171,21 @@ def _from_recorded_run(path: Path, model: str | None, client: int | None) -> Sou
             f"{model} does not build the frozen weights of {path}: pass the function that loads the same weights."
         )
     state |= {twin: state[name] for twin, name in ties.items()}
-    return Source(SavedState(state, known, description, preprocessing), network)
+    by_shape = network is not None and "shape" in description  # `export` then chooses better values
+    example = None if inputs is None or by_shape else _in_order(inputs, network)
+    return Source(SavedState(state, known, description, preprocessing), network, example=example)
+
+
+def _in_order(inputs: Tree, network: nn.Module | None) -> tuple[Tensor, ...] | None:
+    """The inputs as positional arguments of the network. None if some are no tensors, or have no position."""
+    args, named = arguments(inputs)
+    if network is not None and named:
+        first = [*inspect.signature(network.forward).parameters][: len(named)]
+        if {*first} != named.keys():
+            return None
+        named = {name: named[name] for name in first}
+    found = (*args, *named.values())
+    return found if all(isinstance(one, Tensor) for one in found) else None
 
 
 def _state(path: Path, client: int | None, newest: Checkpoint, private: bool) -> State:

@@ -97,7 +97,7 @@ def export(
     difference: float | None = None
     with replacing(path) as temporary:
         if format == "safetensors":
-            state, inputs = _write_safetensors(source, model, inside, temporary)
+            state, inputs = _write_safetensors(source, model, example, inside, temporary)
         else:
             network, description = _network(source, model)
             state = network.state_dict()
@@ -163,7 +163,11 @@ def _inputs(
 
 
 def _write_safetensors(
-    source: SavedState | nn.Module, model: nn.Module | None, preprocessing: Preprocessing | None, path: Path
+    source: SavedState | nn.Module,
+    model: nn.Module | None,
+    example: Tensor | Inputs | None,
+    preprocessing: Preprocessing | None,
+    path: Path,
 ) -> tuple[State, Inputs]:
     """Reading the file back compares every bit with the checksum of the state in memory."""
     inputs: Inputs = ()
@@ -179,6 +183,8 @@ def _write_safetensors(
     elif shape is not None and source.preprocessing is not None:
         # Images, whose type is known without the network.
         inputs = (torch.empty(2, *shape),)
+    if not inputs and example is not None:
+        inputs = (example,) if isinstance(example, Tensor) else example
     save_state(path, state, {}, model=source.model, preprocessing=preprocessing)
     read_state(path)
     return state, inputs
@@ -244,7 +250,7 @@ def _explained(network: nn.Module, problem: str, cure: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide two messages of torch 2.13: a warning about its own tree specs and a log line about torchvision."""
+    """Hide messages of torch 2.13: about its own tree specs, inputs that share a batch size, and torchvision."""
 
     def wanted(record: logging.LogRecord) -> bool:
         return "torchvision is not installed" not in record.getMessage()
@@ -256,6 +262,7 @@ def _quiet() -> Iterator[None]:
             warnings.filterwarnings(
                 "ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning
             )
+            warnings.filterwarnings("ignore", r"(?s).*The axis name: batch will not be used", UserWarning)
             yield
     finally:
         logger.removeFilter(wanted)

@@ -110,6 +110,58 @@ def test_a_graph_needs_the_model_that_the_user_names(cli, finished):
     assert "does not fit" in err
 
 
+HALVES = """
+import fedpara as fp
+import torch
+from torch import nn
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.a, self.b = nn.Embedding(5, 6), nn.Linear(6, 8), nn.Linear(4, 8)
+
+    def forward(self, ids, values, scale=None):
+        return (self.a(self.words(ids).mean(1)) + self.b(values)).relu()
+
+def net():
+    return Halves()
+
+def unnamed():
+    model = Halves()
+    model.forward = lambda **inputs: Halves.forward(model, **inputs)
+    return model
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, (80, 3), generator=generator)
+    inputs = {"values": torch.randn(80, 4, generator=generator), "ids": ids}
+    made = fp.Examples(inputs, ids[:, 0], 8)
+    return made, made
+"""
+
+
+def test_a_graph_of_several_inputs(cli, tmp_path):
+    (tmp_path / "halves.py").write_text(HALVES)
+    words = ("--dataset", "halves:data", "--model", "halves:net", "--scheme", "original", "--clients", 4)
+    code, _, err = cli("run", *words, "--cohort", 2, "--rounds", 1, "--out", "run")
+    assert code == 0, err
+    described = json.loads((tmp_path / "run" / "model.json").read_text())
+    assert described["inputs"] == {"values": "float32 [4]", "ids": "int64 [3]"}
+    code, out, err = cli("export", "run", "--format", "onnx", "--model", "halves:net")
+    assert code == 0, err
+    assert "inputs: int64 [batch, 3] and float32 [batch, 4], raw." in out
+    session = onnxruntime.InferenceSession(str(tmp_path / "run" / "model.onnx"))
+    assert [one.name for one in session.get_inputs()] == ["ids", "values"]
+    (_, test), network = sys.modules["halves"].data(), sys.modules["halves"].net()
+    network.load_state_dict(final_checkpoint(tmp_path / "run").state)
+    (logits,) = session.run(None, {name: tensor.numpy() for name, tensor in test.inputs.items()})
+    torch.testing.assert_close(torch.from_numpy(logits), network(**test.inputs).detach())
+    code, out, err = cli("export", "run", "--format", "safetensors")
+    assert "inputs: float32 [batch, 4] and int64 [batch, 3], raw." in out, err
+    code, _, err = cli("export", "run", "--format", "pt2", "--model", "halves:unnamed")
+    assert (code, "in Python, pass `example` to `export`" in err) == (2, True)
+
+
 def test_frozen_weights_come_from_the_model(cli, own):
     frozen = ["--model", "ours.networks:frozen", "--scheme", "original", "--clients", 2, "--cohort", 2]
     assert cli("run", *frozen, "--rounds", 1, "--seed", 3, "--out", "run")[0] == 0
