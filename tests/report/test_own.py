@@ -17,7 +17,7 @@ from fedpara.report.formats import latex
 from fedpara.report.own import sections, tables
 from fedpara.report.own_formats import csv_text, document
 from fedpara.report.page import own_page
-from fedpara.report.tables import NOT_REACHED
+from fedpara.report.tables import NO_NUMBER, NOT_REACHED
 
 ACCURACY, MSE = Primary(), Primary("mse", higher_is_better=False)
 SCORES = {"fedpara": ([0.5, 0.7], [0.6, 0.9], [0.4, 0.8]), "lowrank": ([0.3, 0.6], [0.4, 0.5])}
@@ -133,6 +133,14 @@ def test_every_other_metric_has_a_column():
     assert table.at("FedPara", "top-5 [%]").value == pytest.approx(90)
     assert table.at("FedPara", "own").value == 0.25
     assert "loss" not in {entry.column for entry in table.entries}
+
+
+def test_runs_without_privacy_have_no_epsilon():
+    private, open_ = of_schemes()[0], of_schemes()[-1]
+    private.metrics[-1]["privacy"] = {"epsilon": 3.5, "delta": 1e-5, "private": True}
+    table = reported([private, open_])[1][0]
+    assert table.at("FedPara", "epsilon").number_text == "3.5"
+    assert {table.at("low-rank", name).number_text for name in ("epsilon", "delta")} == {NO_NUMBER}
 
 
 def test_the_common_target_is_reached_by_every_run():

@@ -14,7 +14,7 @@ from fedpara.experiments.seeds import Group, Mean, group
 from fedpara.experiments.storage.catalog import Library
 from fedpara.experiments.storage.summary import Primary, score_of
 from fedpara.report.series import Series, data_of, label_of, scored_on, word_of
-from fedpara.report.tables import Entry, Sample, Table
+from fedpara.report.tables import NO_NUMBER, NOT_SCORED, Entry, Sample, Table
 
 INTERVAL = (
     "± is half the width of the 95% confidence interval of the mean over seeds (Student's t). "
@@ -64,6 +64,7 @@ class Column:
     style: str = "4"
     spread: bool = False
     aimed: bool = False
+    missing: str = NOT_SCORED
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,8 @@ def _results(section: Section) -> list[Column]:
             Column(f"{unit.name} to {_target_text(metric, target)}", sent_to(target), spread=True, aimed=True)
             for target in section.targets
         ),
-        Column("epsilon", lambda run: run.privacy["epsilon"] if run.privacy else None, "4"),
-        Column("delta", lambda run: run.privacy["delta"] if run.privacy else None, "4"),
+        Column("epsilon", lambda run: run.privacy["epsilon"] if run.privacy else None, missing=NO_NUMBER),
+        Column("delta", lambda run: run.privacy["delta"] if run.privacy else None, missing=NO_NUMBER),
         Column("seconds", lambda run: run.seconds if run.timing else None),
     ]
 
@@ -236,6 +237,7 @@ def _entry(series: Series, column: Column, library: Library) -> Entry:
         (Sample(values, len(series.runs)),),
         tuple(map(library.name_of, series.runs)),
         aimed=column.aimed,
+        missing=column.missing,
     )
 
 

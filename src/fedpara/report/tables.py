@@ -88,6 +88,7 @@ class Entry:
     reused: bool = False  # the trials are those of another experiment of the same method
     note: str = ""  # follows the number
     chosen: bool = False  # the best trial of a method
+    missing: str = NOT_SCORED  # in place of a number that runs do not have
 
     @property
     def seeds(self) -> int:
@@ -106,7 +107,7 @@ class Entry:
         if self.value is None:
             if self.superseded:
                 return TO_RUN_AGAIN
-            return (NOT_REACHED if self.aimed else NOT_SCORED) if self.seeds else NOT_RUN
+            return (NOT_REACHED if self.aimed else self.missing) if self.seeds else NOT_RUN
         text = STYLES[self.style](self.value)
         if self.spread is not None:
             text += f" ± {STYLES[self.style](self.spread).strip('+×%KMsmin ')}"
