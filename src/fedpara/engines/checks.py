@@ -39,6 +39,8 @@ CLASSES = {"cross-entropy": 1, "next-token": -1}
 """The dimension of the classes in the output that a loss takes."""
 Problem = tuple[str, Exception | None]
 """A sentence for the user, and the error that it explains."""
+Sample = tuple[Examples, Any]
+"""Two examples, and the model's outputs for them."""
 
 
 def check_run(session: Session, task: Task, data: FederatedData, settings: Settings, personal: bool) -> None:
@@ -48,7 +50,7 @@ def check_run(session: Session, task: Task, data: FederatedData, settings: Setti
     if task.test is not None and session.program.local and not personal:
         logger.warning(
             "the test set is not used: %s stays with each client, so each has its own model. Give the clients test "
-            "data to score these models.",
+            "data, or --personal on the command line, to score these models.",
             min(session.program.local),
         )
 
@@ -66,12 +68,14 @@ def _problems(
     if local.jacobian and (reason := _why_no_jacobian(program)):
         yield f"the Jacobian correction {reason}. Leave the correction out.", None
     yield from _algorithm_problems(session.algorithm, program.start(program.shared))
+    sample = _sample(program, task, data) if len(data.train) else None
+    classes = _classes(task, sample)
     if len(data.train):
         if (error := _failure(program, task, data, local, 1)) is not None:
-            yield from _training_problems(program, task, data, local, error)
-        yield from _loss_problems(program, task, data)
-        yield from _distill_problems(session.algorithm, program, task, data)
-        yield from _class_problems(program, task, data)
+            yield from _training_problems(program, task, data, local, sample, error)
+        yield from _loss_problems(task, sample)
+        yield from _distill_problems(session.algorithm, sample)
+        yield from _class_problems(classes, data)
     if personal and not data.has_personal:
         yield (
             "personal=True scores each client's own model, and no client has test data: give the clients test data, or "
@@ -79,9 +83,9 @@ def _problems(
             None,
         )
     if task.test is not None and not program.local:
-        yield from _test_set_problems(program, task, data, "the test data", task.test)
+        yield from _test_set_problems(program, task, classes, "the test data", task.test)
     if personal and data.personal is not None:
-        yield from _test_set_problems(program, task, data, "the clients' test data", data.personal[0])
+        yield from _test_set_problems(program, task, classes, "the clients' test data", data.personal[0])
     if settings.target is not None and task.primary in FRACTIONS and not 0 < settings.target <= 1:
         yield (
             f"target is {settings.target}: expected a number above 0 and at most 1 for {task.primary}.",
@@ -145,13 +149,18 @@ def _algorithm_problems(a: Algorithm, x: State) -> Iterator[Problem]:
 
 
 def _training_problems(
-    program: Program, task: Task, data: FederatedData, local: Local, error: Exception
+    program: Program,
+    task: Task,
+    data: FederatedData,
+    local: Local,
+    sample: Sample | None,
+    error: Exception,
 ) -> Iterator[Problem]:
     """Problems of a model that cannot train on one example: it may still train on two."""
     message = in_a_line(error).rstrip(".")
     if _failure(program, task, data, local, 2) is not None:
         if task.loss != "cross-entropy":
-            yield from _loss_problems(program, task, data)
+            yield from _loss_problems(task, sample)
         advice = _type_advice(program, data) if "type" in message else ""
         yield f"the model cannot train on {_kind(_one_batch(data, 1))}: {message}.{advice}", error
     elif (
@@ -164,53 +173,55 @@ def _training_problems(
         )
 
 
-def _loss_problems(program: Program, task: Task, data: FederatedData) -> Iterator[Problem]:
-    """Calls the loss and the metrics once, on two examples. A model that fails itself is reported elsewhere."""
+def _sample(program: Program, task: Task, data: FederatedData) -> Sample | None:
+    """Two examples and the model's outputs for them; None if the model fails itself, which is reported elsewhere."""
     worker, some = Worker(program, task), _one_batch(data, 2)
     worker.model.eval()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            output = worker.output(some.inputs)
+            return some, worker.output(some.inputs)
         except Exception:
-            return
-        for name, metric in task.scored.items():
-            called = f" {task.loss!r}" if isinstance(task.loss, str) else ""
-            what = f"the loss{called}" if name == LOSS else f"metric {name!r}"
-            try:
-                made = metric.of(output, some.targets)
-            except Exception as error:
-                yield (
-                    f"{what} failed{_taken(task, name, output, some)}: {in_a_line(error).rstrip('.')}.",
-                    error,
-                )
-                continue
-            if problem := problem_of(made, 2, what):
-                yield problem, None
-            elif name == LOSS and not math.isfinite(float(mean_loss(made))):
-                yield f"the loss of the first example is {float(mean_loss(made))}, before any training.", None
+            return None
 
 
-def _distill_problems(a: Algorithm, program: Program, task: Task, data: FederatedData) -> Iterator[Problem]:
-    """Calls `distill` once, on the outputs for two examples."""
-    if a.distill is None:
+def _loss_problems(task: Task, sample: Sample | None) -> Iterator[Problem]:
+    """Calls the loss and the metrics once."""
+    if sample is None:
         return
-    some = _one_batch(data, 2)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        output = Worker(program, task).output(some.inputs)
-        what = f"algorithm {a.name!r}: distill"
+    some, output = sample
+    for name, metric in task.scored.items():
+        called = f" {task.loss!r}" if isinstance(task.loss, str) else ""
+        what = f"the loss{called}" if name == LOSS else f"metric {name!r}"
         try:
-            made = a.distill(output, some.targets, output)
+            made = metric.of(output, some.targets)
         except Exception as error:
-            called = "It is called as distill(output, targets, received)."
-            yield f"{what} failed: {in_a_line(error).rstrip('.')}. {called}", error
-            return
+            yield f"{what} failed{_taken(task, name, output, some)}: {in_a_line(error).rstrip('.')}.", error
+            continue
         if problem := problem_of(made, 2, what):
             yield problem, None
+        elif name == LOSS and not math.isfinite(float(mean_loss(made))):
+            yield f"the loss of the first example is {float(mean_loss(made))}, before any training.", None
 
 
-def _class_problems(program: Program, task: Task, data: FederatedData) -> Iterator[Problem]:
+def _distill_problems(a: Algorithm, sample: Sample | None) -> Iterator[Problem]:
+    """Calls `distill` once."""
+    if a.distill is None or sample is None:
+        return
+    some, output = sample
+    what = f"algorithm {a.name!r}: distill"
+    try:
+        made = a.distill(output, some.targets, output)
+    except Exception as error:
+        called = "It is called as distill(output, targets, received)."
+        yield f"{what} failed: {in_a_line(error).rstrip('.')}. {called}", error
+        return
+    if problem := problem_of(made, 2, what):
+        yield problem, None
+
+
+def _class_problems(classes: int | None, data: FederatedData) -> Iterator[Problem]:
     """A target that is no class ends a run on a GPU, and the process with it."""
-    if (classes := _classes(program, task, data)) is None:
+    if classes is None:
         return
     try:
         data.expect_classes(classes, IGNORED)
@@ -218,13 +229,12 @@ def _class_problems(program: Program, task: Task, data: FederatedData) -> Iterat
         yield str(error), None
 
 
-def _classes(program: Program, task: Task, data: FederatedData) -> int | None:
+def _classes(task: Task, sample: Sample | None) -> int | None:
     """How many classes the model tells apart, if the loss takes classes."""
-    if task.loss not in CLASSES or not len(data.train):
+    if task.loss not in CLASSES or sample is None:
         return None
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        output = Worker(program, task).output(_one_batch(data, 2).inputs)
-    return int(output.shape[CLASSES[str(task.loss)]])
+    shape, place = getattr(sample[1], "shape", ()), CLASSES[str(task.loss)]
+    return int(shape[place]) if len(shape) > 1 else None
 
 
 def _taken(task: Task, name: str, output: Any, some: Examples) -> str:
@@ -239,7 +249,7 @@ def _taken(task: Task, name: str, output: Any, some: Examples) -> str:
 
 
 def _test_set_problems(
-    program: Program, task: Task, data: FederatedData, what: str, test: Examples
+    program: Program, task: Task, classes: int | None, what: str, test: Examples
 ) -> Iterator[Problem]:
     if not len(test):
         yield f"{what} hold no example: give some, or None.", None
@@ -247,7 +257,6 @@ def _test_set_problems(
         Worker(program, task).evaluate(program.initial, test.subset([_telling(test)]))
     except Exception as error:
         yield f"the model cannot be scored on {what}, {_kind(test)}: {in_a_line(error).rstrip('.')}.", error
-    classes = _classes(program, task, data)
     if classes is not None and (wrong := test.no_class(classes, IGNORED)) is not None:
         yield f"{what} have the target {wrong[1]}: {of_classes(classes, IGNORED)}", None
 

@@ -289,10 +289,6 @@ def _run_rounds(
         engine = build_engine(settings, session, parts.task, parts.data, folder.memory)
     chosen = f"engine {engine.name} ({experiment.engine} was requested): {engine.why}"
     (logger.info if _is_unexpected(experiment.engine, engine.name) else folder.log)(chosen)
-    if session.program.local and not personal:
-        logger.info(
-            "no accuracy is measured: parts of the model are private. --personal scores each client's own model"
-        )
     if note := unchecked(settings):
         logger.info("%s", note)
     started = time.perf_counter()
