@@ -106,16 +106,21 @@ def top_5(output: Tensor, target: Tensor) -> Tensor:
     return (output.topk(min(5, output.shape[1]), 1).indices == target[:, None]).any(1)
 
 
-def _counts(output: Tensor, target: Tensor) -> Tensor:
-    """Per example and class: whether it is right, predicted and true, [N, 3 classes]. Of one logit, class 1 alone."""
-    output, kept = _one_logit(output, target), (target != IGNORED)[:, None]
+def _masks(output: Tensor, target: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Where each class from `first` on is predicted and is true, [N, classes, ...]. Of one logit, class 1 alone."""
+    output, counts = _one_logit(output, target), (target != IGNORED)[:, None]
     if output.shape == target.shape:
         predicted, true = (output > 0)[:, None], target.bool()[:, None]
     else:
-        each = torch.arange(output.shape[1], device=output.device)
-        predicted, true = output.argmax(1)[:, None] == each, target[:, None] == each
-    predicted = predicted & kept
-    true = true & kept
+        classes = torch.arange(first, output.shape[1], device=output.device)
+        classes = classes.view(-1, *[1] * (target.dim() - 1))
+        predicted, true = (part[:, None] == classes for part in (output.argmax(1), target))
+    return predicted & counts, true & counts
+
+
+def _counts(output: Tensor, target: Tensor) -> Tensor:
+    """Per example and class: whether it is right, predicted and true, [N, 3 classes]."""
+    predicted, true = _masks(output, target, first=0)
     return torch.cat([predicted & true, predicted, true], 1)
 
 
@@ -170,13 +175,7 @@ def next_token_accuracy(output: Tensor, target: Tensor) -> PerExample:
 
 def _overlap(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sizes of prediction, target and intersection, [N, classes]. Class 0 of several is the background: left out."""
-    output, counts = _one_logit(output, target), (target != IGNORED)[:, None]
-    if output.shape == target.shape:
-        predicted, true = (output > 0)[:, None], target.bool()[:, None]
-    else:
-        classes = torch.arange(1, output.shape[1], device=output.device).view(-1, *[1] * (target.dim() - 1))
-        predicted, true = (part[:, None] == classes for part in (output.argmax(1), target))
-    predicted, true = predicted & counts, true & counts
+    predicted, true = _masks(output, target, first=1)
     return tuple(part.flatten(2).sum(2) for part in (predicted, true, predicted & true))  # type: ignore[return-value]
 
 
