@@ -3,7 +3,7 @@
     round t, cohort S of N clients, server state x:
         down = broadcast(server)
         each i in S:  y = x
-            K times:  g = clip_by_norm(gradient of the loss at y)      with `distill`, plus its mean
+            K times:  g = clip_by_norm(gradient at y of the loss, plus the mean of `distill` if it is set)
                       y = optimizer step with correct(g, y, x, down, client_i)
             up_i, client_i = finish(x, y, down, client_i, K, eta);   y_i = send(x, y, visit)
             with `personal`, the same steps again from v_i, with personal.correct; v_i stays with the client
@@ -36,10 +36,8 @@ Variables = dict[str, State]
 """What an algorithm keeps or sends beside the model, such as SCAFFOLD's {"control": c}. Each variable is a state."""
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 
-PerExample = Tensor | tuple[Tensor, Tensor]
-"""One value per example, or (sums, weights) per example, as in `tasks.losses`."""
-Distill = Callable[[Any, Any, Any], PerExample]
-"""(output of y, targets, output of the model that the client received) -> values per example"""
+Distill = Callable[[Any, Any, Any], Any]
+"""(output of y, targets, output of the model that the client received) -> values per example, as a loss returns them"""
 Weighting = Literal["examples", "uniform"]
 
 

@@ -100,6 +100,12 @@ class Session:
         names = self.folding.first() if self.folding is not None else self.program.fixed
         return tuple(names)
 
+    @cached_property
+    def entered(self) -> tuple[str, ...]:
+        """With `distill`, the tensors of the received model that differ between clients, or change as it trains."""
+        program = self.program
+        return () if self.algorithm.distill is None else (*sorted(program.private), *program.buffers)
+
     def up_in(self, round: int, variables: Variables) -> Spec:
         """The spec of a client's message in this round: `up` without the tensors that are not sent."""
         unsent = self.unsent(round, variables)

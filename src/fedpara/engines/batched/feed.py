@@ -82,11 +82,10 @@ class Feed:
     def fill(self, plan: RoundPlan) -> None:
         """Copies in a round's plan."""
         steps, width = plan.steps, plan.width
-        self.plan.zero_()  # an earlier round's index may lie beyond this cohort's examples
+        # No index of an earlier round stays: it may lie beyond this cohort's examples. Padding is the client's own.
+        self.plan.zero_()
         self.plan[:, :steps, :width].copy_(torch.from_numpy(plan.index))
-        self.plan[:, :steps, width:].copy_(
-            self.plan[:, :steps, :1]
-        )  # padding is an example of the same client
+        self.plan[:, :steps, width:].copy_(self.plan[:, :steps, :1])
         self.sizes.zero_()
         self.sizes[:, :steps].copy_(torch.from_numpy(plan.sizes))
         self.seeds[:, :steps].copy_(torch.from_numpy(plan.seeds))

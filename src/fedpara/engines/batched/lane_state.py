@@ -29,7 +29,7 @@ class LaneState:
     x: State
     down: Variables
     beside: State  # what composed weights read beside the parameters (`Session.beside`)
-    entered: State  # with `distill`, private parameters and buffers as the client entered with them, stacked
+    entered: State  # the received values of `Session.entered`, stacked
     losses: Tensor  # [lane], summed since the client entered
     first_slots: Slots  # for a client without stored slots
     scale: Tensor | None  # [2, channel, 1, 1]: mean and deviation, if the inputs are bytes
@@ -144,7 +144,6 @@ def allocate_lanes(
     first_slots = build_optimizer(session.algorithm.local).init(trained)
     exact = any(tensor.dtype == torch.float64 for tensor in trained.values())
     dtype = torch.float64 if exact else torch.float32
-    own_parts = () if session.algorithm.distill is None else (*sorted(program.private), *program.buffers)
     return LaneState(
         parameters=room(trained),
         slots={slot: room(state) for slot, state in first_slots.items()},
@@ -154,7 +153,7 @@ def allocate_lanes(
         x={name: whole[name].clone() for name in program.shared},
         down={v: {n: t.to(device, copy=True) for n, t in s.items()} for v, s in down.items()},
         beside={name: whole[name].clone() for name in session.beside},
-        entered=room({name: whole[name] for name in own_parts}),
+        entered=room({name: whole[name] for name in session.entered}),
         losses=torch.zeros(lanes, dtype=dtype, device=device),
         scale=_per_channel(examples),
         feed=allocate_feed(shape, crops, examples, dtype),

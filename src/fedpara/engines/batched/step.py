@@ -46,7 +46,7 @@ def one_step(
 ) -> Step:
     """A pure function of one lane, for `vmap`. Unless `masked`, every batch is full."""
     shared, distill = program.shared, algorithm.distill
-    received = None if distill is None else program.plain().to(next(plain.parameters()).device).eval()
+    received_model = None if distill is None else program.plain().to(next(plain.parameters()).device).eval()
     local, dropouts, norms = algorithm.local, seeded_dropouts(plain), masked_norms(plain)
     optimizer = build_optimizer(local)
     device = next(plain.parameters()).device.type
@@ -61,7 +61,7 @@ def one_step(
         targets: Tree,
         size: Tensor,
         seed: Tensor,
-        taught: Tree,
+        received: Tree,
     ) -> tuple[Tensor, State]:
         fresh = {name: tensor.clone() for name, tensor in buffers.items()}
         seeds = {f"{name}.seed": layer_seed(seed, i) for i, name in enumerate(dropouts)}
@@ -79,16 +79,16 @@ def one_step(
         counts = torch.arange(width, device=size.device) < size if masked else None
         value = mean_loss(objective(output, targets), counts)
         if distill is not None:
-            value = value + mean_loss(distill(output, targets, taught), counts)
+            value = value + mean_loss(distill(output, targets, received), counts)
         return value, fresh
 
     def output_of_received(x: State, beside: State, entered: State, inputs: Tree) -> Tree:
         """The output of the model that the client received. vmap composes weights that are alike in all lanes once."""
-        if received is None:
+        if received_model is None:
             return None
         with autocast():
             weights = compose_state({**x, **beside, **entered}, forms)
-            return widened(functional_call(received, weights, *arguments(inputs)))
+            return widened(functional_call(received_model, weights, *arguments(inputs)))
 
     def composed(parameters: State, beside: State, *rest: object) -> tuple[Tensor, State]:
         with autocast():
@@ -125,8 +125,8 @@ def one_step(
         beside: State,
         entered: State,
     ) -> tuple[State, Slots, State, Tensor]:
-        taught = output_of_received(x, beside, entered, inputs)
-        g, value, fresh = gradient(parameters, beside, lr, buffers, inputs, targets, size, seed, taught)
+        received = output_of_received(x, beside, entered, inputs)
+        g, value, fresh = gradient(parameters, beside, lr, buffers, inputs, targets, size, seed, received)
         if local.clip is not None:
             g = clip_by_norm(g, local.clip)
         y = {name: parameters[name] for name in shared}

@@ -154,13 +154,11 @@ def _step(
     own = _lane(algorithm.client_init(x))
     down = algorithm.broadcast(algorithm.server_init(x))
     targets = join([target] * len(leaves(inputs)[0]))
-    distills = algorithm.distill is not None
-    entered = program.start((*sorted(program.private), *program.buffers)) if distills else {}
     given = (_lane(inputs), _lane(targets), torch.tensor([1]), torch.tensor([0]), torch.tensor([0.1]))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         stepped, _, buffers, _ = vmap(step, in_dims=LANES_OF_A_STEP, randomness="different")(
-            *lanes, own, *given, x, down, program.start(session.beside), _lane(entered)
+            *lanes, own, *given, x, down, program.start(session.beside), _lane(program.start(session.entered))
         )
     return {**stepped, **buffers}
 
