@@ -172,7 +172,10 @@ def test_a_failing_stderr_does_not_end_the_run(monkeypatch, stream):
     ("words", "says"),
     [
         (["report", "."], "interrupted.\n"),
-        (["run", *TINY], "interrupted: finished rounds are saved, `fedpara resume` continues the run.\n"),
+        (
+            ["run", *TINY],
+            "interrupted: finished rounds are saved, `fedpara resume` continues a run that has begun.\n",
+        ),
     ],
 )
 def test_only_resumable_commands_mention_resume(cli, monkeypatch, words, says):

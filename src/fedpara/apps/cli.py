@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fedpara.engines.distributed.process_group import ProcessGroup
 
 INTERRUPTED = 130
-_RESUME = "`fedpara resume` continues the run"
+_RESUME = "`fedpara resume` continues a run that has begun"
 _AGAIN = "the same command continues"
 RESUMABLE = {"run": _RESUME, "resume": _RESUME, "reproduce": _AGAIN, "sweep": _AGAIN, "tune": _AGAIN}
 """Commands that leave a resumable run folder when interrupted, and how to continue."""

@@ -255,9 +255,9 @@ def _unusable(keys: Mapping[int, Mapping[str, bytes]]) -> dict[int, str]:
     found = {}
     for client, both in public.items():
         if not all(map(p.is_public_key, both)):
-            found[client] = "a public key of its is not a point of the curve P-256"
+            found[client] = "one of its public keys is not a point of the curve P-256"
         elif any(count[key] > 1 for key in both):
-            found[client] = "a public key of its occurs twice"
+            found[client] = "one of its public keys occurs twice"
     return found
 
 

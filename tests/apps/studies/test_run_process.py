@@ -67,7 +67,7 @@ def test_runs_in_one_process_are_those_of_processes_of_their_own(process, tmp_pa
         time.sleep(0.05)
     started.send_signal(signal.SIGINT)
     assert started.wait(30) == 130
-    said = "interrupted: finished rounds are saved, `fedpara resume` continues the run."
+    said = "interrupted: finished rounds are saved, `fedpara resume` continues a run that has begun."
     assert (tmp_path / "long" / "output.txt").read_text().splitlines()[-1] == said
     assert read_run(tmp_path / "long").rounds
 
