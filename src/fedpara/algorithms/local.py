@@ -9,6 +9,8 @@ from fedpara.algorithms.optimizers import Optimizer, build_optimizer
 from fedpara.algorithms.schedules import RateSchedule, constant, cosine, linear, step_decay
 from fedpara.errors import ConfigError, among
 
+PerClient = Callable[[int], Mapping[str, Any]] | Mapping[int, Mapping[str, Any]]
+"""client -> the settings that differ. A dict may leave clients out."""
 Rule = tuple[str, Callable[[Any], bool]]
 POSITIVE: Rule = ("a number above 0", lambda value: value > 0)
 NOT_NEGATIVE: Rule = ("a number of 0 or more", lambda value: value >= 0)
@@ -51,9 +53,7 @@ class Local:
         False  # keep its slots on the client between rounds; by default each round starts anew
     )
     schedule: RateSchedule | None = None  # multiplies the learning rate: fedpara.cosine(warmup=5)
-    per_client: Callable[[int], Mapping[str, Any]] | Mapping[int, Mapping[str, Any]] | None = (
-        None  # client -> lr, epochs, steps or batch_size; a dict may leave clients out
-    )
+    per_client: PerClient | None = None  # lr, epochs, steps or batch_size of some clients
     rounds: int | None = field(default=None, repr=False)  # of the run, for `schedule`; simulate sets it
 
     def __post_init__(self) -> None:

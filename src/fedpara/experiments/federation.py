@@ -112,14 +112,9 @@ def _with_owner_tests(
 def _or_classes(train: Examples) -> str:
     """Advice for targets that may well be classes."""
     targets = train.targets
-    if (
-        not isinstance(targets, Tensor)
-        or targets.dim() != 1
-        or targets.is_floating_point()
-        or not len(targets)
-    ):
-        return ""
-    return f", or state in your data that they are, with Examples(..., classes={int(targets.max()) + 1})"
+    if isinstance(targets, Tensor) and targets.dim() == 1 and not targets.is_floating_point():
+        return f", or state in your data that they are, with Examples(..., classes={int(targets.max()) + 1})"
+    return ""
 
 
 def _clients(experiment: Experiment, train: Examples) -> Partition:
