@@ -44,14 +44,18 @@ Sample = tuple[Examples, Any]
 
 
 def check_run(session: Session, task: Task, data: FederatedData, settings: Settings, personal: bool) -> None:
-    """ConfigError for a run that cannot work, with the first problem found. Warns of a test set that is not used."""
+    """ConfigError for a run that cannot work, with the first problem found."""
     for text, cause in _problems(session, task, data, settings, personal):
         raise ConfigError(text) from cause
-    if task.test is not None and session.program.local and not personal:
+
+
+def tell_unused_test_set(program: Program, task: Task, personal: bool) -> None:
+    """Warns, once a run begins, of a test set that scores no model."""
+    if task.test is not None and program.local and not personal:
         logger.warning(
             "the test set is not used: %s stays with each client, so each has its own model. Give the clients test "
             "data, or --personal on the command line, to score these models.",
-            min(session.program.local),
+            min(program.local),
         )
 
 

@@ -12,7 +12,7 @@ from fedpara.data import FederatedData
 from fedpara.engines.batched.engine import Batched
 from fedpara.engines.batched.round_plan import typical_shape
 from fedpara.engines.batched.support import slower_on_cpu, unsupported
-from fedpara.engines.checks import check_run
+from fedpara.engines.checks import check_run, tell_unused_test_set
 from fedpara.engines.device import find_device
 from fedpara.engines.distributed.engine import Distributed, RankMemory
 from fedpara.engines.distributed.process_group import Part, ProcessGroup, join
@@ -186,6 +186,7 @@ def simulate(
     refuse_flower_engine(engine)
     task = with_own_test(task, data)
     session, schedule, scored = prepare(task, data, algorithm, settings)
+    tell_unused_test_set(session.program, task, scored)
     memory = InMemory() if memory is None else memory
     results: list[Round] = []
     with join().in_step("the end of the run"):

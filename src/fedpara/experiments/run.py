@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fedpara.engines.checks import tell_unused_test_set
 from fedpara.engines.distributed.process_group import Part, ProcessGroup, join
 from fedpara.engines.participation.devices import read_devices
 from fedpara.engines.progress import Round, Schedule
@@ -289,6 +290,7 @@ def _run_rounds(
         engine = build_engine(settings, session, parts.task, parts.data, folder.memory)
     chosen = f"engine {engine.name} ({experiment.engine} was requested): {engine.why}"
     (logger.info if _is_unexpected(experiment.engine, engine.name) else folder.log)(chosen)
+    tell_unused_test_set(session.program, parts.task, personal)
     if note := unchecked(settings):
         logger.info("%s", note)
     started = time.perf_counter()
