@@ -1,4 +1,4 @@
-"""Whom each defence drops. The runs hold out examples as `fedpara reproduce robustness --validation` does: no test data.
+"""Whom each defence drops. The runs hold out examples, as `fedpara reproduce robustness --validation` does.
 
     python benchmarks/filtering.py                                            # digits, the runs of the guide
     python benchmarks/filtering.py --scale cifar10 --attacks none label-flip  # on a GPU
