@@ -16,9 +16,11 @@ from fedpara.layout import runs
 State = dict[str, Tensor]
 
 
-def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float = 1.0) -> State:
+def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float | Tensor = 1.0) -> State:
     """a + scale b. Integer tensors (BatchNorm's step counter) need a whole scale, such as 1 or -1."""
     same_names(a, b)
+    if isinstance(scale, Tensor):  # a rate in a compiled step
+        return {name: torch.addcmul(a[name], b[name], scale) for name in a}
     whole = int(scale) if scale == int(scale) else scale
     return {
         name: torch.add(a[name], b[name], alpha=scale if a[name].is_floating_point() else whole) for name in a

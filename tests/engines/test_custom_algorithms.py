@@ -13,6 +13,7 @@ from fedpara import algorithms
 from fedpara.data import Examples
 from fedpara.engines.memory import InMemory
 from fedpara.errors import ConfigError, RunError
+from fedpara.state import add, zeros_like
 
 ENGINES = ["sequential", "batched"]
 
@@ -122,7 +123,7 @@ def test_a_variable_cannot_have_a_reserved_name(name):
             lambda x, server: ({**x, "0.bias": x["0.bias"].double()}, server),
             "returned float64 (8,) for '0.bias'",
         ),
-        (lambda x, server: (x, {"rounds": 3}), "returned dict: expected a dict of states"),
+        (lambda x, server: (x, {"rounds": 3}), "returned a dict in which 'rounds' holds int: expected"),
         (
             lambda x, server: (x, {"own": {"h": 3}}),
             "returned a state that holds int: expected a dict of states",
@@ -195,7 +196,7 @@ def test_a_correct_unlike_the_gradient_is_rejected_before_the_first_round(correc
     ("function", "made", "message"),
     [
         ("server_init", None, "returned NoneType: expected a dict of states"),
-        ("broadcast", {"h": 1.0}, "returned dict: expected a dict of states"),
+        ("broadcast", {"h": 1.0}, "returned a dict in which 'h' holds float: expected a dict of states"),
         ("client_init", [], "returned list: expected a dict of states"),
         ("finish", {}, "returned dict: expected a pair of dicts"),
         ("finish", ({}, {}, {}), "returned tuple: expected a pair of dicts"),
@@ -239,6 +240,16 @@ def test_an_aggregate_sees_each_clients_number_and_loss(engine):
         ),
         ({"finish": lambda x, y: ({}, {})}, r"It is called as finish\(x, y, down, client, steps, lr\)"),
         ({"send": lambda y: y}, r"It is called as send\(x, y, visit\)"),
+        ({"correct": lambda g, y, x, down, client: down["m"]}, "correct failed: KeyError: 'm'"),
+        ({"aggregate": lambda x, updates: x}, r"It is called as aggregate\(x, server, updates, clients\)"),
+        (
+            {"aggregate": algorithms.FromMean(lambda x, mean: (x, {}))},
+            r"FromMean's step failed: TypeError: .* as step\(",
+        ),
+        (
+            {"aggregate": algorithms.FromMean(lambda x, server, mean, clients: (x, server["v"]))},
+            "FromMean's step failed: KeyError: 'v'",
+        ),
     ],
 )
 def test_a_function_with_other_arguments_is_named(changes, message):
@@ -253,3 +264,91 @@ def test_a_function_with_other_arguments_is_named(changes, message):
 def test_a_schedule_that_gives_no_factor_is_named(schedule, message):
     with pytest.raises(ConfigError, match=message):
         simulate(algorithms.fedavg(lr=0.1, schedule=schedule), "sequential")
+
+
+def halved(tensors):
+    for tensor in tensors.values():
+        tensor /= 2
+
+
+@pytest.mark.parametrize(
+    ("function", "spoil"),
+    [
+        ("client_init", lambda x: halved(x) or {}),
+        ("correct", lambda g, y, x, down, client: halved(y) or g),
+        ("finish", lambda x, y, down, client, steps, lr: halved(client["h"]) or ({}, client)),
+        ("send", lambda x, y, visit: halved(x) or y),
+        ("send", lambda x, y, visit: x.clear() or y),
+    ],
+)
+def test_a_function_that_changes_what_it_was_given_is_named(function, spoil):
+    """The received model is shared: on the sequential engine the next client would start from the changed one."""
+    base = replace(algorithms.fedavg(lr=0.1), name="own", client_init=lambda x: {"h": {"n": torch.zeros(2)}})
+    base = replace(base, finish=lambda x, y, down, client, steps, lr: ({}, client))
+    with pytest.raises(ConfigError, match=f"algorithm 'own': {function} changes what it was given"):
+        simulate(replace(base, **{function: spoil}), "sequential")
+
+
+def test_a_correct_may_write_to_its_gradient():
+    def correct(gradient, y, x, down, client):
+        halved(gradient)
+        return gradient
+
+    run, _ = simulate(replace(algorithms.fedavg(lr=0.1), correct=correct), "sequential")
+    other, _ = simulate(algorithms.fedavg(lr=0.05), "sequential")
+    torch.testing.assert_close(run.state, other.state)
+
+
+def momentum(step):
+    base = algorithms.fedavg(lr=0.1)
+    return replace(
+        base, name="own", server_init=lambda x: {"v": zeros_like(x)}, aggregate=algorithms.FromMean(step)
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda x, server, mean, clients: (mean.y, {}), "aggregate returned no variable 'v'"),
+        (
+            lambda x, server, mean, clients: (mean.y, {"v": {n: t.sum() for n, t in x.items()}}),
+            r"returned float32 \(\) for '0.weight' of variable 'v': expected float32 \(8, 4\)",
+        ),
+    ],
+)
+def test_a_server_variable_keeps_its_names_and_shapes(step, message):
+    with pytest.raises(ConfigError, match=message):
+        simulate(momentum(step), "sequential")
+
+
+def test_a_client_variable_that_finish_leaves_out_is_named():
+    own = replace(algorithms.fedavg(lr=0.1), client_init=lambda x: {"h": zeros_like(x)})
+    with pytest.raises(ConfigError, match="finish returns no client variable 'h', which client_init makes"):
+        simulate(own, "sequential")
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda y, g, slots, lr: None, "step returned NoneType: expected a pair"),
+        (lambda y, g, slots, lr: y, "step returned dict: expected a pair"),
+        (lambda y, g, slots, lr: (y, {}), "step returned no variable 'm'"),
+        (lambda y, g, lr: (y, {}), r"step failed: TypeError: .* called as step\(y, gradient, slots, lr\)"),
+    ],
+)
+def test_a_custom_optimizer_is_called_before_the_run(step, message):
+    own = algorithms.Optimizer("mine", lambda y: {"m": zeros_like(y)}, step)
+    with pytest.raises(ConfigError, match=f"optimizer 'mine': {message}"):
+        simulate(algorithms.fedavg(lr=0.1, optimizer=own), "sequential")
+
+
+def test_a_custom_optimizer_can_use_the_arithmetic_of_states_in_lanes():
+    own = algorithms.Optimizer("mine", lambda y: {}, lambda y, g, slots, lr: (add(y, g, -lr), slots))
+    run, _ = simulate(algorithms.fedavg(lr=0.1, optimizer=own), "batched")
+    other, _ = simulate(algorithms.fedavg(lr=0.1), "batched")
+    torch.testing.assert_close(run.state, other.state)
+
+
+def test_per_client_that_gives_nothing_for_a_client_is_named():
+    with pytest.raises(ConfigError, match="per_client gives NoneType for client 0: expected a dict"):
+        simulate(algorithms.fedavg(lr=0.1, per_client=lambda client: None), "sequential")

@@ -213,3 +213,69 @@ def test_a_study_that_was_killed_while_writing_a_line_runs_that_cell_again(tmp_p
     file.write_text(file.read_text().replace("accuracy", "score", 1))
     with pytest.raises(RunError, match="is damaged in line 1"):
         study(tmp_path, **asked)
+
+
+def on_ten_clients(**options):
+    train, test = data.load("digits")
+    clients = data.iid(train.targets[:200], clients=10, seed=0)
+    model = fp.factorize(mlp(64, 16, 10), fp.FedPara(gamma=0.1))
+    return fp.simulate(
+        fp.Task(model, test),
+        fp.FederatedData(train, clients),
+        algorithms.fedavg(lr=0.1, batch_size=5),
+        rounds=1,
+        cohort=10,
+        engine="sequential",
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("defence", "message"),
+    [
+        ({"weigh": lambda g: g.w.sum()}, r"weigh returned float64 \(\): expected a tensor of shape \(10,\)"),
+        ({"weigh": lambda g: None}, "weigh returned nothing: expected a tensor of shape"),
+        ({"weigh": lambda: None}, r"weigh failed: TypeError: .* It is called as weigh\(geometry\)"),
+        ({"combine": lambda w: w.median(0)}, "combine returned median: expected a tensor of shape"),
+        ({"combine": lambda w: w}, r"combine returned float32 \(10, "),
+    ],
+)
+def test_a_custom_defence_that_returns_something_else_is_named(defence, message):
+    with pytest.raises(ConfigError, match=f"robust 'mine': {message}"):
+        on_ten_clients(robust=robust.Defence("mine", **defence))
+
+
+@pytest.mark.parametrize(
+    ("attack", "message"),
+    [
+        ({"send": lambda x, y, visit, forms: None}, "send returned nothing for"),
+        ({"send": lambda x, y: y}, r"send failed: TypeError: .* It is called as send\(x, y, visit, forms\)"),
+        ({"poison": lambda examples, generator: None}, "poison returned NoneType: expected 20 examples"),
+        (
+            {"poison": lambda examples, generator: examples.subset([0])},
+            "poison returned 1 examples: expected 20",
+        ),
+        ({"collude": lambda honest, x, hostile, clients: None}, "collude returned nothing for"),
+    ],
+)
+def test_a_custom_attack_that_returns_something_else_is_named(attack, message):
+    with pytest.raises(ConfigError, match=f"attack 'mine': {message}"):
+        on_ten_clients(attack=attacks.Attack("mine", **attack), hostile=0.2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: robust.Defence("mine"), "Defence 'mine' has neither weigh nor combine: give one of them"),
+        (lambda: attacks.Attack("mine"), "Attack 'mine' does nothing: give it send, poison or collude"),
+        (lambda: on_ten_clients(robust=lambda g: g.w), "robust is function: expected a name such as 'rfa'"),
+        (
+            lambda: on_ten_clients(attack=len, hostile=0.2),
+            "attack is builtin_function_or_method: expected a name",
+        ),
+        (lambda: fp.Link(up=len), "Link up is <built-in function len>: expected one of float32"),
+    ],
+)
+def test_a_value_of_another_kind_is_named(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()

@@ -20,7 +20,8 @@ The states hold the shared, trainable parameters only, without private parameter
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fedpara.algorithms.local import Local
-from fedpara.errors import ConfigError
+from fedpara.errors import ConfigError, FedParaError, in_a_line
 from fedpara.state import State, WeightedSum, same_names
 
 Variables = dict[str, State]
@@ -224,29 +225,67 @@ def variable(variables: Variables, name: str) -> State:
     return variables.get(name, {})
 
 
-def expect_variables(algorithm: str, function: str, made: Any) -> Variables:
+def expect_variables(function: str, made: Any) -> Variables:
     """What a custom algorithm's function returned, or ConfigError if it is not a dict of states."""
     if not isinstance(made, dict) or not all(isinstance(state, dict) for state in made.values()):
-        got = type(made).__name__
+        got = _kind(made)
     elif wrong := [one for state in made.values() for one in state.values() if not isinstance(one, Tensor)]:
         got = f"a state that holds {type(wrong[0]).__name__}"
     else:
         return made
     raise ConfigError(
-        f"algorithm {algorithm!r}: {function} returned {got}: expected a dict of states, which hold tensors, such as "
-        "{'h': x}."
+        f"{function} returned {got}: expected a dict of states, which hold tensors, such as {{'h': x}}."
     )
 
 
-def expect_like(algorithm: str, function: str, made: Any, x: State) -> None:
+def _kind(made: Any) -> str:
+    """What a function returned in place of a dict of states."""
+    if not isinstance(made, dict):
+        return type(made).__name__
+    name, state = next((name, state) for name, state in made.items() if not isinstance(state, dict))
+    return f"a dict in which {name!r} holds {type(state).__name__}"
+
+
+def expect_like(function: str, made: Any, x: State) -> None:
     """Raise ConfigError if a custom algorithm's function did not return x's names, shapes and types."""
     given = made if isinstance(made, dict) else {}
     for name in {**x, **given}:
         got, expected = (_described(state.get(name)) for state in (given, x))
         if got != expected:
-            raise ConfigError(
-                f"algorithm {algorithm!r}: {function} returned {got} for {name!r}: expected {expected}."
-            )
+            raise ConfigError(f"{function} returned {got} for {name!r}: expected {expected}.")
+
+
+@contextmanager
+def custom(function: str, called: str) -> Iterator[None]:
+    """Around a call of a custom function: its errors become one ConfigError, which says how the function is called."""
+    try:
+        yield
+    except (FedParaError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        what = in_a_line(error).rstrip(".")
+        raise ConfigError(f"{function} failed: {what}. It is called as {called}.") from error
+
+
+def expect_same(function: str, made: Variables, before: Variables) -> None:
+    """Raise ConfigError unless every variable is there still, with its names and shapes. Types may become wider."""
+    for name, state in before.items():
+        if state and name not in made:
+            raise ConfigError(f"{function} returned no variable {name!r}, which it was given.")
+        now = made.get(name, {})
+        for key, tensor in state.items():
+            if key not in now or now[key].shape != tensor.shape:
+                got = _described(now.get(key))
+                raise ConfigError(
+                    f"{function} returned {got} for {key!r} of variable {name!r}: expected {_described(tensor)}."
+                )
+
+
+def expect_tensor(function: str, made: Any, shape: Sequence[int]) -> Tensor:
+    """What a custom function returned, or ConfigError if it is no tensor of this shape."""
+    if isinstance(made, Tensor) and tuple(made.shape) == tuple(shape):
+        return made
+    raise ConfigError(f"{function} returned {_described(made)}: expected a tensor of shape {tuple(shape)}.")
 
 
 def _described(tensor: object) -> str:

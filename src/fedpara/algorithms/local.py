@@ -90,7 +90,13 @@ class Local:
         if self.per_client is None:
             return self
         own = self.per_client
-        given = dict(own.get(client, {}) if isinstance(own, Mapping) else own(client))
+        found: Any = own.get(client, {}) if isinstance(own, Mapping) else own(client)
+        if not isinstance(found, Mapping):
+            raise ConfigError(
+                f"per_client gives {type(found).__name__} for client {client}: expected a dict such as {{'epochs': 2}} "
+                "or {}."
+            )
+        given = dict(found)
         if unknown := given.keys() - set(PER_CLIENT):
             raise ConfigError(
                 f"per_client sets {unknown.pop()!r} for client {client}: expected {', '.join(PER_CLIENT)}."

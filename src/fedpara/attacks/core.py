@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from fedpara.algorithms import Algorithm, Visit
-from fedpara.algorithms.core import on_any_device
+from fedpara.algorithms.core import custom, expect_like, on_any_device
 from fedpara.data import Examples
+from fedpara.errors import ConfigError
 from fedpara.parameterization import Form
 from fedpara.state import State
 
@@ -37,14 +38,34 @@ class Attack:
     triggered: Callable[[Examples], Examples] | None = None
     """test examples -> those with a trigger, all with the attacker's target: their accuracy is the attack's success"""
 
+    def __post_init__(self) -> None:
+        if not (self.send or self.poison or self.collude):
+            raise ConfigError(f"Attack {self.name!r} does nothing: give it send, poison or collude.")
+
     def on(self, algorithm: Algorithm, hostile: frozenset[int], forms: Forms) -> Algorithm:
         """The algorithm with this attack on what the hostile clients send."""
         if self.send is None:
             return algorithm
-        given = {"honest": algorithm.send, "attack": self.send, "hostile": hostile, "forms": forms}
+        attack = partial(_checked, self.name, self.send)
+        given = {"honest": algorithm.send, "attack": attack, "hostile": hostile, "forms": forms}
         # `on_any_device` looks at the outer function only, so a custom `send` needs the unmarked one.
         outer: Any = _sent_anywhere if algorithm.on_any_device else _sent
         return replace(algorithm, send=partial(outer, **given))
+
+
+def _checked(
+    name: str,
+    send: Callable[[State, State, Visit, Forms], State],
+    x: State,
+    y: State,
+    visit: Visit,
+    forms: Forms,
+) -> State:
+    what = f"attack {name!r}: send"
+    with custom(what, "send(x, y, visit, forms)"):
+        sent = send(x, y, visit, forms)
+    expect_like(what, sent, y)
+    return sent
 
 
 def _sent(

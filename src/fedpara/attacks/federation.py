@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from fedpara.algorithms.core import custom
 from fedpara.attacks.core import Attack
 from fedpara.data import Examples, FederatedData
 from fedpara.data.examples import Indices
 from fedpara.data.loaded import LoadedData
+from fedpara.errors import ConfigError
 from fedpara.trees import join
 
 HOSTILE = 26
@@ -42,7 +44,15 @@ def poisoned(attack: Attack, data: FederatedData, hostile: frozenset[int], seed:
         return data
 
     def of(client: int, examples: Examples) -> Examples:
-        return change(examples, np.random.default_rng((seed, HOSTILE, client)))
+        what = f"attack {attack.name!r}: poison"
+        with custom(what, "poison(examples, generator)"):
+            made = change(examples, np.random.default_rng((seed, HOSTILE, client)))
+        if not isinstance(made, Examples) or len(made) != len(examples):
+            got = f"{len(made)} examples" if isinstance(made, Examples) else type(made).__name__
+            raise ConfigError(
+                f"{what} returned {got}: expected {len(examples)} examples, as many as it was given."
+            )
+        return made
 
     if isinstance(data, LoadedData):
         return _loaded(data, lambda client, found: of(client, found) if client in hostile else found)

@@ -97,6 +97,8 @@ class Settings:
         for name, kind, such in (
             ("privacy", Privacy, "privacy.User(noise=1.1, clip=0.5)"),
             ("devices", Devices, "Devices(bandwidth=1e6)"),
+            ("robust", Defence, "a name such as 'rfa', or robust.Defence(name, weigh=...)"),
+            ("attack", Attack, "a name such as 'sign-flip', or attacks.Attack(name, send=...)"),
         ):
             if (given := getattr(self, name)) is not None and not isinstance(given, kind):
                 raise ConfigError(f"{name} is {type(given).__name__}: expected {such}.")

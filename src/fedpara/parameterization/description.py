@@ -15,7 +15,10 @@ def describe_form(weight: str, form: Form) -> dict[str, object]:
     """The description of a weight's form. StateError for a scheme that a file cannot name."""
     scheme = form.scheme
     if type(scheme) is not SCHEMES.get(scheme.name):
-        raise StateError(f"a file cannot name the scheme {scheme!r} of {weight}: merge the model first.")
+        raise StateError(
+            f"a file cannot hold {weight} with {scheme!r}, which is no scheme of the library: run without `out`, or "
+            "merge the model to save its weights."
+        )
     described = {"scheme": scheme.name, "rank": form.rank, "shape": list(form.shape), "nonlinearity": None}
     described |= {} if form.scale is None else {"adapter_scale": form.scale}
     return described | {f.name: getattr(scheme, f.name) for f in fields(scheme) if f.name not in SIZES}

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 from fedpara.experiments import Experiment, Summary
 from fedpara.experiments.config import FREE
+from fedpara.experiments.object_digests import digests, without_weights
 from fedpara.experiments.paper import Cell, Study
 from fedpara.experiments.seeds import Group, Mean, group
 from fedpara.experiments.storage.catalog import Library
@@ -128,7 +129,24 @@ def _section(metric: Primary, groups: list[Group]) -> Section:
     panel = _panel(experiments[0], "" if "model" in differing else experiments[0].model)
     title = panel if metric == Primary() else f"{panel}, {metric.name}"
     ordered = sorted(zip(groups, experiments, strict=True), key=lambda pair: pair[0].rank, reverse=True)
-    return Section(title, tuple(Series(_label(e, differing), title, same.runs) for same, e in ordered))
+    labels = _labels([e for _, e in ordered], differing)
+    return Section(
+        title,
+        tuple(Series(label, title, same.runs) for label, (same, _) in zip(labels, ordered, strict=True)),
+    )
+
+
+def _labels(experiments: Sequence[Experiment], differing: Sequence[str]) -> list[str]:
+    """The rows' names. Python objects that differ are told apart by their digests only if nothing else does."""
+    labels = [_label(e, [name for name in differing if name != "objects"]) for e in experiments]
+    if len(set(labels)) == len(labels):
+        return labels
+    held = [digests(without_weights(e.objects) or "") for e in experiments]
+    parts = [part for part in held[0] if len({own.get(part) for own in held}) > 1]
+    return [
+        ", ".join([label, *(f"{part} {own[part]}" for part in parts if part in own)])
+        for label, own in zip(labels, held, strict=True)
+    ]
 
 
 def _label(experiment: Experiment, differing: Iterable[str]) -> str:

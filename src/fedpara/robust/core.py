@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from fedpara.algorithms import FromMean, Mean, Update, Variables
+from fedpara.algorithms.core import custom, expect_tensor
 from fedpara.data import Examples
+from fedpara.errors import ConfigError
 from fedpara.parameterization.composed import Blocks, exact_products
 from fedpara.robust.coordinatewise import coordinatewise_median
 from fedpara.robust.geometry import Geometry, among, median
@@ -47,6 +49,11 @@ class Defence:
     clean: int | Examples | None = None
     """the server's clean examples: how many to draw, or the examples"""
 
+    def __post_init__(self) -> None:
+        if (self.weigh is None) == (self.combine is None):
+            both = "both weigh and" if self.weigh else "neither weigh nor"
+            raise ConfigError(f"Defence {self.name!r} has {both} combine: give one of them.")
+
 
 def robust_mean(
     defence: Defence,
@@ -64,7 +71,7 @@ def robust_mean(
     """
     with exact_products(), torch.no_grad():
         if defence.combine is not None:
-            return *_combined(defence.combine, blocks, x, updates, buffers), None
+            return *_combined(_checked(defence), blocks, x, updates, buffers), None
         w = torch.tensor([aggregate.weight(update) for update in updates], dtype=torch.float64)
         ys = [update.y for update in updates]
         g = geometry(blocks, x, ys, w / w.sum(), own)
@@ -79,7 +86,10 @@ def robust_mean(
                 usable = replace(
                     usable, residual=residual(blocks, x, finite, usable, defence.reference(usable))
                 )
-            c[kept] = defence.weigh(usable)
+            what = f"robust {defence.name!r}: weigh"
+            with custom(what, "weigh(geometry)"):
+                made = defence.weigh(usable)
+            c[kept] = expect_tensor(what, made, usable.w.shape).to(c)
             if defence.remember is not None:
                 past = g.past.clone()  # type: ignore[union-attr]
                 past[kept] = defence.remember(usable)
@@ -89,6 +99,19 @@ def robust_mean(
         total = float(share.sum())
         averages = _weighted(buffers, share, total) if total else _each(coordinatewise_median, buffers)
         return Mean(y, extra, len(updates)), averages, past if defence.remember is not None else None
+
+
+def _checked(defence: Defence) -> Callable[[Tensor], Tensor]:
+    """`combine`, with a check of what it returns."""
+    what, combine = f"robust {defence.name!r}: combine", defence.combine
+    assert combine is not None
+
+    def combined(weights: Tensor) -> Tensor:
+        with custom(what, "combine(weights [clients, ...])"):
+            made = combine(weights)
+        return expect_tensor(what, made, weights.shape[1:])
+
+    return combined
 
 
 def geometry(blocks: Blocks, x: State, ys: Sequence[State], w: Tensor, own: State | None = None) -> Geometry:

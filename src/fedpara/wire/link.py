@@ -45,7 +45,7 @@ class Link:
 @lru_cache(maxsize=64)
 def parse_encoding(text: str, what: str) -> Encoding:
     """The encoding that a text such as "int4(block=64)" names. Otherwise ConfigError, whose text begins with `what`."""
-    if text.partition("(")[0].strip() not in ENCODINGS:
+    if not isinstance(text, str) or text.partition("(")[0].strip() not in ENCODINGS:
         raise ConfigError(
             f"{what} is {text!r}: expected one of {', '.join(ENCODINGS)}, with options in parentheses such as "
             "topk(0.01). FedPAQ: Link(up='float16')."

@@ -174,6 +174,13 @@ def test_a_sampler_that_fails_is_named(world):
         world.simulate(world.model(), sampler=lambda round, clients: [0])
 
 
+def test_a_sampler_may_know_only_the_rounds_of_the_run(world, engine):
+    """Such as a list of who was awake in each round."""
+    awake = [[0, 1], [2], [3, 4]]
+    run = world.simulate(world.model(), engine=engine, sampler=lambda t, n, m, g: awake[t - 1], rounds=3)
+    assert [list(result.cohort) for result in run.rounds] == awake
+
+
 def test_an_unknown_sampler_is_named(world):
     with pytest.raises(ConfigError, match="unknown sampler 'poison': did you mean 'poisson'"):
         world.simulate(world.model(), sampler="poison")

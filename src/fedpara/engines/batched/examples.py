@@ -14,6 +14,7 @@ from fedpara.engines.batched.lane_state import LaneState
 from fedpara.engines.batched.round_plan import RoundPlan, plan_round
 from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.session import Session
+from fedpara.errors import ConfigError
 from fedpara.tasks import Augment
 
 SPARE_ROOM = 1.25
@@ -78,7 +79,10 @@ class CohortExamples:
             return
         if self._ahead is not None and self._ahead[0] == round + 1:  # by the first training of this round
             return
-        chosen = self._cohorts.present(round + 1)
+        try:
+            chosen = self._cohorts.present(round + 1)
+        except ConfigError:  # of a sampler: it ends the run in that round, if there is one
+            return
         if (
             not all(map(self._data.size, chosen))
             or self._cohorts.present(round) != list(clients)

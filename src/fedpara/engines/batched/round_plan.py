@@ -8,6 +8,7 @@ crops[lane, step, :, b]   how the image is cropped and mirrored, with augmentati
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ from fedpara.engines.local.dropout import step_seed
 from fedpara.engines.participation.cohorts import Cohorts
 from fedpara.engines.rng import numpy_rng, torch_seed
 from fedpara.engines.session import Session
+from fedpara.errors import ConfigError
 from fedpara.tasks import Augment
 
 TYPICAL_COHORTS = 20
@@ -91,6 +93,15 @@ class LaneShape:
     width: int  # of the largest batch
 
 
+def _first_cohorts(cohorts: Cohorts, count: int) -> list[list[int]]:
+    """At most `count`: a sampler that knows the run's rounds only may fail after the last one."""
+    drawn = [cohorts.draw(1)]
+    with suppress(ConfigError):
+        for round in range(2, count + 1):
+            drawn.append(cohorts.draw(round))
+    return drawn
+
+
 def typical_shape(
     session: Session, data: FederatedData, cohorts: Cohorts, lanes: int | None = None
 ) -> LaneShape:
@@ -101,7 +112,7 @@ def typical_shape(
     """
     local, size = session.algorithm.local.of, cohorts.size
     # Without known sizes, each size means reading that client's data.
-    drawn = [cohorts.draw(round) for round in range(1, (TYPICAL_COHORTS if data.sizes_known else 1) + 1)]
+    drawn = _first_cohorts(cohorts, TYPICAL_COHORTS if data.sizes_known else 1)
     largest = max(map(len, drawn))
     steps = [[local(client).steps_for(data.size(client)) for client in clients] for clients in drawn]
     if not lanes:

@@ -3,8 +3,8 @@
     S_t = sampler(t, N, m, generator of (seed, "cohort", t))
     i in S_t is lost if u < lost, with u uniform in [0, 1) from (seed, "lost", t, i)
 
-A sampler may be called several times for the same round, also ahead of time: the batched engine plans the next round.
-So it must draw from its generator only.
+A sampler may be called several times for the same round, also ahead of time: the batched engine plans the next round,
+and looks at 20 rounds before the first. So it must draw from its generator only. It may fail for rounds after the last.
 """
 
 from collections.abc import Callable, Iterable

@@ -12,7 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fedpara.algorithms import Algorithm, FromMean, Update, Variables
-from fedpara.algorithms.core import Mean, MeanOfUpdates, Weighting, expect_like, expect_variables
+from fedpara.algorithms.core import (
+    Mean,
+    MeanOfUpdates,
+    Weighting,
+    custom,
+    expect_like,
+    expect_same,
+    expect_variables,
+)
 from fedpara.engines.server.guard import Guard
 from fedpara.engines.server.products import AggregationError, ComposedMean, Products
 from fedpara.engines.transfer import move, move_variables
@@ -107,8 +115,7 @@ class Aggregator:
             device = device_of(update.y for _, update, _ in self._guarded)
             given = move(self._x, device), move_variables(server, device), move(self._now, device)
             made, averages = self._guard.aggregate(self._algorithm, *given, self._guarded, clients, round)
-            fresh, variables = _checked(self._algorithm, made, self._x)
-            return fresh, variables, averages
+            return *_checked(self._algorithm, made, self._x, server), averages
         if isinstance(aggregate, FromMean):
             mean, averages = self._means()
             device = device_of([mean.y])
@@ -116,13 +123,18 @@ class Aggregator:
             if self._composed is not None:
                 y, self.error = self._composed.aggregated(x, mean.y)
                 mean = replace(mean, y=y)
-            made = aggregate.step(x, move_variables(server, device), mean, clients)
+            with custom(
+                f"algorithm {self._algorithm.name!r}: FromMean's step", "step(x, server, mean, clients)"
+            ):
+                made = aggregate.step(x, move_variables(server, device), mean, clients)
         else:
             device = device_of(update.y for update in self._held)
-            made = aggregate(move(self._x, device), move_variables(server, device), self._held, clients)
+            with custom(
+                f"algorithm {self._algorithm.name!r}: aggregate", "aggregate(x, server, updates, clients)"
+            ):
+                made = aggregate(move(self._x, device), move_variables(server, device), self._held, clients)
             averages = self._buffers.mean()
-        fresh, variables = _checked(self._algorithm, made, self._x)
-        return fresh, variables, averages
+        return *_checked(self._algorithm, made, self._x, server), averages
 
     def _means(self) -> tuple[Mean, State]:
         """The means of the updates and of the buffers."""
@@ -132,14 +144,17 @@ class Aggregator:
         return Mean(y, variables, self._count), averages
 
 
-def _checked(algorithm: Algorithm, made: tuple[State, Variables], x: State) -> tuple[State, Variables]:
+def _checked(
+    algorithm: Algorithm, made: tuple[State, Variables], x: State, server: Variables
+) -> tuple[State, Variables]:
     if not (isinstance(made, tuple) and len(made) == 2 and all(isinstance(part, dict) for part in made)):
         raise ConfigError(
             f"algorithm {algorithm.name!r}: aggregate returned {type(made).__name__}: expected (the new x, the "
             "server's new variables), two dicts."
         )
-    expect_like(algorithm.name, "aggregate", made[0], x)
-    expect_variables(algorithm.name, "aggregate", made[1])
+    expect_like(f"algorithm {algorithm.name!r}: aggregate", made[0], x)
+    variables = expect_variables(f"algorithm {algorithm.name!r}: aggregate", made[1])
+    expect_same(f"algorithm {algorithm.name!r}: aggregate", variables, server)
     return made
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fedpara.algorithms import Algorithm, FromMean, Update, Variables, Visit
+from fedpara.algorithms.core import custom, expect_like
 from fedpara.attacks import Attack, hostile_clients
 from fedpara.data import Examples, FederatedData
 from fedpara.engines.device import eager_device
@@ -108,7 +109,10 @@ class Guard:
         honest = [update.y for update, enemy in zip(updates, enemies, strict=True) if not enemy]
         if self.attack is None or self.attack.collude is None or not any(enemies) or not honest:
             return updates
-        sent = self.attack.collude(honest, x, sum(enemies), len(held))
+        what = f"attack {self.attack.name!r}: collude"
+        with custom(what, "collude(honest updates, x, hostile clients, clients)"):
+            sent = self.attack.collude(honest, x, sum(enemies), len(held))
+        expect_like(what, sent, honest[0])
         return [replace(u, y=sent) if enemy else u for u, enemy in zip(updates, enemies, strict=True)]
 
     def _own_model(self, x: State, server: Variables, buffers: State, round: int) -> State:

@@ -1,32 +1,30 @@
-"""Checks a run before its first round, so that a mistake costs no training time.
+"""What every run is checked for.
 
-The algorithm's functions are called once, one gradient is computed on one example (or two, where one is too few), and
-one example of each test set is scored.
+The algorithm's functions are called once (`algorithm.py`), one gradient is computed on one example (or two, where one
+is too few), and one example of each test set is scored.
 """
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedpara.algorithms import Algorithm, Local, Visit
-from fedpara.algorithms.core import expect_like, expect_variables
+from fedpara.algorithms import Algorithm, Local
 from fedpara.data import Examples, FederatedData
 from fedpara.data.federated import of_classes
+from fedpara.engines.checks.algorithm import Problem, algorithm_problems
 from fedpara.engines.local.worker import Worker
 from fedpara.engines.program import Program, named_tensors
 from fedpara.engines.secure.checks import secure_problems
-from fedpara.engines.session import PERSONAL, PRIVATE, Session
+from fedpara.engines.session import Session
 from fedpara.engines.settings import Settings
 from fedpara.errors import ConfigError, DataError, in_a_line
 from fedpara.parameterization import covered
-from fedpara.state import State, zeros_like
 from fedpara.tasks import Task, losses, metrics
 from fedpara.tasks.losses import IGNORED, mean_loss, problem_of
 from fedpara.tasks.metrics import FRACTIONS
@@ -37,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 CLASSES = {"cross-entropy": 1, "next-token": -1}
 """The dimension of the classes in the output that a loss takes."""
-Problem = tuple[str, Exception | None]
-"""A sentence for the user, and the error that it explains."""
 Sample = tuple[Examples, Any]
 """Two examples, and the model's outputs for them."""
 
@@ -71,7 +67,7 @@ def _problems(
         yield f"crop-flip needs images, and the examples have shape {data.train.shape}: use 'none'.", None
     if local.jacobian and (reason := _why_no_jacobian(program)):
         yield f"the Jacobian correction {reason}. Leave the correction out.", None
-    yield from _algorithm_problems(session.algorithm, program.start(program.shared))
+    yield from algorithm_problems(session.algorithm, program.start(program.shared))
     sample = _sample(program, task, data) if len(data.train) else None
     classes = _classes(task, sample)
     if len(data.train):
@@ -114,42 +110,6 @@ def _why_no_jacobian(program: Program) -> str:
     if over := covered(program.model):
         return f"steps the factors of a weight, and {over} has another parametrization on top of them"
     return ""
-
-
-def _algorithm_problems(a: Algorithm, x: State) -> Iterator[Problem]:
-    """Calls every function of the algorithm once, except `aggregate`."""
-
-    def called(name: str, takes: str, function: Callable[..., Any], *given: object) -> Any:
-        try:
-            return function(*given)
-        except TypeError as error:
-            what = f"algorithm {a.name!r}: {name} failed: {in_a_line(error).rstrip('.')}."
-            raise ConfigError(f"{what} It is called as {name}({takes}).") from error
-
-    if a.local.schedule is not None:
-        factor = called("schedule", "at, rounds", a.local.schedule, 0.0, 1)
-        if not isinstance(factor, Real):
-            advice = "expected a factor of the learning rate, such as 0.5."
-            yield f"algorithm {a.name!r}: schedule returned {type(factor).__name__}: {advice}", None
-    server = expect_variables(a.name, "server_init", called("server_init", "x", a.server_init, x))
-    broadcast = expect_variables(a.name, "broadcast", called("broadcast", "server", a.broadcast, server))
-    first = expect_variables(a.name, "client_init", called("client_init", "x", a.client_init, x))
-    words, given = "gradient, y, x, down, client", (zeros_like(x), x, x, broadcast, first)
-    expect_like(a.name, "correct", called("correct", words, a.correct, *given), x)
-    if a.personal is not None:
-        personal = called("personal.correct", words, a.personal.correct, *given)
-        expect_like(a.name, "personal.correct", personal, x)
-    expect_like(a.name, "send", called("send", "x, y, visit", a.send, x, x, Visit(0, 1, 1, 1.0, 0)), x)
-    made = called("finish", "x, y, down, client, steps, lr", a.finish, x, x, broadcast, first, 1, 1.0)
-    if not (isinstance(made, tuple) and len(made) == 2):
-        what = "expected a pair of dicts, what the client sends and its new variables."
-        yield f"algorithm {a.name!r}: finish returned {type(made).__name__}: {what}", None
-    extra, own = (expect_variables(a.name, "finish", part) for part in made)
-    if taken := {PRIVATE, PERSONAL, ""} & {*first, *own, *broadcast, *extra}:
-        yield f"algorithm {a.name!r} names a variable {taken.pop()!r}, which is reserved: rename it.", None
-    if any(state.keys() != first.get(name, {}).keys() for name, state in own.items()):
-        what = "client variables with other names than client_init: expected the same names."
-        yield f"algorithm {a.name!r}: finish returns {what}", None
 
 
 def _training_problems(
