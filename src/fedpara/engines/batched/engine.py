@@ -110,8 +110,8 @@ class Batched:
 
     @property
     def why(self) -> str:
-        how = "compiled, captured" if self.compile else "captured"
-        where = f"{self.device}, {self.precision}, {how if self.on_gpu else 'eager'}"
+        how = f"{self.precision}, {'compiled, ' * self.compile}captured" if self.on_gpu else "eager"
+        where = f"{self.device}, {how}"
         padding = [f"{self.waste:.1%} of the lanes' steps were padding"] if self._steps_run else []
         return "; ".join([f"{self.lanes} lanes on {where}", *padding, *self.notes])
 
