@@ -74,3 +74,14 @@ def test_no_memory_is_allocated_for_the_weights(cli):
     code, out, _ = cli("inspect", "mlp", "--classes", 999_999_999_999, "--json")
     assert code == 0
     assert json.loads(out)["original_parameters"] == 785 * 256 + 257 * 999_999_999_999
+
+
+def test_a_function_keeps_its_own_number_of_classes(cli, tmp_path, monkeypatch):
+    code = "from fedpara.models import mlp\n\ndef net(classes=5):\n    return mlp(8, 16, classes)\n\nNET = net()\n"
+    (tmp_path / "nets.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shapes = [cli("inspect", "nets:net", *more, "--json")[1] for more in ([], ["--classes", "3"])]
+    assert [json.loads(text)["layers"][-1]["shape"] for text in shapes] == [[5], [3]]
+    code, _, err = cli("inspect", "nets:NET")
+    assert code == 2
+    assert "'nets:NET' is a model: name a function that returns a new one." in err

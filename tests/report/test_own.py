@@ -135,6 +135,15 @@ def test_every_other_metric_has_a_column():
     assert "loss" not in {entry.column for entry in table.entries}
 
 
+def test_another_metric_of_other_models_has_no_column():
+    """The score is the mean over all clients' own models; the metrics beside it are those of the last cohort."""
+    runs = of_schemes(personal=True)
+    for run in runs:
+        run.metrics[-1]["scores"] = {"accuracy": 0.5, "top-5": 0.9}
+        run.metrics[-1]["everyone"] = {"accuracy": 0.6, "clients": 10, "of": 10}
+    assert "top-5 [%]" not in {entry.column for entry in reported(runs)[1][0].entries}
+
+
 def test_runs_without_privacy_have_no_epsilon():
     private, open_ = of_schemes()[0], of_schemes()[-1]
     private.metrics[-1]["privacy"] = {"epsilon": 3.5, "delta": 1e-5, "private": True}
@@ -176,6 +185,27 @@ def test_labels_name_the_fields_that_differ():
         "low-rank, rank 2, lr 0.1",
         "low-rank, rank 4, lr 0.1",
     }
+
+
+def test_digests_are_named_only_if_nothing_else_differs():
+    def of(algorithm, number, seed=0):
+        objects = f"model aa, weights w{seed}, algorithm a{number}"
+        return summary([0.1], scheme="original", algorithm=algorithm, objects=objects, seed=seed)
+
+    ((section,), _) = reported([of("python:one", 1), of("python:two", 2)])
+    assert {one.label for one in section.series} == {"original python:one", "original python:two"}
+    ((section,), _) = reported([of("python:one", 1), of("python:one", 2), of("python:one", 2, seed=1)])
+    assert {one.label for one in section.series} == {
+        "original python:one, algorithm a1",
+        "original python:one, algorithm a2",
+    }
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
+def test_a_global_model_is_named_after_its_algorithm(algorithm):
+    ((section,), _) = reported([summary([0.1], scheme="original", algorithm=algorithm, personal=True)])
+    name = {"fedavg": "FedAvg", "scaffold": "SCAFFOLD"}[algorithm]
+    assert [one.label for one in section.series] == [f"{name}'s global model"]
 
 
 @pytest.mark.parametrize(

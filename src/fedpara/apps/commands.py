@@ -48,7 +48,9 @@ def inspect(
     conv: Annotated[
         str, typer.Option(help="Convolutions: tensor (Prop. 3) or reshape (Prop. 1).")
     ] = "tensor",
-    classes: Annotated[int, typer.Option(help="Number of classes of a library model.")] = 10,
+    classes: Annotated[
+        int | None, typer.Option(help="Number of classes; default: 10, or your function's.")
+    ] = None,
     every: Annotated[
         bool, typer.Option("--every", help="Factorize every weight, not only those the model's rule selects.")
     ] = False,

@@ -273,5 +273,10 @@ def _private_state(path: Path, client: int | None, newest: Checkpoint) -> State:
 
 def _node_memory(path: Path, client: int, round: int) -> Variables:
     """The client's memory from its Flower node's folder inside the run folder."""
-    run = (path / NODES).read_text().strip()
-    return NodeMemory(path, run, client).get(round) or {}
+    memory = NodeMemory(path, (path / NODES).read_text().strip(), client)
+    if not memory.folder.exists():
+        raise UsageError(
+            f"{path} holds no private part of client {client}: it is only on the client's node, in the folder `memory` "
+            "of the node's config."
+        )
+    return memory.get(round) or {}

@@ -18,6 +18,9 @@ from fedpara.parameterization import Choice, Scheme, plan
 from fedpara.parameterization.selection import Where
 from fedpara.references import is_reference
 
+CLASSES = 10
+"""of a library model, unless asked for"""
+
 
 def inspect(
     model: str,
@@ -27,7 +30,7 @@ def inspect(
     ratio: float | None,
     nonlinearity: str | None,
     conv: str,
-    classes: int,
+    classes: int | None,
     every: bool,
     force: bool,
     as_json: bool,
@@ -44,12 +47,13 @@ def inspect(
         _print(model, wanted, choices)
 
 
-def load_model(name: str, classes: int) -> tuple[nn.Module, Where | None]:
+def load_model(name: str, classes: int | None) -> tuple[nn.Module, Where | None]:
     """The model and its rule. A library model is built without allocating its weights; a custom model has no rule."""
     if is_reference(name):
         return models.build(name, classes=classes), None
     with torch.device("meta"):
-        return models.build(name, classes=classes, shape=models.usual_shape(name)), models.rule(name)
+        shape = models.usual_shape(name)
+        return models.build(name, classes=classes or CLASSES, shape=shape), models.rule(name)
 
 
 def summary(choices: list[Choice]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from fedpara.privacy import epsilon as spent
 from fedpara.privacy import epsilon_rdp, noise_for, rounds_within
 from fedpara.privacy.accountant import default_delta
 from fedpara.privacy.kinds import check_noise
+from fedpara.privacy.spending import delta_in_words
 
 
 def privacy(
@@ -35,6 +36,7 @@ def privacy(
     if noise is None:
         typer.echo(
             f"noise {z:.4g} keeps {rounds} rounds within epsilon {epsilon:g} at delta {found['delta']:.3g}"
+            + delta_in_words(found["delta"])
         )
     elif epsilon is not None:
         some = found["affordable"]

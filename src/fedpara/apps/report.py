@@ -149,6 +149,10 @@ def _check_out(out: Path, kind: str) -> None:
     inside = [str(folder) for folder in (place, *place.parents) if is_run(folder)]
     if inside:
         raise UsageError(f"{out} is inside the run folder {inside[0]}: choose another --out.")
+    if kind in FIGURES and out.suffix == f".{kind}":
+        raise UsageError(
+            f"a report has several figures: give --out a folder, as in --out {out.stem} --format {kind}."
+        )
     endings = ENDINGS.get(kind)
     if endings and os.path.lexists(out) and not os.path.isdir(out) and out.suffix.lower() not in endings:
         raise UsageError(f"{out} exists and does not end in {' or '.join(endings)}: choose another --out.")

@@ -84,6 +84,11 @@ def build(experiment: Experiment, data_dir: str | PathLike[str] | None = None) -
 def build_task(experiment: Experiment, model: nn.Module, test: Examples | None) -> Task:
     """The model with its loss and metrics. A custom metric has the name of its function."""
     loss: Any = references.value(experiment.loss) if "loss" in experiment.references else experiment.loss
+    if isinstance(loss, type):
+        raise ConfigError(
+            f"{experiment.loss!r} is a class: call it, as in {experiment.loss}(reduction='none'), or name a function "
+            "(output, target)."
+        )
     if not isinstance(loss, str) and not callable(loss):
         raise references.wrong_result(experiment.loss, loss, "a function (output, target)")
     metrics: dict[str, Any] | None = None

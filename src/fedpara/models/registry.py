@@ -143,6 +143,8 @@ def last_layer(model: nn.Module) -> set[str]:
 
 
 def _referenced(name: str, classes: int | None, shape: Shape | None) -> nn.Module:
+    if isinstance(references.find(name), nn.Module):
+        raise ConfigError(f"{name!r} is a model: name a function that returns a new one.")
     known = {"classes": classes, "shape": shape}
     model = references.call(name, offered={key: v for key, v in known.items() if v is not None})
     if not isinstance(model, nn.Module):

@@ -79,9 +79,15 @@ class Spending:
         }
 
 
+def delta_in_words(delta: float) -> str:
+    """What to say after a delta that promises nothing, or ""."""
+    if delta <= LARGE_DELTA:
+        return ""
+    return ", which is too large to protect anyone: set a smaller delta, or take more clients"
+
+
 def in_words(line: dict[str, Any]) -> str:
     """The recorded cost as text: epsilon 3.9 at delta 1e-05."""
     cost = f"epsilon {line['epsilon']:.3g} at delta {line['delta']:.3g}"
-    if line["delta"] > LARGE_DELTA:
-        cost += ", which is too large to protect anyone: set a smaller delta, or take more clients"
+    cost += delta_in_words(line["delta"])
     return cost if line["private"] else f"not private ({SEEDED}); with secret noise: {cost}"

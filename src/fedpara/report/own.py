@@ -200,7 +200,7 @@ def _others(section: Section) -> list[Column]:
 
     def of(metric: Primary) -> Callable[[Summary], float | None]:
         def measure(run: Summary) -> float | None:
-            value = run.others.get(metric.name)
+            value = None if run.everyone else run.others.get(metric.name)  # those are scores of other models
             return None if value is None else metric.scaled(value)
 
         return measure

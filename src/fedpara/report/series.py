@@ -31,7 +31,13 @@ _SPLITS = {
     "drawn": "by drawn writer",
     "shards": "two classes per client",
 }
-_ALGORITHMS = {"fedprox": "FedProx", "scaffold": "SCAFFOLD", "feddyn": "FedDyn", "fedadam": "FedAdam"}
+_ALGORITHMS = {
+    "fedavg": "FedAvg",
+    "fedprox": "FedProx",
+    "scaffold": "SCAFFOLD",
+    "feddyn": "FedDyn",
+    "fedadam": "FedAdam",
+}
 _SHARES = {"none": "Local", "fedper": "FedPer"}
 _LETTERS = {"jacobian": "λ", "gamma": "γ"}
 
@@ -187,20 +193,21 @@ def scored_on(experiment: Experiment) -> str:
 
 def label_of(experiment: Experiment) -> str:
     e = experiment
+    algorithm = _ALGORITHMS.get(e.algorithm, e.algorithm)
     if e.scheme == "original" and e.share in _SHARES:
         words = [_SHARES[e.share]]
     elif e.where and e.where.startswith("hybrid:"):
         words = [f"Pufferfish, {e.where.removeprefix('hybrid:')} dense"]
     elif e.personal and e.scheme == "original":
-        words = ["FedAvg's global model"]
+        words = [f"{algorithm}'s global model"]
     else:
         words = [TITLES[e.scheme]]
     if e.scheme == "original" and e.share not in ("all", *_SHARES):
         words.append(f"share {e.share}")
     if e.gamma is not None and e.scheme != "lowrank":
         words.append(f"γ {e.gamma:g}")
-    if e.algorithm != "fedavg":
-        words.append(_ALGORITHMS.get(e.algorithm, e.algorithm))
+    if e.algorithm != "fedavg" and not words[0].startswith(algorithm):
+        words.append(algorithm)
     if e.link_up != "float32":
         words.append(f"{e.link_up} up")
     if e.validation:

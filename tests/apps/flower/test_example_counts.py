@@ -149,3 +149,11 @@ def test_a_site_without_examples_is_rejected(tmp_path, own):
 def test_a_run_on_a_library_data_set_has_no_counts_file(tmp_path):
     run_on_nodes(replace(BASE, rounds=1), tmp_path / "a")
     assert not (tmp_path / "a" / "examples.json").exists()
+
+
+def test_a_node_with_its_own_data_is_one_client(tmp_path, own):
+    """Two clients of one node would train on the same examples, and a cohort's epsilon would be too small."""
+    more = replace(own, clients=6)
+    says = "which is one client, and would serve 2: set clients to the number of nodes"
+    with pytest.raises(RunError, match=says):
+        run_on_nodes(more, tmp_path / "a", Nodes(tmp_path / "nodes"))

@@ -177,6 +177,7 @@ def test_another_failure_stops_before_a_choice(tune, tmp_path, monkeypatch):
         (["--method", "a:seed=1"], "seed is the same for every method"),
         (["--validation", "0"], "tuning needs held-out examples"),
         (["--set", "cohort=2,50"], "a cohort of 50 from 5 clients"),
+        (["--method", "a:personal=true"], "a scores each client's own model (personal), and"),
     ],
 )
 def test_mistakes_leave_no_folder(tune, tmp_path, words, says):

@@ -16,6 +16,7 @@ from fedpara.errors import ConfigError, UsageError
 from fedpara.experiments import Experiment, Summary, read_run
 from fedpara.experiments.build import build
 from fedpara.experiments.config_file import read_value
+from fedpara.experiments.node_data import is_own
 from fedpara.experiments.run import lay_out, rounds_done
 from fedpara.experiments.storage.run_folder import refuse_another
 from fedpara.source_files import portable_files
@@ -47,6 +48,10 @@ def up(
     data = build(experiment, data_dir).data
     if nodes > len(data):
         raise ConfigError(f"{nodes} nodes for {len(data)} clients: expected at most one node per client.")
+    if is_own(experiment.dataset) and len(data) > nodes:
+        raise ConfigError(
+            f"{nodes} nodes bring the data of one client each, and clients is {len(data)}: set clients={nodes}."
+        )
     # The server checks its policy too, but only once the federation is running.
     policy_of(policy).schedule(Schedule(experiment.rounds, len(data), experiment.cohort, data.size))
     require()

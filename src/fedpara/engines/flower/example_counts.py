@@ -27,6 +27,11 @@ class ExampleCounts:
         """Why these clients cannot have this many examples each, or ""."""
         if not 1 <= examples <= MAX_EXAMPLES:
             return f"it states {examples} examples: expected 1 to {MAX_EXAMPLES}"
+        if len(clients) > 1:
+            return (
+                f"it brings its own data, which is one client, and would serve {len(clients)}: set clients to the "
+                "number of nodes, or correct its number in --node-config"
+            )
         for client in clients:
             if (pinned := self.examples(client)) not in (0, examples):
                 return (

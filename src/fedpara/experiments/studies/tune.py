@@ -75,6 +75,7 @@ def tune(
     _check_seeds(validation, seeds, final_seeds)
     protocol = {"validation": validation, "seed": seeds[0]} | ({"rounds": rounds} if rounds else {})
     trials = all_trials(methods, grid, own or {}, one_at_a_time, protocol)
+    _refuse_mixed_scores([trial for same in trials.values() for trial in same])
     _refuse_another_grid(path, described := _described(trials, seeds))
     runs = trial_runs(trials, seeds)
     choices, failed = _choose(path, trials, runs, seeds, described, data_dir, play)
@@ -124,6 +125,16 @@ def _check_seeds(validation: float, seeds: Sequence[int], final_seeds: Sequence[
         raise ConfigError(
             f"seed {both[0]} is a seed of the trials and of the final runs: final runs need seeds that chose nothing. "
             "Choose other final seeds."
+        )
+
+
+def _refuse_mixed_scores(trials: Sequence[Trial]) -> None:
+    """The test set scores one model, and `personal` many: the best of both means nothing."""
+    of = {trial.experiment.personal: trial.method for trial in trials}
+    if len(of) > 1:
+        raise ConfigError(
+            f"{of[True]} scores each client's own model (personal), and {of[False]} one model on the test set: set "
+            "personal for all methods, as in --config or a preset."
         )
 
 
