@@ -105,9 +105,12 @@ def test_client_memory_of_a_flower_node_is_found_in_a_copy(cli, tmp_path):
 
     write_server_note(tmp_path / "run", round=1)
     code, _, err = cli("export", "run", "--client", 0)
+    assert code == 2
+    assert "is only on its node: copy the folder nodes-abc from the `memory` of the node's config to" in err
+    (tmp_path / "run" / "nodes-abc" / "0").mkdir(parents=True)
+    code, _, err = cli("export", "run", "--client", 0)
     assert code == 1
     assert "run/nodes-abc/0/1.safetensors" in " ".join(err.split())
-    (tmp_path / "run" / "nodes-abc" / "0").mkdir(parents=True)
     kept = tmp_path / "clients" / "0" / "0-1.safetensors"
     shutil.copy(kept, tmp_path / "run" / "nodes-abc" / "0" / "1.safetensors")
     assert cli("export", "run", "--client", 0)[0] == 0
