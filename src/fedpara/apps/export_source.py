@@ -276,7 +276,7 @@ def _node_memory(path: Path, client: int, round: int) -> Variables:
     memory = NodeMemory(path, (path / NODES).read_text().strip(), client)
     if not memory.folder.exists():
         raise UsageError(
-            f"the private part of client {client} is only on its node: copy the folder {memory.folder.parent.name} from "
-            f"the `memory` of the node's config to {path}."
+            f"the private part of client {client} is only on its node: copy the folder {memory.folder.parent.name} "
+            f"from the `memory` of the node's config to {path}."
         )
     return memory.get(round) or {}
