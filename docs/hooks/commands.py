@@ -1,5 +1,6 @@
 """MkDocs hook: write the command-line reference from the typer app, so that it cannot go out of date."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,7 +41,7 @@ def section(path: str, command: click.Command) -> str:
     context = click.Context(command, info_name=path)
     lines = [f"## {path}", about.strip(), f"```text\n$ {command.get_usage(context)[7:]}\n```"]
     if example:
-        lines.append(f"Example:\n\n```text\n$ {' '.join(example.split())}\n```")
+        lines.append(f"Example:\n\n```text\n$ {wrapped(' '.join(example.split()))}\n```")
     arguments = [p for p in command.params if isinstance(p, click.Argument)]
     options = [p for p in command.params if isinstance(p, click.Option) and p.name != "help"]
     if arguments:
@@ -52,17 +53,32 @@ def section(path: str, command: click.Command) -> str:
     return "\n\n".join(lines) + "\n"
 
 
+def wrapped(command: str, width: int = 100) -> str:
+    """The command on several lines, broken before options."""
+    lines = [""]
+    for part in re.split(r" (?=--)", command):
+        if lines[-1] and len(lines[-1]) + len(part) > width - 2:
+            lines.append(f"    {part}")
+        else:
+            lines[-1] = f"{lines[-1]} {part}" if lines[-1] else part
+    return " \\\n".join(lines)
+
+
 def names(option: click.Option) -> str:
-    value = "" if option.is_flag else f" {option.type.name.upper()}"
-    every = ", ".join([*option.opts, *option.secondary_opts])
-    return f"`{every}{value}`".replace("INTEGER RANGE", "INTEGER")
+    value = "" if option.is_flag else f" {option.type.name.upper().removesuffix(' RANGE')}"
+    *others, last = [*option.opts, *option.secondary_opts]
+    return ", ".join([*(f"`{name}`" for name in others), f"`{last}{value}`"])
 
 
 def described(option: click.Option) -> str:
-    default: Any = option.default
+    text = re.sub(r"\s*\[default: (.*)\]$", "", option.help or "")
+    found = re.search(r"\[default: (.*)\]$", option.help or "")
+    default: Any = found[1] if found else option.default
     shown = default not in (None, False, "", ()) and not callable(default)
-    repeated = " May be repeated." if option.multiple else ""
-    return f"{option.help or ''}{repeated}{f' Default: `{default}`.' if shown else ''}"
+    repeated = option.multiple and not re.search("repeatable|may be repeated", text)
+    sentences = [text if text.endswith((".", "]")) or not (repeated or shown) else f"{text}."]
+    sentences += ["May be repeated."] * repeated + [f"Default: `{default}`."] * shown
+    return " ".join(filter(None, sentences))
 
 
 def row(first: str, second: str | None) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from griffe import Attribute, Class, Docstring, Extension, Object
 
-ENTRY = re.compile(r"^(\w[\w.]*) {2,}(\S.*)$")
+ENTRY = re.compile(r"^(\w[\w.]*(?:, \w+)*) {2,}(\S.*)$")
 COMMENT = re.compile(r"^[^#\"']*(?:\"[^\"]*\"[^#\"']*)*#\s*(.+)$")
 
 

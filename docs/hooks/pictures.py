@@ -64,9 +64,10 @@ def personalize(found: dict[str, Any], axes: Any) -> None:
     scores = [100 * run.rounds[-1].everyone.score for run in runs.values()]
     sent = [run.bytes / 1e6 for run in runs.values()]
     bars = axes.bar(list(runs), scores, width=0.6, color=[GREY, AMBER, GREEN, BLUE])
-    axes.bar_label(bars, [f"{s:.1f}%\n{b:.1f} MB" for s, b in zip(scores, sent, strict=True)], padding=3)
+    axes.bar_label(bars, [f"{s:.1f}%\n{b:.2f} MB" for s, b in zip(scores, sent, strict=True)], padding=3)
     axes.set(ylabel="mean accuracy on own digits [%]", ylim=(0, 115), yticks=range(0, 101, 20))
     axes.grid(axis="x", visible=False)
+    axes.set_axisbelow(True)
 
 
 def own_algorithm(found: dict[str, Any], axes: Any) -> None:
@@ -80,7 +81,7 @@ def own_algorithm(found: dict[str, Any], axes: Any) -> None:
             scores = [100 * r.accuracy for r in run.rounds]
             panel.plot([r.number for r in run.rounds], scores, color=colour, label=name)
         panel.set(xlabel="round", title=title)
-        panel.legend(loc="center right")
+        panel.legend(loc="center")
     panels[0].set(ylabel="test accuracy [%]")
 
 
@@ -169,7 +170,7 @@ def accuracy_against_bytes(path: Path) -> None:
         axes.xaxis.set_major_locator(FixedLocator([1, 3, 10, 30, 100, 300]))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.legend(loc="lower right")
+        axes.legend(loc="lower right", fontsize=9.5, handlelength=1.2, borderaxespad=0)
         save(figure, path)
 
 

@@ -21,7 +21,7 @@ def runs(tmp_path_factory):
     ("name", "starts"),
     [
         ("page.html", "<!doctype html>"),
-        ("page.md", "# Reproduction of the paper"),
+        ("page.md", "# Results: reproduction of the paper"),
         ("page.csv", "study,row,column,paper,ours"),
         ("page.tex", "% rank-histogram"),
     ],

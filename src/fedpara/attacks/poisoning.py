@@ -1,8 +1,8 @@
 """Attacks through a client's examples.
 
     label-flip             class c becomes classes - 1 - c
-    backdoor(target, ...)  a share of the examples gets a bright square in the corner and the target's label; the update
-                           may be scaled, as in model replacement (Bagdasaryan et al., 2020)
+    backdoor(target, ...)  a share of the examples gets a bright square in the corner and the target's label;
+                           the update may be scaled, as in model replacement (Bagdasaryan et al., 2020)
 
 The hostile client then trains normally. It needs no knowledge of the other clients.
 """

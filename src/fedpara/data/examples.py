@@ -23,11 +23,11 @@ Indices = Tensor | NDArray[np.int64] | Sequence[int]
 class Examples:
     """N examples. Inputs and targets are tensors, or tuples or dicts of tensors, with N rows each.
 
-    inputs    uint8 [N, C, H, W] (images), integer ids, or floats of any shape
-    targets   int64 [N] classes if `classes` is given; otherwise anything that the loss takes
-    owners    int64 [N], the writer or role of each example
-    mean, std of the training set, per channel, on the 0..1 scale; None if the inputs are not images. Float inputs
-              without a mean pass through unchanged.
+    inputs     uint8 [N, C, H, W] (images), integer ids, or floats of any shape
+    targets    int64 [N] classes if `classes` is given; otherwise anything that the loss takes
+    owners     int64 [N], the writer or role of each example
+    mean, std  of the training set, per channel, on the 0..1 scale; None if the inputs are not images. Float inputs
+               without a mean pass through unchanged.
     """
 
     inputs: Tree

@@ -5,6 +5,7 @@ Every point and its name is a link to the run's folder, in formats that have lin
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import stdev
 from typing import Any
@@ -14,6 +15,18 @@ from fedpara.report.figures import GREY, PALETTE, new_pyplot, styled, written
 from fedpara.report.own import Unit
 
 SIZE = (9.2, 7.0)
+_PLACES = {
+    **dict.fromkeys(("original", "fedavg"), 0),
+    **dict.fromkeys(("fedpara0.1", "fedpara"), 1),
+    **dict.fromkeys(("fedpara0.4", "mud+bkd"), 2),
+    **dict.fromkeys(("dense20", "dense64", "mud"), 3),
+    "lowrank": 4,
+    **dict.fromkeys(("fedpara0", "fedpara0.2", "mud+bkd+aad"), 5),
+    **dict.fromkeys(("fedpara0.3", "fedparamixed"), 7),
+    "dense128": 6,
+    "dense32": 8,
+}
+"""The colours of networks in the palette, so that a network has the same colour in every figure of the page."""
 _AROUND = tuple(
     (radius * x, radius * y)
     for radius in (7, 14, 22, 32, 44, 58, 74, 92, 112)
@@ -37,16 +50,16 @@ def frontier_figure(points: Sequence[Point], path: Path, title: str, unit: Unit,
     )
     axes.axhline(100 * target, color=GREY, linestyle=":", linewidth=0.8, label=f"target, {target:.0%}")
     networks = list(dict.fromkeys(one.combination.split()[0] for one in points))
+    colors = {name: PALETTE[_PLACES.get(name, i) % len(PALETTE)] for i, name in enumerate(networks)}
     for point in points:
-        network = point.combination.split()[0]
-        color = PALETTE[networks.index(network) % len(PALETTE)]
+        color = colors[point.combination.split()[0]]
         x, y = point.sent / unit.bytes, 100 * point.accuracy
         if len(point.runs) > 1:
             half = 100 * stdev(point.accuracies)
             axes.plot([x, x], [y - half, y + half], color=color, linewidth=0.8, alpha=0.6)
         dot = axes.scatter(x, y, 34 if point in best else 16, color=color, zorder=3)
         dot.set_urls([_link(point, path)])
-    for network, color in zip(networks, PALETTE, strict=False):
+    for network, color in colors.items():
         axes.scatter([], [], 16, color=color, label=network)
     axes.set_xscale("log")
     axes.set_xlabel(f"sent both ways by all clients [{unit.name}]")
@@ -61,6 +74,7 @@ def frontier_figure(points: Sequence[Point], path: Path, title: str, unit: Unit,
     styled(axes)
     figure.canvas.draw()
     figure.set_layout_engine("none")  # otherwise the names would move the axes
+    axes.autoscale(False)  # otherwise the lines to the names would change their limits
     _name(figure, axes, points, best, path, unit)
     return written(plt, figure, path)
 
@@ -80,6 +94,9 @@ def _name(
         for point in points
     }
     taken = [_box(x - 4, y - 4, 8, 8) for x, y in at.values()]
+    corners = [at[point.combination] for point in best]
+    for (x, y), (right, top) in pairwise(corners):
+        taken += [_box(x + 5, y, right - x - 5, 1), _box(right, y, 1, top - y - 5)]  # the line of the front
     if axes.get_legend():
         taken.append(axes.get_legend().get_window_extent(renderer).extents)
     inside = axes.get_window_extent(renderer).extents
@@ -98,7 +115,7 @@ def _name(
         near = min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3])
         if abs(near[0] - x) + abs(near[1] - y) > 12:
             ends = axes.transData.inverted().transform([(x, y), near])
-            axes.plot(*zip(*ends, strict=True), color=GREY, linewidth=0.4, zorder=1)
+            axes.plot(*zip(*ends, strict=True), color=GREY, linewidth=0.5, zorder=2.5)
 
 
 def _placed(x: float, y: float, dx: float, dy: float, width: float, height: float) -> Any:

@@ -98,7 +98,7 @@ COMMUNICATION = Study(
     "Figure 3",
     _communication(),
     notes=(
-        "A GB is 2^30 bytes, as in the figure. Bytes are those of all encoded messages, both ways.",
+        "A GB is 2³⁰ bytes, as in the figure. Bytes are those of all encoded messages, both ways.",
         "Only one target of the paper is known, 80%; the others are our choice. Over its six settings, the paper's "
         "FedPara needs 2.8 to 10.1 times fewer bytes.",
         "A bit costs 2.87 µJ, as the GB and MJ of the figure imply.",
