@@ -196,6 +196,7 @@ def test_the_algorithms_options_are_checked():
     [
         ("lr = 0.1\nlrr = 3\n", 2, "unknown key 'lrr': did you mean 'lr'?"),
         ("# a comment\n\n  colour = 'red'\n", 3, "unknown key 'colour'"),
+        ("mu = 0.1\n", 1, "unknown key 'mu': it is an option of an algorithm, so its name is options.mu"),
         ("cohort = 5\n'clinets' = 3\n", 2, "did you mean 'clients'?"),
         ("rounds = 3\nlr = 'fast'\n", 2, "lr is 'fast': expected float"),
         ("rounds = 3\nvalidation = -1\n", 2, "validation is -1"),

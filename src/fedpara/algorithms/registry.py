@@ -34,6 +34,12 @@ def names() -> list[str]:
     return list(ALGORITHMS)
 
 
+def options() -> set[str]:
+    """The hyper-parameters of all algorithms, such as mu."""
+    every = [p for factory in ALGORITHMS.values() for p in inspect.signature(factory).parameters.values()]
+    return {p.name for p in every if p.kind is not p.VAR_KEYWORD} - {"local"}
+
+
 def build(name: str, local: Local, **hyper: Any) -> Algorithm:
     """The named algorithm with its hyper-parameters (mu, alpha, lambda_, server_lr, beta, beta1, beta2, tau)."""
     if references.is_reference(name):

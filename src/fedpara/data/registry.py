@@ -173,7 +173,8 @@ def _source(name: str) -> Source:
     if name in SOURCES:
         return SOURCES[name]
     hint = among(name, [*names(), "hub:owner/name@revision"])
-    raise ConfigError(f"no data set is called {name!r}. {hint[0].upper()}{hint[1:]}")
+    own = "Your own is package.module:function."
+    raise ConfigError(f"no data set is called {name!r}. {hint[0].upper()}{hint[1:]} {own}")
 
 
 def _fresh(

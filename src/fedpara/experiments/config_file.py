@@ -8,6 +8,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from fedpara.algorithms.registry import options
 from fedpara.errors import ConfigError, among
 from fedpara.experiments.config import Experiment
 
@@ -43,6 +44,11 @@ def with_values(base: Experiment, given: dict[str, Any]) -> Experiment:
     """`base` with some fields replaced. A given rank or ratio replaces gamma, given steps replace epochs."""
     names = [f.name for f in fields(Experiment)]
     for name in given:
+        if name not in names and name in options():
+            raise ConfigError(
+                f"unknown key {name!r}: it is an option of an algorithm, so its name is options.{name}, or {name} in a "
+                "table [options]."
+            )
         if name not in names:
             raise ConfigError(f"unknown key {name!r}: {among(name, names)}")
     changed = dict(given)
