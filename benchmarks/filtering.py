@@ -170,7 +170,13 @@ def _shares(lines: Sequence[dict[str, Any]], phases: dict[str, tuple[int, int]],
 
 
 def main(
-    scale: str, attacks: list[str], forms: list[str], seeds: int, live: bool, out: Path | None, data: str | None
+    scale: str,
+    attacks: list[str],
+    forms: list[str],
+    seeds: int,
+    live: bool,
+    out: Path | None,
+    data: str | None,
 ) -> None:
     if SCALES[scale].device == "cpu":
         torch.set_num_threads(1)

@@ -1,11 +1,13 @@
 """Run: the result of `simulate`."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any
 
 from fedpara.engines.memory import ClientMemory
+from fedpara.engines.participation.cohorts import LOST
 from fedpara.engines.program import shared_names
 from fedpara.engines.progress import Progress, Round
 from fedpara.engines.session import Session, own_part
@@ -13,6 +15,20 @@ from fedpara.errors import RunError
 from fedpara.privacy.spending import in_words
 from fedpara.state import State
 from fedpara.tasks.metrics import shown
+
+logger = logging.getLogger(__name__)
+
+
+def tell_untrained(rounds: Sequence[Round]) -> None:
+    """Warns of clients that were refused in each of their rounds, such as one whose data cannot be read."""
+    reasons = {client: why for result in rounds for client, why in result.refused if why != LOST}
+    for result in rounds:
+        for client in {*result.cohort} - {client for client, _ in result.refused}:
+            reasons.pop(client, None)
+    if reasons:
+        client, why = min(reasons.items())
+        others = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+        logger.warning("client %d was refused in each of its rounds%s: %s", client, others, why)
 
 
 @dataclass(frozen=True, eq=False)

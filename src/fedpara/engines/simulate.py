@@ -22,7 +22,7 @@ from fedpara.engines.participation.cohorts import Cohorts, Sampler, find_sampler
 from fedpara.engines.participation.devices import Devices
 from fedpara.engines.program import make_program
 from fedpara.engines.progress import Round, Schedule
-from fedpara.engines.result import Run
+from fedpara.engines.result import Run, tell_untrained
 from fedpara.engines.server.by_gamma import ByGamma
 from fedpara.engines.server.engine import Engine
 from fedpara.engines.server.guard import attacked, hostile_of, make_guard
@@ -201,6 +201,7 @@ def simulate(
                 break
     if isinstance(chosen, Distributed):
         memory = RankMemory(memory, chosen)
+    tell_untrained(results)
     return Run(session, memory, tuple(results), f"{chosen.name}: {chosen.why}", len(data))
 
 
