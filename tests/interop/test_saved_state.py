@@ -229,7 +229,7 @@ def test_a_custom_scheme_cannot_be_saved(tmp_path):
         pass
 
     model = fp.factorize(network(), Own(gamma=0.3))
-    with pytest.raises(StateError, match=r"a file cannot name the scheme .*merge"):
+    with pytest.raises(StateError, match=r"a file cannot hold .* which is no scheme of the library: .*merge"):
         save_state(tmp_path / "state", model.state_dict(), forms(model))
 
 
