@@ -74,7 +74,7 @@ REFERENCE = "package.module:function"
 """How a user names a function of their own; see `references`."""
 
 CLASSES = 10
-"""Default number of classes of a library model in `fedpara export`."""
+"""Default number of classes of a library model, in `fedpara export` and `inspect`."""
 
 PAPER_RUNS = Path("runs/paper")
 PAPER_RESULTS = Path("results/paper")

@@ -12,6 +12,7 @@ import typer
 from fedpara.apps.terminal.interrupt import starting
 from fedpara.choices import (
     ATTACKS,
+    CLASSES,
     DATASETS,
     DEFAULTS,
     DEFENCES,
@@ -49,7 +50,7 @@ def inspect(
         str, typer.Option(help="Convolutions: tensor (Prop. 3) or reshape (Prop. 1).")
     ] = "tensor",
     classes: Annotated[
-        int | None, typer.Option(help="Number of classes; default: 10, or your function's.")
+        int | None, typer.Option(help=f"Number of classes; default: {CLASSES}, or that of your function.")
     ] = None,
     every: Annotated[
         bool, typer.Option("--every", help="Factorize every weight, not only those the model's rule selects.")

@@ -10,16 +10,13 @@ from torch import nn
 
 from fedpara import models
 from fedpara.apps.terminal.table import empty_table, print_table
-from fedpara.choices import SCHEMES
+from fedpara.choices import CLASSES, SCHEMES
 from fedpara.errors import UsageError
 from fedpara.experiments.build import build_scheme
 from fedpara.experiments.config import Experiment
 from fedpara.parameterization import Choice, Scheme, plan
 from fedpara.parameterization.selection import Where
 from fedpara.references import is_reference
-
-CLASSES = 10
-"""of a library model, unless asked for"""
 
 
 def inspect(

@@ -80,7 +80,7 @@ class Spending:
 
 
 def delta_in_words(delta: float) -> str:
-    """What to say after a delta that promises nothing, or ""."""
+    """What follows a delta: nothing, or that it is too large."""
     if delta <= LARGE_DELTA:
         return ""
     return ", which is too large to protect anyone: set a smaller delta, or take more clients"
