@@ -272,7 +272,8 @@ def _leanest(section: Section) -> list[str]:
     compared = section.stage == "validation" and section.scale.ratio is None
     if not (compared and section.compares):
         return []
-    near = f"at most {100 * LOSS:g} point to `{first}`."
+    repeated = any(len(point.runs) > 1 for point in section.points)
+    near = f"at most {100 * LOSS:g} point to `{first}`{' with the first seed' * repeated}."
     if lean.combination == first:
         return [f"No combination sends fewer bytes and loses {near}"]
     return [f"`{lean.combination}` sends the fewest bytes of those that lose {near}"]
