@@ -9,15 +9,18 @@ import torch
 
 from fedpara.algorithms import FromMean, Update
 from fedpara.robust import DEFENCES, Blocks, clustering, robust_mean
+from fedpara.robust.geometry import Geometry
 
-SHAPES = {"a": (3, 4), "b": (5,)}
+SHAPES = {"a": (40, 50), "b": (100,)}
+A, D = 2000, 2100
+ALTERNATING = np.where(np.arange(D) % 2, 1.0, -1.0)
 WEIGHTS = np.array([4.0, 1.0, 2.0, 3.0, 2.0, 5.0, 1.0, 2.0, 3.0])
 UNIFORM = FromMean(lambda x, server, mean, clients: (mean.y, server), weights="uniform")
 BY_EXAMPLES = FromMean(lambda x, server, mean, clients: (mean.y, server))
 
 
 def state(vector):
-    split = np.split(vector, [12])
+    split = np.split(vector, [A])
     return {
         name: torch.from_numpy(part.reshape(SHAPES[name])) for name, part in zip(SHAPES, split, strict=True)
     }
@@ -31,9 +34,9 @@ def vector(state):
 def round_of():
     """(x, each client's update as a row)"""
     generator = np.random.default_rng(3)
-    u = generator.normal(size=(9, 17)) + 0.7
+    u = generator.normal(size=(9, D)) + 0.7
     u[-2:] *= 20
-    return generator.normal(size=17), u
+    return generator.normal(size=D), u
 
 
 def made(name, x, u, aggregate=BY_EXAMPLES, own=None, **options):
@@ -96,7 +99,7 @@ def test_rfa(round_of):
 @pytest.mark.parametrize("tau", [None, 3.0])
 def test_centred_clip(round_of, tau):
     x, u = round_of
-    w, v = WEIGHTS / WEIGHTS.sum(), np.zeros(17)
+    w, v = WEIGHTS / WEIGHTS.sum(), np.zeros(D)
     for _ in range(4):
         d = np.linalg.norm(u - v, axis=1)
         bound = np.median(d) if tau is None else tau
@@ -157,16 +160,27 @@ def stands_aside(u):
 
 def residuals(u, past):
     """r = v - the median of v over clients in good standing, v = u clipped to their median norm"""
-    d, good = np.linalg.norm(u, axis=1), past <= max(0.1, lower_median(past))
+    d, good = np.linalg.norm(u, axis=1), past <= max(0.5, lower_median(past))
     v = u * np.minimum(1, np.median(d[good]) / d)[:, None]
     return v - np.median(v[good], 0)
 
 
+def z_scores(c, least):
+    """(c - median(c)) / max(the shortest interval with a third of c / that of a standard normal, least)"""
+    ordered, third = np.sort(c), int(np.ceil(len(c) / 3))
+    shortest = min(ordered[i + third] - ordered[i] for i in range(len(c) - third))
+    return (c - np.median(c)) / max(shortest / 0.8615, least)
+
+
 def standing(u, past):
-    """past / 2 + max(0, k - 0.3)"""
-    c = cosines(residuals(u, past))
-    np.fill_diagonal(c, -1)
-    return past / 2 + np.maximum(0, c.max(1) - 0.3)
+    """past / 2 + max(0, k - 4.5), k_i = max_j z(max_l z(c_lij))"""
+    r, n = residuals(u, past), len(u)
+    pairs = np.triu_indices(n, 1)
+    layers = [r[:, :A], r[:, A:]]
+    z = [z_scores(cosines(layer)[pairs], layer.shape[1] ** -0.5) for layer in layers]
+    k = np.full((n, n), -np.inf)
+    k[pairs] = z_scores(np.max(z, 0), 0.5)
+    return past / 2 + np.maximum(0, np.maximum(k, k.T).max(1) - 4.5)
 
 
 def linked(u):
@@ -208,14 +222,14 @@ def test_auto():
     dropped = np.zeros(3, int)
     for seed in range(20):
         generator = np.random.default_rng(seed)
-        u = 0.8 * generator.normal(size=(9, 17)) + 1
-        u[0] *= -0.02
-        u[1:3] = u[1:3] / 2 + 4 * np.eye(17)[2]
+        u = 0.8 * generator.normal(size=(9, D)) + 1
+        u[0] *= -0.002
+        u[1:3] = 1 + 0.5 * generator.normal(size=(2, D)) + 0.7 * ALTERNATING
         u[3] *= 3
-        past = generator.choice([0.0, 0.05, 0.3], size=9)
+        past = generator.choice([0.0, 0.2, 1.0], size=9)
         after = standing(u, past)
         group = np.isin(np.arange(9), list(linked(u)))
-        tests = [group, after <= max(0.1, lower_median(after)), ~stands_aside(u)]
+        tests = [group, after <= max(0.5, lower_median(after)), ~stands_aside(u)]
         dropped += [(np.sum(tests, 0) == 2)[~test].sum() for test in tests]
         kept = np.all(tests, 0) if np.all(tests, 0).any() else tests[0] & tests[1]
         d = np.linalg.norm(u, axis=1)
@@ -227,19 +241,18 @@ def test_auto():
 
 def test_flame_keeps_the_majority_of_directions():
     generator = np.random.default_rng(0)
-    along, across = np.eye(17)[:2]
+    along, across = np.eye(D)[:2]
     u = np.concatenate(
-        [along + 0.05 * generator.normal(size=(6, 17)), 3 * (across + 0.05 * generator.normal(size=(3, 17)))]
+        [along + 0.05 * generator.normal(size=(6, D)), 3 * (across + 0.05 * generator.normal(size=(3, D)))]
     )
     expected = WEIGHTS[:6] @ clipped(u)[:6] / WEIGHTS[:6].sum()
-    np.testing.assert_allclose(made("flame", np.zeros(17), u), expected, atol=1e-10)
+    np.testing.assert_allclose(made("flame", np.zeros(D), u), expected, atol=1e-10)
 
 
 def alike_and_later(generator):
-    """(ten updates of which three share a part, ten that share nothing), 17 numbers each"""
-    common, shared = 2 * np.eye(17)[0], 3 * np.eye(17)[1]
-    first, later = 0.4 * generator.normal(size=(2, 10, 17)) + common
-    first[:3] += shared
+    """(ten updates of which three share a part, ten that share nothing)"""
+    first, later = generator.normal(size=(2, 10, D)) + 2
+    first[:3] += 1.5 * ALTERNATING
     return first, later
 
 
@@ -261,9 +274,9 @@ def test_auto_remembers_clients_that_were_alike():
 def test_long_updates_of_clients_in_bad_standing_do_not_pull_the_median():
     """Four of ten are long and alike. Without a memory, short honest updates look alike too: less of the same part."""
     generator = np.random.default_rng(1)
-    u = 0.3 * generator.normal(size=(10, 17))
-    u[:4] += 5 * np.eye(17)[1]
-    u[4:7] += 0.5 * np.eye(17)[1]
+    u = generator.normal(size=(10, D))
+    u[:4] += 3 * ALTERNATING
+    u[4:7] += 0.3 * ALTERNATING
     past = np.zeros(10)
     past[:4] = 1.0
     _, known = judged(u, past)
@@ -276,7 +289,38 @@ def test_long_updates_of_clients_in_bad_standing_do_not_pull_the_median():
 
 
 def test_auto_keeps_half_of_the_clients_when_more_are_in_doubt():
-    u = np.random.default_rng(0).normal(size=(9, 17)) + 1
+    u = np.random.default_rng(0).normal(size=(9, D)) + 1
     c, _ = judged(u, np.arange(1.0, 10.0))
     assert (c != 0).any()
     assert not (c[5:] != 0).any()
+
+
+def company_of(*layers):
+    """k of clients whose residuals are these layers [n, d]"""
+    grams = torch.stack([torch.from_numpy(layer @ layer.T) for layer in layers])
+    sizes = torch.tensor([float(layer.shape[1]) for layer in layers])
+    n = len(layers[0])
+    g = Geometry(torch.eye(n, dtype=torch.float64), torch.full((n,), 1 / n), residual=(grams, sizes))
+    return clustering.company(g).numpy()
+
+
+@pytest.mark.parametrize("n", [3, 5, 10, 30])
+def test_layers_of_one_number_tell_nothing(n):
+    """Their cosines are 1 or -1: every client resembles half of the others completely."""
+    generator = np.random.default_rng(n)
+    for _ in range(50):
+        k = company_of(*generator.normal(size=(3, n, 1)))
+        assert (k <= clustering.USUAL).all()
+
+
+def test_one_layer_in_common_is_enough():
+    """Two of ten clients share a part of one of twenty layers. The scale of that layer does not matter."""
+    for seed in range(5):
+        generator = np.random.default_rng(seed)
+        layers = list(generator.normal(size=(20, 10, 300)))
+        assert (company_of(*layers) < clustering.USUAL + clustering.TOLERATED).all()
+        layers[3][:2] += ALTERNATING[:300]
+        layers[3] *= 1e-3
+        k = company_of(*layers)
+        assert (k[:2] > clustering.USUAL + clustering.TOLERATED).all()
+        assert (k[2:] < clustering.USUAL + clustering.TOLERATED).all()

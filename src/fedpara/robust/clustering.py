@@ -3,15 +3,22 @@
     flame   the largest group of similar directions, by single linkage of cosine distances, clipped to the median norm
     auto    flame's group without clients in bad standing and without updates that stand aside
 
-A backdoor teaches several clients the same thing. Two hostile updates then share more than all updates do (as in
-FoolsGold; Fung et al., 2020), and it shows in the rounds in which two hostile clients meet. So `auto` remembers
+A backdoor or wrong labels teach several clients the same thing. Two hostile updates then share more than all updates
+do (as in FoolsGold; Fung et al., 2020), and it shows in the rounds in which two hostile clients meet. So `auto`
+remembers
 
-    standing_i = standing_i / 2 + max(0, k_i - 0.3),   k_i = the largest cosine of r_i with another r_j
+    standing_i = standing_i / 2 + max(0, k_i - 4.5),   k_i = max_j z(max_l z(c_lij)),   c_lij = cos(r_li, r_lj)
     r_i = v_i - the coordinate-wise median of v,       v_i = u_i, clipped to the median norm
 
-for each client, and drops those above 0.1, but no more than half of a cohort. Both medians are taken of clients whose
-standing before the round was good: late in training hostile updates are much longer than honest ones, and four of ten
-would pull the median along.
+for each client, and drops those above 0.5, but no more than half of a cohort. r_li is the part of r_i in layer l, and z
+is a robust z-score among all pairs i, j: (c - median(c)) / spread(c). It makes the threshold the same for all networks:
+cosines of honest updates lie within 0.4 of each other in a small network, and within 0.1 in a large one. The spread is
+the length of the shortest interval that holds a third of the values, over that of a standard normal: hostile updates
+split the pairs into groups (hostile, honest and mixed), and a third is less than the largest group. It is at least
+1 / sqrt(d) in a layer of d numbers, the spread of random directions, and 0.5 for the maxima over layers.
+Wrong labels show in the last layers long before they show in the sum of all layers.
+The medians behind r and v are those of clients whose standing before the round was good: late in training hostile
+updates are much longer than honest ones, and four of ten would pull the median along.
 
 In the first rounds honest updates agree, and a backdoor that enters then is hard to notice later. Hostile updates
 have smaller cosines with the others, or are longer. So `auto` drops updates with
@@ -29,8 +36,12 @@ from torch import Tensor
 from fedpara.robust.geometry import Geometry, cosines_of, median
 from fedpara.robust.weighing import clip_factors, only
 
-DECAY, USUAL, TOLERATED = 0.5, 0.3, 0.1
+DECAY, USUAL, TOLERATED = 0.5, 4.5, 0.5
 POWER, ASIDE, AGREEMENT = 4, 1.15, 0.25
+NORMAL_THIRD = 0.8615
+"""A third of normal values lies within this many standard deviations (2 Phi^-1(2 / 3))."""
+MAXIMA = 0.5
+"""The least spread that is assumed for the maxima over layers."""
 
 
 def auto(g: Geometry) -> Tensor:
@@ -59,9 +70,26 @@ def trusted(g: Geometry) -> Tensor:
 
 
 def company(g: Geometry) -> Tensor:
-    """k_i: the similarity of an update to its most similar one, beyond what all updates share."""
+    """k_i: how much an update resembles its most similar one in some layer, beyond what all updates share."""
     assert g.residual is not None
-    return cosines_of(g.residual).fill_diagonal_(-1).amax(1)
+    grams, sizes = g.residual
+    n = len(g)
+    if n < 3:
+        return torch.zeros_like(g.w)
+    i, j = torch.triu_indices(n, n, 1)
+    in_layers = _z_scores(cosines_of(grams)[:, i, j], sizes[:, None] ** -0.5)
+    z = torch.full_like(g.gram, -torch.inf)
+    z[i, j] = z[j, i] = _z_scores(in_layers.amax(0), MAXIMA)
+    return z.amax(1)
+
+
+def _z_scores(values: Tensor, least: Tensor | float) -> Tensor:
+    """(v - median(v)) / max(spread(v), least) over the last dimension."""
+    ordered = values.sort(-1).values
+    third = -(-ordered.shape[-1] // 3)
+    shortest = (ordered[..., third:] - ordered[..., :-third]).amin(-1, keepdim=True)
+    centred = values - values.quantile(0.5, -1, keepdim=True)
+    return centred / (shortest / NORMAL_THIRD).clamp_min(least)
 
 
 def aside(g: Geometry) -> Tensor:

@@ -123,19 +123,22 @@ def geometry(blocks: Blocks, x: State, ys: Sequence[State], w: Tensor, own: Stat
     return Geometry(gram[:n, :n], w, trusted)
 
 
-def residual(blocks: Blocks, x: State, ys: Sequence[State], g: Geometry, reference: Tensor) -> Tensor:
-    """<r_i, r_j> with r_i = v_i - the coordinate-wise median of v over the `reference`
+def residual(
+    blocks: Blocks, x: State, ys: Sequence[State], g: Geometry, reference: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(<r_li, r_lj> in each layer l, how many numbers l has), r_i = v_i - the median of v over the `reference`
 
     v_i is u_i, clipped to the median norm of the reference: long updates do not pull the median along.
     """
     tau = median(g.norms[reference])
     shortened = (tau / g.norms.clamp_min(1e-150)).clamp(max=1)[:, None]
-    grams = []
+    grams, sizes = [], []
     for u in _composed_updates(blocks, x, ys):
         v = u * shortened.to(u)
         r = v - coordinatewise_median(v if reference.all() else v[reference.to(v.device)])
         grams.append(_gram(r))
-    return torch.stack(grams).sum(0).cpu()
+        sizes.append(r.shape[1])
+    return torch.stack(grams).cpu(), torch.tensor(sizes, dtype=torch.float64)
 
 
 def _gram(rows: Tensor) -> Tensor:

@@ -22,8 +22,9 @@ class Geometry:
     trusted: tuple[Tensor, float] | None = None
     past: Tensor | None = None
     """each client's standing before this round, for a defence that remembers (`Defence.remember`)"""
-    residual: Tensor | None = None
-    """<r_i, r_j> [n, n], r_i = the update minus a median of updates, for a defence with a `Defence.reference`"""
+    residual: tuple[Tensor, Tensor] | None = None
+    """(<r_li, r_lj> [layers, n, n], how many numbers each layer has [layers]), r_i = the update minus a median of
+    updates, for a defence with a `Defence.reference`"""
 
     def __len__(self) -> int:
         return len(self.w)
@@ -56,14 +57,14 @@ def among(g: Geometry, kept: Tensor) -> Geometry:
     w = g.w[kept]
     trusted = None if g.trusted is None else (g.trusted[0][kept], g.trusted[1])
     past = None if g.past is None else g.past[kept]
-    residual = None if g.residual is None else g.residual[kept][:, kept]
+    residual = None if g.residual is None else (g.residual[0][:, kept][:, :, kept], g.residual[1])
     return Geometry(g.gram[kept][:, kept], w / w.sum(), trusted, past, residual)
 
 
 def cosines_of(gram: Tensor) -> Tensor:
-    """[n, n] from inner products"""
-    lengths = gram.diag().clamp_min(0).sqrt().clamp_min(1e-300)
-    return (gram / lengths[:, None] / lengths).clamp(-1, 1)
+    """[..., n, n] from inner products"""
+    lengths = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt().clamp_min(1e-300)
+    return (gram / lengths[..., :, None] / lengths[..., None, :]).clamp(-1, 1)
 
 
 def median(values: Tensor) -> Tensor:
