@@ -52,6 +52,31 @@ def test_data_that_does_not_fit_the_model_is_rejected_with_advice(model, inputs,
         simulate(model, inputs)
 
 
+def test_classes_as_floats_are_rejected_with_advice():
+    inputs = torch.randn(40, 4)
+    data = fp.FederatedData(Examples(inputs, LABELS.float()), [range(20), range(20, 40)])
+    with pytest.raises(ConfigError, match=r"Classes are integers: convert the targets with \.long\(\)"):
+        fp.simulate(fp.Task(small()), data, algorithms.fedavg(lr=0.1), rounds=1, cohort=2)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched"])
+def test_small_integers_are_classes(engine):
+    """They give the run that int64 gives."""
+    inputs = torch.randn(40, 4)
+    runs = []
+    for labels in (LABELS, LABELS.int()):
+        train = Examples(inputs, labels)
+        data = fp.FederatedData(train, [range(20), range(20, 40)])
+        torch.manual_seed(0)
+        task = fp.Task(small(), train, metrics=("accuracy", "f1"))
+        runs.append(
+            fp.simulate(
+                task, data, algorithms.fedavg(lr=0.1), rounds=2, cohort=2, engine=engine, device="cpu"
+            )
+        )
+    assert runs[0].rounds[-1].scores == runs[1].rounds[-1].scores
+
+
 def test_following_the_advice_works():
     assert simulate(small(), torch.randn(40, 4)).rounds
     assert simulate(small(), torch.zeros(40, 1, 2, 2, dtype=torch.uint8), mean=(0.5,), std=(0.5,)).rounds

@@ -106,3 +106,10 @@ def test_targets_of_another_precision_do_not_change_a_loss():
     for name in ("mse", "mae", "bce"):
         half = LOSSES[name](output, target.clamp(0, 1).double())
         torch.testing.assert_close(half.float(), LOSSES[name](output, target.clamp(0, 1)))
+
+
+@pytest.mark.parametrize("integer", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_classes_may_be_integers_of_any_size(integer):
+    output, target = drawn(6, 3), torch.arange(6) % 3
+    made = LOSSES["cross-entropy"](output, target.to(integer))
+    torch.testing.assert_close(made, LOSSES["cross-entropy"](output, target))

@@ -24,6 +24,8 @@ Loss = Callable[[Any, Any], PerExample]
 
 def cross_entropy(output: Tensor, target: Tensor) -> PerExample:
     """Logits [N, C] and classes [N]; or one more dimension per pixel or token: [N, C, ...] and [N, ...]."""
+    if target.dtype in (torch.int32, torch.int16, torch.int8):  # torch takes int64 and uint8 only
+        target = target.long()
     each = F.cross_entropy(output, target, reduction="none", ignore_index=IGNORED)
     return each if target.dim() == 1 else _over_elements(each, target)
 

@@ -125,7 +125,7 @@ def _training_problems(
     if _failure(program, task, data, local, 2) is not None:
         if task.loss != "cross-entropy":
             yield from _loss_problems(task, sample)
-        advice = _type_advice(program, data) if "type" in message else ""
+        advice = _type_advice(program, task, data) if "type" in message else ""
         yield f"the model cannot train on {_kind(_one_batch(data, 1))}: {message}.{advice}", error
     elif (
         data.sizes_known and smallest_batch(data, local) == 1
@@ -238,8 +238,13 @@ def _kind(examples: Examples) -> str:
     return f"{one.inputs.dtype} examples of shape {examples.shape} with labels up to {largest}"
 
 
-def _type_advice(program: Program, data: FederatedData) -> str:
-    """Advice on the two type mistakes that torch's own message does not explain."""
+def _type_advice(program: Program, task: Task, data: FederatedData) -> str:
+    """Advice on the type mistakes that torch's own message does not explain."""
+    targets = data.train.targets
+    if task.loss == "cross-entropy" and isinstance(targets, Tensor) and targets.is_floating_point():
+        return (
+            " Classes are integers: convert the targets with .long(), or choose another loss, such as 'mse'."
+        )
     if not isinstance(data.train.inputs, Tensor):
         return ""
     read = _one_batch(data, 1).inputs.dtype
