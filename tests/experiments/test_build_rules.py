@@ -43,6 +43,19 @@ def test_every_takes_the_linear_layers_too():
     assert len(every) > len(usual)
 
 
+def test_all_but_leaves_the_named_parts_of_the_models_rule_dense():
+    usual = built(model="vgg16-tiny", scheme="fedpara", gamma=0.1)
+    found = built(model="vgg16-tiny", scheme="fedpara", gamma=0.1, where="all but features.0, classifier")
+    assert set(usual) - set(found) == {"features.0.weight"}
+    one = built(model="mlp", scheme="pfedpara", gamma=0.5, where="all but fc2")
+    assert list(one) == ["fc1.weight"]
+
+
+def test_all_but_refuses_names_that_no_module_has():
+    with pytest.raises(ConfigError, match="where names 'fc9', and Sequential has no such module"):
+        built(model="mlp", scheme="fedpara", where="all but fc1, fc9")
+
+
 def test_early_needs_a_gamma():
     with pytest.raises(ConfigError, match="needs fedpara or pfedpara with a gamma"):
         built(model="resnet18-tiny", scheme="lowrank", ratio=0.5, where="early")

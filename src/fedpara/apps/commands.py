@@ -128,7 +128,9 @@ def run(
     ] = None,
     where: Annotated[
         str | None,
-        typer.Option(help=f"Weights to factorize: every, inner, early, hybrid:N, or a rule {REFERENCE}."),
+        typer.Option(
+            help=f"Weights to factorize: every, inner, early, hybrid:N, all but NAMES, or a rule {REFERENCE}."
+        ),
     ] = None,
     onto: Annotated[
         str | None, typer.Option(help="frozen: train factors as adapters on the model's own frozen weights.")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fedpara import models, parameterization
 from fedpara.engines.local.changing import changing_buffers
-from fedpara.engines.settings import kept_of
+from fedpara.engines.settings import all_but
 from fedpara.errors import ConfigError
 from fedpara.parameterization import Form
 from fedpara.parameterization.naming import is_named, unknown
@@ -118,7 +118,7 @@ def make_program(model: nn.Module, share: str = "all") -> Program:
     if not parameters:
         raise ConfigError(f"{type(model).__name__} has no trainable parameter.")
     kept: frozenset[str] = frozenset()
-    if names := kept_of(share):
+    if names := all_but(share):
         kept = _under(model, names)
         private = parameterization.private(model) | kept
     elif share == "all":

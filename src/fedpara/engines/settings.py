@@ -108,16 +108,16 @@ class Settings:
 
 def check_share(share: object) -> None:
     """ConfigError unless `share` is a known name, or lists what stays on the clients."""
-    if not isinstance(share, str) or (share not in SHARES and not kept_of(share)):
+    if not isinstance(share, str) or (share not in SHARES and not all_but(share)):
         raise ConfigError(
             f"unknown share {share!r}: {among(str(share), SHARES)} Or name what stays on the clients, such as 'all but "
             "head, norm1'."
         )
 
 
-def kept_of(share: str) -> tuple[str, ...]:
-    """The names that "all but head, norm1" keeps on the clients; empty for other values."""
-    names = share.removeprefix(ALL_BUT).split(",") if share.startswith(ALL_BUT) else []
+def all_but(text: str) -> tuple[str, ...]:
+    """The names in "all but head, norm1"; empty for other texts."""
+    names = text.removeprefix(ALL_BUT).split(",") if text.startswith(ALL_BUT) else []
     return tuple(filter(None, (name.strip() for name in names)))
 
 

@@ -1,6 +1,7 @@
 """Turn an Experiment into the objects that it names."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -17,11 +18,12 @@ from fedpara.algorithms.optimizers import OPTIMIZERS
 from fedpara.algorithms.schedules import SCHEDULES, RateSchedule
 from fedpara.attacks import Attack
 from fedpara.data import Examples, FederatedData
-from fedpara.engines.settings import read_gammas
+from fedpara.engines.settings import all_but, read_gammas
 from fedpara.errors import ConfigError, in_a_line
 from fedpara.experiments.config import CALLS, Experiment
 from fedpara.experiments.federation import load_federation
 from fedpara.parameterization import Scheme
+from fedpara.parameterization.naming import is_named, unknown
 from fedpara.parameterization.selection import Where
 from fedpara.privacy import Privacy, read_privacy
 from fedpara.robust import Defence
@@ -250,6 +252,7 @@ def build_rule(experiment: Experiment, model: nn.Module, scheme: Scheme) -> Wher
     hybrid:N   all convolutions except the first N (Pufferfish)
     inner      all convolutions and linear layers except the first and the last one (FedMUD)
     early      all convolutions; ResNet's first two and its 1x1 ones at gamma 1 (appendix D.2)
+    all but A  the model's rule, without the modules and parameters A, such as "all but head, conv1"
     reference  your rule(name, module, parameter); with parentheses, what your function returns
     """
     if experiment.where is None:
@@ -262,14 +265,26 @@ def build_rule(experiment: Experiment, model: nn.Module, scheme: Scheme) -> Wher
         return models.hybrid(model, int(hybrid[1]))
     if experiment.where == "inner":
         return models.inner(model)
+    if names := all_but(experiment.where):
+        return _all_but(model, names, models.rule(experiment.model) or models.everything)
     if experiment.where != "early":
         raise ConfigError(
-            f"unknown where {experiment.where!r}: expected every, inner, early, hybrid:N such as hybrid:5, or "
-            "package.module:function."
+            f"unknown where {experiment.where!r}: expected every, inner, early, hybrid:N such as hybrid:5, "
+            "'all but head', or package.module:function."
         )
     if not isinstance(scheme, parameterization.FedPara | parameterization.PFedPara) or scheme.gamma is None:
         raise ConfigError(f"where 'early' needs fedpara or pfedpara with a gamma: the scheme is {scheme}.")
     return models.resnet_layers(replace(scheme, gamma=1.0), scheme)
+
+
+def _all_but(model: nn.Module, names: Sequence[str], rule: Where) -> Where:
+    if problem := unknown(model, [name for name, _ in model.named_parameters(remove_duplicate=False)], names):
+        raise ConfigError(f"where {problem}")
+
+    def chosen(name: str, module: nn.Module, parameter: str) -> bool | Scheme:
+        return not is_named(f"{name}.{parameter}", names) and rule(name, module, parameter)
+
+    return chosen
 
 
 def _own_rule(where: str, model: nn.Module) -> Where:

@@ -113,7 +113,7 @@ class Experiment:
     nonlinearity: str | None = None  # tanh
     conv: str = "tensor"  # or reshape
     init: str | None = None  # fan_out, calibrated, he, he:1.4; the default depends on the scheme
-    where: str | None = None  # every, inner, early or hybrid:N override the model's rule (`build_rule`)
+    where: str | None = None  # every, inner, early, hybrid:N, all but NAMES (`build_rule`)
     onto: str | None = None  # frozen: adapters on the model's own weights
     adapter_alpha: float | None = None  # scale of the adapters, alpha / rank
     train: str | None = None  # beside the adapters: modules and parameters, such as "classifier, bias"

@@ -114,11 +114,15 @@ def _of_paper(number: int) -> Tuning:
 
 
 def _pfedpara() -> Tuning:
-    """Variants that the paper leaves open, in scenario 1: gamma, and the initial deviation of the private W2."""
+    """Variants that the paper leaves open, in scenario 1: gamma, the initial deviation of W2, and the layers."""
     base = _scenario(1)["pfedpara"]
     changed: dict[str, dict[str, Any]] = {
         **{f"gamma-{gamma:g}": {"gamma": gamma} for gamma in (0.25, 0.5, 0.75)},
         **{f"w2-{start:g}": {"init": f"private:{start:g}"} for start in (0.3, 2.0)},
+        **{
+            f"only-{layer}": {"where": f"all but {other}"}
+            for layer, other in (("fc1", "fc2"), ("fc2", "fc1"))
+        },
     }
     methods = {name: replace(base, **values) for name, values in changed.items()}
     return _personal("pfedpara", methods, fills={}, title="Scenario 1, variants of pFedPara")
