@@ -187,6 +187,38 @@ def test_mistakes_leave_no_folder(tune, tmp_path, words, says):
     assert not (tmp_path / "out").exists()
 
 
+UNSCORED = """
+from fedpara import data
+from fedpara.data import FederatedData
+
+def federation():
+    train, _ = data.load("digits")
+    return FederatedData(train, [list(range(i, 200, 5)) for i in range(5)])
+"""
+
+
+@pytest.mark.parametrize(
+    ("personal", "says"),
+    [
+        ("false", "score the test set, and unscored:federation has none"),
+        ("true", "on its own test data (personal), and no client has any"),
+    ],
+)
+def test_final_runs_without_a_score_are_refused_before_the_trials(
+    tune, tmp_path, monkeypatch, personal, says
+):
+    (tmp_path / "unscored.py").write_text(UNSCORED)
+    monkeypatch.syspath_prepend(tmp_path)
+    base = BASE.replace("clients = 5\n", f'dataset = "unscored:federation"\npersonal = {personal}\n')
+    (tmp_path / "base.toml").write_text(base)
+    code, out, err = tune(*GRID, *FINAL)
+    assert (code, rounds_run(err), out) == (2, 0, "")
+    assert says in err
+    assert not (tmp_path / "out").exists()
+    assert tune(*GRID)[0] == 0
+    sys.modules.pop("unscored", None)
+
+
 def test_another_grid_in_the_same_folder_is_refused(tune, tmp_path):
     assert tune(*GRID)[0] == 0
     before = files(tmp_path / "out")

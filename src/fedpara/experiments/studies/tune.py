@@ -17,6 +17,7 @@ from fedpara.engines.distributed.process_group import Part, join
 from fedpara.errors import ConfigError, FedParaError, RunError, of_several
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.federation import load_federation
+from fedpara.experiments.node_data import is_own
 from fedpara.experiments.run import resume
 from fedpara.experiments.seeds import Group
 from fedpara.experiments.storage.run_folder import refuse_another
@@ -76,6 +77,8 @@ def tune(
     protocol = {"validation": validation, "seed": seeds[0]} | ({"rounds": rounds} if rounds else {})
     trials = all_trials(methods, grid, own or {}, one_at_a_time, protocol)
     _refuse_mixed_scores([trial for same in trials.values() for trial in same])
+    if final_seeds and not (path / CHOSEN).exists():
+        _check_final_scores([same[0].experiment for same in trials.values()], final_seeds[0], data_dir)
     _refuse_another_grid(path, described := _described(trials, seeds))
     runs = trial_runs(trials, seeds)
     choices, failed = _choose(path, trials, runs, seeds, described, data_dir, play)
@@ -136,6 +139,22 @@ def _refuse_mixed_scores(trials: Sequence[Trial]) -> None:
             f"{of[True]} scores each client's own model (personal), and {of[False]} one model on the test set: set "
             "personal for all methods, as in --config or a preset."
         )
+
+
+def _check_final_scores(methods: Sequence[Experiment], seed: int, data_dir: Path | None) -> None:
+    """ConfigError if the data has nothing that final runs can score: better now than after all trials."""
+    for experiment in {(e.dataset, e.personal): e for e in methods if not is_own(e.dataset)}.values():
+        federation, test = load_federation(replace(experiment, validation=0.0, seed=seed), data_dir)
+        if experiment.personal and not federation.has_personal:
+            raise ConfigError(
+                "the final runs score each client's own model on its own test data (personal), and no client has any: "
+                "give the clients test data, or leave out the final seeds to choose by validation only."
+            )
+        if not experiment.personal and test is None:
+            raise ConfigError(
+                f"the final runs score the test set, and {experiment.dataset} has none: return one, or leave out the "
+                "final seeds to choose by validation only."
+            )
 
 
 def _flat(trials: Mapping[str, Sequence[Trial]]) -> Iterator[Trial]:
