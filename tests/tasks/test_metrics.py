@@ -98,6 +98,18 @@ CASES = {
         BINARY,
         lambda o, t: sk.roc_auc_score(t, o.softmax(1)[:, 1]),
     ),
+    "auroc of classes": (
+        "auroc",
+        drawn(6, 3),
+        torch.tensor([0, 1, 2, 2, 1, 0]),
+        lambda o, t: sk.roc_auc_score(t, o.softmax(1), multi_class="ovr"),
+    ),
+    "auroc of labels": (
+        "auroc",
+        drawn(6, 2),
+        torch.stack([BINARY, 1 - BINARY.roll(1)], 1),
+        lambda o, t: sk.roc_auc_score(t, o),
+    ),
     "r2": ("r2", drawn(6), drawn(6, seed=1), lambda o, t: sk.r2_score(t, o)),
     "r2 of a column": ("r2", drawn(6, 1), drawn(6, seed=1), lambda o, t: sk.r2_score(t, o[:, 0])),
     "r2 of several": (
@@ -175,6 +187,21 @@ def test_ignored_pixels_do_not_count(name):
 
 
 @pytest.mark.parametrize("scale", [0.5, 3.0, 10.0])
+def test_the_bins_of_several_outputs_hardly_change_auroc(scale):
+    target = classes(5000, top=4)
+    output = scale * (drawn(5000, 4) + F.one_hot(target, 4))
+    expected = sk.roc_auc_score(target, output.double().softmax(1), multi_class="ovr")
+    assert measured("auroc", [(output, target, None)]) == pytest.approx(expected, abs=2e-3)
+
+
+def test_a_class_that_does_not_occur_is_left_out_of_auroc():
+    target = classes(50, top=3)
+    output = drawn(50, 4)
+    expected = [sk.roc_auc_score(target == c, output.double().softmax(1)[:, c]) for c in range(3)]
+    assert measured("auroc", [(output, target, None)]) == pytest.approx(sum(expected) / 3, abs=2e-3)
+
+
+@pytest.mark.parametrize("scale", [0.5, 3.0, 10.0])
 def test_the_bins_of_auroc_hardly_change_it(scale):
     target = classes(5000, top=2)
     output = scale * (drawn(5000) + target)
@@ -189,8 +216,8 @@ def test_scores_of_a_single_class():
 
 
 def test_ignored_examples_do_not_count_in_classes():
-    output, target = drawn(6, 2), torch.where(torch.arange(6) < 4, BINARY, IGNORED)
-    for name in ("f1", "auroc"):
+    target = torch.where(torch.arange(6) < 4, BINARY, IGNORED)
+    for name, output in (("f1", drawn(6, 2)), ("auroc", drawn(6, 2)), ("auroc", drawn(6, 3))):
         alone = measured(name, [(output[:4], target[:4], None)])
         assert measured(name, [(output, target, None)]) == alone
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from fedpara.tasks import losses
 from fedpara.tasks.losses import IGNORED, Loss, PerExample, fit, mae, mse, next_token
 
-BINS = 4096
-"""Of auroc, by sigmoid(logit / 4): 0.004 wide near 0, 0.15 near 20. Logits in the same bin count as equal."""
+BINS, BINS_OF_SEVERAL = 4096, 1000
+"""Of auroc, for one output and for each of several, by sigmoid(logit / 4): 0.004 (0.016) wide near 0, 0.15 (0.6) near
+20. Logits in the same bin count as equal."""
 
 
 def _quotient(sums: Tensor, weight: float) -> float:
@@ -132,20 +133,38 @@ def _f1(sums: Tensor, weight: float) -> float:
 
 
 def _ranks(output: Tensor, target: Tensor) -> Tensor:
-    """Per example: its bin by how likely class 1 is, among those of class 0 or of class 1, [N, 2 BINS]."""
+    """Per example: the bin of each output's logit, among those of class 0 or of class 1, [N, 2 outputs bins]."""
     output = _one_logit(output, target)
-    if output.shape != target.shape and output.shape[1:] != (2,):
-        raise ValueError(f"auroc is for two classes, and the output is {list(output.shape)}")
-    logit = output if output.shape == target.shape else output[:, 1] - output[:, 0]
-    place = ((logit.float() / 4).sigmoid() * BINS).long().clamp(max=BINS - 1)
-    here = place[:, None] == torch.arange(BINS, device=output.device)
-    return torch.cat([here & (target == label)[:, None] for label in (0, 1)], 1)
+    if output.shape == target.shape:
+        logits, labels = (part.reshape(len(part), -1) for part in (output, target))
+    elif target.dim() == 1 and output.shape[1:] == (2,):
+        logits, labels = output[:, 1:] - output[:, :1], target[:, None]
+    elif target.dim() == 1 and output.dim() == 2:
+        logits, labels = _against_the_rest(output, target)
+    else:
+        raise ValueError(f"auroc takes {TAKES['auroc']}, and the output is {list(output.shape)}")
+    bins = BINS if logits.shape[1] == 1 else BINS_OF_SEVERAL
+    place = ((logits / 4).float().sigmoid() * bins).long().clamp(max=bins - 1)
+    here = place[..., None] == torch.arange(bins, device=output.device)
+    return torch.stack([here & (labels == label)[..., None] for label in (0, 1)], 1).flatten(1)
+
+
+def _against_the_rest(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The logit of each class's probability, and whether it is the true class; ignored targets stay what they are."""
+    log_p = output.double().log_softmax(1)
+    labels = (target[:, None] == torch.arange(output.shape[1], device=target.device)).long()
+    return log_p - (-log_p.expm1()).log(), torch.where(target[:, None] == IGNORED, IGNORED, labels)
 
 
 def _auroc(sums: Tensor, weight: float) -> float:
-    """The share of pairs of both classes in which class 1 is the likelier one; half of those in the same bin."""
-    zeros, ones = sums.view(2, -1)
-    return float((ones * (zeros.cumsum(0) - zeros / 2)).sum() / (zeros.sum() * ones.sum()))
+    """The share of pairs of both classes in which class 1 is the likelier one; half of those in the same bin.
+
+    Of several outputs, the mean over those of which both classes occur.
+    """
+    bins = BINS if len(sums) == 2 * BINS else BINS_OF_SEVERAL
+    zeros, ones = sums.view(2, -1, bins)
+    likelier = (ones * (zeros.cumsum(1) - zeros / 2)).sum(1)
+    return float((likelier / (zeros.sum(1) * ones.sum(1))).nanmean())
 
 
 def _one_logit(output: Tensor, target: Tensor) -> Tensor:
@@ -213,7 +232,7 @@ _MASKS = "logits [N, classes, ...] and classes [N, ...] per pixel, or one logit 
 TAKES = {
     "accuracy": "logits [N, classes, ...] and classes [N, ...], or one logit per target",
     **dict.fromkeys(("top-5", "f1"), "logits [N, classes] and classes [N]"),
-    "auroc": "one logit per target, or logits [N, 2] and classes [N]",
+    "auroc": "one logit per target, or logits [N, classes] and classes [N]",
     **dict.fromkeys(("r2", "mse", "mae"), losses.TAKES["mse"]),
     "dice": _MASKS,
     "iou": _MASKS,
