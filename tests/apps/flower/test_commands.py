@@ -193,6 +193,12 @@ def test_certificates_are_written_all_or_none(cli, tmp_path, monkeypatch, there)
         (["up", "--set", "model=os:getcwd"], 2, "'os:getcwd' returned str: expected a torch.nn.Module"),
         (["up", "--set", "modle=mlp"], 2, "did you mean 'model'"),
         (["up", "quickstart"], 2, "write one of them as a --config"),
+        (
+            ["up", *TINY, "--node-config", "folder=a b"],
+            2,
+            "--node-config 'folder=a b': expected key=value pairs",
+        ),
+        (["up", *TINY, "--node-config", "memory='/tmp'"], 2, "memory are set for each node."),
     ],
 )
 def test_mistakes(cli, tmp_path, words, code, says):

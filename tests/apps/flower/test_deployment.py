@@ -3,6 +3,7 @@
 It takes minutes: `make test-deploy` runs it.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -134,6 +135,31 @@ def test_the_deployment_equals_the_sequential_engine(deployed, tmp_path):
             "1.safetensors",
             "2.safetensors",
         ]
+
+
+SITES = """
+from pathlib import Path
+import torch
+from fedpara.data import Examples
+
+def load(node_config):
+    count = 0 if node_config.get("server") else int(Path(node_config["file"]).read_text())
+    images = torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(count))
+    return Examples(images, (images.mean((1, 2, 3)) > 0).long(), 2), None
+"""
+
+
+def test_each_node_of_flower_up_reads_its_own_data(tmp_path):
+    (tmp_path / "sites.py").write_text(SITES)
+    for i, count in enumerate((30, 40)):
+        (tmp_path / f"count-{i}").write_text(str(count))
+    chosen = {"dataset": "load:sites:load", "model": "mlp", "clients": 2, "cohort": 2, "rounds": 1}
+    fields = [word for name, value in chosen.items() for word in ("--set", f"{name}={value}")]
+    config = ["--node-config", f'file="{tmp_path}/count-{{node}}"', "--nodes", "2", "--out", "run"]
+    command = [sys.executable, "-c", "from fedpara.apps.cli import main; main()", "flower", "up"]
+    done = subprocess.run([*command, *fields, *config], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "examples.json").read_text()) == {"0": 30, "1": 40}
 
 
 def test_a_node_that_claims_every_client_is_rejected(deployed):

@@ -65,6 +65,9 @@ def up(
         list[str] | None, typer.Option("--set", help="A field, such as rounds=3; repeatable.")
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Number of SuperNodes, which share the clients.")] = 3,
+    node_config: Annotated[
+        str, typer.Option(help="Keys for your data function at every node; {node} is the node's number.")
+    ] = "",
     out: Annotated[Path, typer.Option(help="Run folder; a run of the same experiment is resumed.")] = Path(
         "runs/flower"
     ),
@@ -90,4 +93,4 @@ def up(
         from fedpara.apps.flower.up import up as work
     policy = {"deadline": deadline, "min-replies": min_replies, "oversample": oversample}
     fields = [*(set_ or []), *([f"secure={secure}"] if secure else [])]
-    work(preset, config, fields, nodes, out, policy, data_dir, as_json)
+    work(preset, config, fields, nodes, node_config, out, policy, data_dir, as_json)

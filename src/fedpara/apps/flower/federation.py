@@ -42,14 +42,19 @@ class Federation:
         env: Mapping[str, str] | None = None,
         secure: bool = True,
         sources: Mapping[str, Path] | None = None,
+        node_config: str = "",
     ) -> None:
-        """The app contains `sources`. `secure=False` turns off TLS and keys; use it only to inspect the traffic."""
+        """The app contains `sources`. `secure=False` turns off TLS and keys; use it only to inspect the traffic.
+
+        `node_config` is part of every node's config; in it, {node} stands for the node's number.
+        """
         require()
         self.folder, self.nodes, self.processes = folder, nodes, processes
         self.port = free_port()
         self.certificates = folder / "certificates"
         self._env = dict(env or {})
         self.secure = secure
+        self._node_config = node_config
         self._started: dict[int, float] = {}
         make_certificates(self.certificates, [LOOPBACK, "localhost"], nodes)
         keys = {"keys": str(self.certificates / FILE)} if secure else {}
@@ -95,7 +100,8 @@ class Federation:
         self._started[i] = time.monotonic()
         home = self.folder / f"node-{i}"
         home.mkdir(exist_ok=True)
-        config = f'partition-id={i} num-partitions={self.nodes} memory="{home / "memory"}" {more}'
+        own = self._node_config.replace("{node}", str(i))
+        config = f'partition-id={i} num-partitions={self.nodes} memory="{home / "memory"}" {own} {more}'
         trust = ["--root-certificates", str(ca or self.certificates / "ca.crt")]
         trust += ["--auth-supernode-private-key", str(key or self.certificates / f"node-{i}")]
         return self._start(

@@ -21,6 +21,9 @@ from fedpara.experiments.run import lay_out, rounds_done
 from fedpara.experiments.storage.run_folder import refuse_another
 from fedpara.source_files import portable_files
 
+PLACES = ("partition-id", "num-partitions", "client", "clients", "memory")
+"""Keys of a node's config that say which clients it serves and where it keeps their memory."""
+
 
 def init(folder: Path, config: Path | None, fields: list[str]) -> None:
     experiment = one_experiment(None, config, dict(map(_field, fields)))
@@ -36,6 +39,7 @@ def up(
     config: Path | None,
     fields: list[str],
     nodes: int,
+    node_config: str,
     out: Path,
     policy: dict[str, Any],
     data_dir: Path | None,
@@ -55,18 +59,41 @@ def up(
     # The server checks its policy too, but only once the federation is running.
     policy_of(policy).schedule(Schedule(experiment.rounds, len(data), experiment.cohort, data.size))
     require()
+    _check_node_config(node_config)
     if not there:
         lay_out(experiment, out, data_dir=data_dir)
     elif _is_finished(out, experiment.rounds, data_dir):
         finish(out, {"flower": read_run(out)}, as_json)
         return
     with Show("flower", experiment.rounds) as show:
-        summary = _federate(experiment, out, nodes, policy, data_dir, show)
+        summary = _federate(experiment, out, nodes, node_config, policy, data_dir, show)
     finish(out, {"flower": summary}, as_json)
 
 
+def _check_node_config(text: str) -> None:
+    """UsageError unless Flower can read it: a node would only write that to its log, and start again."""
+    from click import ClickException
+    from flwr.common.config import parse_config_args
+
+    try:
+        found = parse_config_args([text])
+    except (ClickException, ValueError):
+        found = {}
+    if text and (not found or not found.keys().isdisjoint(PLACES)):
+        raise UsageError(
+            f"--node-config {text!r}: expected key=value pairs with quotes around text, such as "
+            f"'folder=\"/data/site-{{node}}\"'. {', '.join(PLACES)} are set for each node."
+        )
+
+
 def _federate(
-    experiment: Experiment, out: Path, nodes: int, policy: dict[str, Any], data_dir: Path | None, show: Show
+    experiment: Experiment,
+    out: Path,
+    nodes: int,
+    node_config: str,
+    policy: dict[str, Any],
+    data_dir: Path | None,
+    show: Show,
 ) -> Summary:
     from fedpara.apps.flower.federation import Federation
     from fedpara.apps.flower.node import RUNS
@@ -79,7 +106,9 @@ def _federate(
         given["data-dir"] = env["FEDPARA_DATA"] = str(data_dir.absolute())
     with Processes() as processes:
         sources = portable_files(experiment.references.values())
-        federation = Federation(processes.folder(), nodes, processes, given, env, sources=sources)
+        federation = Federation(
+            processes.folder(), nodes, processes, given, env, sources=sources, node_config=node_config
+        )
         federation.start_link()
         federation.register()
         started = [federation.start_node(i) for i in range(nodes)]
