@@ -153,3 +153,33 @@ def test_the_table_of_fine_tuning_has_the_numbers_of_its_runs(method, name):
         f"| {mean(scores):.2f} ± {half_width(scores):.2f} | {sent / 1e9:.2f} GB |"
     )
     assert row in (ROOT / "benchmarks" / "README.md").read_text().splitlines()
+
+
+def test_the_tables_of_defences_on_cifar10_have_the_numbers_of_their_runs():
+    lines = (ROOT / "results" / "robustness" / "outcomes-cifar10.jsonl").read_text().splitlines()
+    runs = {(run["attack"], run["defence"], run["seed"]): run for run in map(json.loads, lines)}
+    page = (DOCS / "guides" / "robustness.md").read_text().replace("**", "").splitlines()
+
+    def lost(attack, defence):
+        return [
+            100 * (runs["none", "none", seed]["accuracy"] - runs[attack, defence, seed]["accuracy"])
+            for seed in (81, 82)
+        ]
+
+    def success(run):
+        return "" if run["backdoor"] is None else f" ({100 * run['backdoor']:.0f})"
+
+    def scored(run):
+        return "ended" if run["ended"] else f"{100 * run['accuracy']:.1f}{success(run)}"
+
+    for attack in dict.fromkeys(attack for attack, defence, _ in runs if defence == "auto"):
+        cells = scored(runs[attack, "none", 80]), ", ".join(scored(runs[attack, "auto", s]) for s in (81, 82))
+        assert f"| {attack} | {cells[0]} | {cells[1]} | {mean(lost(attack, 'auto')):.1f} |" in page
+    for attack in ("label-flip", "backdoor(scale=5)", "alie(1.5)"):
+        row = f"| {attack} |"
+        for defence in ("auto", "centred-clip", "rfa", "multi-krum", "flame"):
+            one, other = lost(attack, defence)
+            doors = [runs[attack, defence, seed]["backdoor"] for seed in (81, 82)]
+            tail = "" if doors[0] is None else f" ({100 * mean(doors):.0f})"
+            row += f" {mean((one, other)):.1f}: {one:.1f}, {other:.1f}{tail} |"
+        assert row in page
