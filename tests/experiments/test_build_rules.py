@@ -1,5 +1,7 @@
 """`where` and the split `largest`, which the paper's studies need beyond a model's own rule."""
 
+import sys
+
 import pytest
 import torch
 
@@ -49,6 +51,18 @@ def test_all_but_leaves_the_named_parts_of_the_models_rule_dense():
     assert set(usual) - set(found) == {"features.0.weight"}
     one = built(model="mlp", scheme="pfedpara", gamma=0.5, where="all but fc2")
     assert list(one) == ["fc1.weight"]
+
+
+def test_all_but_of_adapters_leaves_embeddings_out_as_the_default_does(tmp_path, monkeypatch):
+    (tmp_path / "words.py").write_text(
+        "from torch import nn\n\ndef net():\n    return nn.Sequential(\n"
+        "        nn.Embedding(50, 32), nn.Flatten(), nn.Linear(64, 48), nn.Linear(48, 48), nn.Linear(48, 8))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    given = {"model": "words:net", "scheme": "lowrank", "rank": 2, "onto": "frozen"}
+    assert list(built(**given)) == ["2.weight", "3.weight", "4.weight"]
+    assert list(built(**given, where="all but 3")) == ["2.weight", "4.weight"]
+    sys.modules.pop("words")
 
 
 def test_all_but_refuses_names_that_no_module_has():

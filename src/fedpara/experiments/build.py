@@ -22,7 +22,7 @@ from fedpara.engines.settings import all_but, read_gammas
 from fedpara.errors import ConfigError, in_a_line
 from fedpara.experiments.config import CALLS, Experiment
 from fedpara.experiments.federation import load_federation
-from fedpara.parameterization import Scheme
+from fedpara.parameterization import Scheme, adapters
 from fedpara.parameterization.naming import is_named, unknown
 from fedpara.parameterization.selection import Where
 from fedpara.privacy import Privacy, read_privacy
@@ -266,7 +266,7 @@ def build_rule(experiment: Experiment, model: nn.Module, scheme: Scheme) -> Wher
     if experiment.where == "inner":
         return models.inner(model)
     if names := all_but(experiment.where):
-        return _all_but(model, names, models.rule(experiment.model) or models.everything)
+        return _all_but(model, names, models.rule(experiment.model) or _usual_rule(experiment, model, scheme))
     if experiment.where != "early":
         raise ConfigError(
             f"unknown where {experiment.where!r}: expected every, inner, early, hybrid:N such as hybrid:5, "
@@ -285,6 +285,13 @@ def _all_but(model: nn.Module, names: Sequence[str], rule: Where) -> Where:
         return not is_named(f"{name}.{parameter}", names) and rule(name, module, parameter)
 
     return chosen
+
+
+def _usual_rule(experiment: Experiment, model: nn.Module, scheme: Scheme) -> Where:
+    """What `factorize` chooses without a rule: every weight, or those that get an adapter."""
+    if experiment.onto is None:
+        return models.everything
+    return adapters.rule(model, scheme, None, references.split(experiment.train) if experiment.train else [])
 
 
 def _own_rule(where: str, model: nn.Module) -> Where:
