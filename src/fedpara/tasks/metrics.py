@@ -72,8 +72,8 @@ def summed(made: PerExample, counts: Tensor | None = None) -> tuple[Tensor, Tens
     """(sum_i sums_i, sum_i weights_i) in float64. `counts` marks the examples that are not padding."""
     sums, weights = made if isinstance(made, tuple) else (made, made.new_ones(len(made)))
     if counts is not None:
-        sums = torch.where(counts.view(-1, *[1] * (sums.dim() - 1)), sums, 0)
-        weights = torch.where(counts, weights, 0)
+        sums = sums.masked_fill(~counts.view(-1, *[1] * (sums.dim() - 1)), 0)  # keeps booleans small
+        weights = weights.masked_fill(~counts, 0)
     return sums.double().sum(0), weights.double().sum(0)
 
 
@@ -143,10 +143,12 @@ def _ranks(output: Tensor, target: Tensor) -> Tensor:
         logits, labels = _against_the_rest(output, target)
     else:
         raise ValueError(f"auroc takes {TAKES['auroc']}, and the output is {list(output.shape)}")
-    bins = BINS if logits.shape[1] == 1 else BINS_OF_SEVERAL
+    outputs = logits.shape[1]
+    bins = BINS if outputs == 1 else BINS_OF_SEVERAL
     place = ((logits / 4).float().sigmoid() * bins).long().clamp(max=bins - 1)
-    here = place[..., None] == torch.arange(bins, device=output.device)
-    return torch.stack([here & (labels == label)[..., None] for label in (0, 1)], 1).flatten(1)
+    first = (labels == 1) * outputs + torch.arange(outputs, device=output.device)
+    none = torch.zeros(len(output), 2 * outputs * bins, dtype=torch.bool, device=output.device)
+    return none.scatter(1, first * bins + place, (labels == 0) | (labels == 1))
 
 
 def _against_the_rest(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
