@@ -34,6 +34,7 @@ TITLES = {
     "pfedpara": "pFedPara",
     **{f"gamma-{gamma}": f"γ {gamma}" for gamma in ("0.25", "0.5", "0.75")},
     **{f"w2-{start}": f"γ 0.5, W2 starts at {start}" for start in ("0.3", "2")},
+    **{f"only-{layer}": f"γ 0.5, only {layer} factorized" for layer in ("fc1", "fc2")},
 }
 """How the tables name the methods of the paper's studies, in this order."""
 FINAL_SEEDS = (1, 2, 3, 4, 5)
