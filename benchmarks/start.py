@@ -1,8 +1,8 @@
 """How long until the first round? Each network is started three times, from an empty compiler's cache.
 
-    python benchmarks/start.py                  one GPU, all networks: about seven minutes
-    python benchmarks/start.py vgg16 lstm       some of them
-    python benchmarks/start.py --tiny           small networks, also without a GPU: only that it runs
+    python benchmarks/start.py                  one GPU, all networks: about seven minutes (estimated)
+    python benchmarks/start.py --only lstm      one of them; may be repeated
+    python benchmarks/start.py --tiny           small networks, also without a GPU: checks only that they run
 
 A round has 16 clients, with 512 random examples each and batch 64. `fedpara` is VGG16 with FedPara at gamma 0.1; the
 others have ordinary weights.
@@ -70,20 +70,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("networks", nargs="*", choices=[*NETWORKS, []], default=[])
+    parser.add_argument("--only", action="append", choices=NETWORKS)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--here", choices=NETWORKS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        start(options.networks[0], options.tiny)
+    if options.here:
+        start(options.here, options.tiny)
         return
-    for network in options.networks or NETWORKS:
+    for network in options.only or NETWORKS:
         with TemporaryDirectory() as folder:
             caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
             for number in range(1, options.starts + 1):
                 print(f"{network}, start {number}: ", end="", flush=True)
-                command = [sys.executable, __file__, network, "--one", *["--tiny"] * options.tiny]
+                command = [sys.executable, __file__, "--here", network, *["--tiny"] * options.tiny]
                 subprocess.run(command, env={**os.environ, **caches}, check=True)
 
 
