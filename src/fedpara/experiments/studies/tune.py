@@ -77,9 +77,9 @@ def tune(
     protocol = {"validation": validation, "seed": seeds[0]} | ({"rounds": rounds} if rounds else {})
     trials = all_trials(methods, grid, own or {}, one_at_a_time, protocol)
     _refuse_mixed_scores([trial for same in trials.values() for trial in same])
+    _refuse_another_grid(path, described := _described(trials, seeds))
     if final_seeds and not (path / CHOSEN).exists():
         _check_final_scores([same[0].experiment for same in trials.values()], final_seeds[0], data_dir)
-    _refuse_another_grid(path, described := _described(trials, seeds))
     runs = trial_runs(trials, seeds)
     choices, failed = _choose(path, trials, runs, seeds, described, data_dir, play)
     lengths = {name: final_rounds or experiment.rounds for name, experiment in methods.items()}
