@@ -66,7 +66,10 @@ def up(
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Number of SuperNodes, which share the clients.")] = 3,
     node_config: Annotated[
-        str, typer.Option(help="Keys for your data function at every node; {node} is the node's number.")
+        str,
+        typer.Option(
+            help="Values for your data function, as in a SuperNode's --node-config; {node} is the node's number."
+        ),
     ] = "",
     out: Annotated[Path, typer.Option(help="Run folder; a run of the same experiment is resumed.")] = Path(
         "runs/flower"
