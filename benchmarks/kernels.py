@@ -24,7 +24,7 @@ WEIGHTS = {"512-512": (4608, 512, 56), "256-512": (4608, 256, 40), "256-256": (2
 """Rows, columns and padded rank of a composed kernel."""
 WIDE = {"gamma0.2": (4608, 512, 80), "gamma0.4": (4608, 512, 144), "gamma0.9": (4608, 512, 280)}
 """The same for the kernels of large ranks."""
-IMAGES = {"64x32": (64, 32), "128x16": (128, 16), "256x8": (256, 8), "512x4": (512, 4)}
+IMAGES = {"64x32": (64, 32), "128x16": (128, 16), "256x8": (256, 8), "512x4": (512, 4), "512x2": (512, 2)}
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,19 @@ def cases() -> Iterator[Case]:
             yield Case(kernel, shape, given, 2 * LANES * m * n * each)
     for (shape, (c, h)), pool in product(IMAGES.items(), (False, True)):
         numbers = LANES * BATCH * c * h * h
-        wide = [channels for channels in (16, 32, 64) if channels >= c // GROUPS]
-        name = "norm_pool" if pool else "norm"
-        result = numbers // 4 if pool else numbers
-        tiles = tuple((channels, tile) for channels in wide for tile in (512, 1024, 2048, 4096))
-        yield Case(f"{name}_forward", shape, tiles, 2 * (numbers + result))
-        yield Case(f"{name}_backward", shape, tiles, 2 * (2 * numbers + result))
+        name, result = ("norm_pool", numbers // 4) if pool else ("norm", numbers)
+        wide = [
+            channels
+            for channels in (16, 32, 64, 128, 256)
+            if channels >= c // GROUPS and channels * h * h <= 1 << 15
+        ]
+        once = tuple(product(wide, (0, 128, 80)))
+        yield Case(f"{name}_forward", shape, once, 2 * (numbers + result))
+        again = tuple((*variant, again) for variant in once for again in (False, True))
+        yield Case(f"{name}_backward", shape, again, 2 * (2 * numbers + result))
+        tiles = tuple((channels, tile) for channels in wide[:3] for tile in (512, 1024, 2048, 4096))
+        yield Case(f"streamed_{name}_forward", shape, tiles, 2 * (numbers + result))
+        yield Case(f"streamed_{name}_backward", shape, tiles, 2 * (2 * numbers + result))
 
 
 def call(kernel: str, shape: str, variant: tuple[int, ...]) -> Callable[[], object]:
@@ -64,7 +71,7 @@ def call(kernel: str, shape: str, variant: tuple[int, ...]) -> Callable[[], obje
     from fedpara.engines.batched.kernels import hadamard_wide_triton as wide
 
     torch.manual_seed(0)
-    if kernel.startswith("norm"):
+    if "norm" in kernel:
         return norm(kernel, *IMAGES[shape], variant)
     m, n, r = {**WEIGHTS, **WIDE}[shape]
     a, y, dw = (drawn(LANES, *size) for size in ((2, m, r), (2, n, r), (m, n)))
@@ -79,16 +86,18 @@ def call(kernel: str, shape: str, variant: tuple[int, ...]) -> Callable[[], obje
 
 
 def norm(kernel: str, c: int, h: int, variant: tuple[int, ...]) -> Callable[[], object]:
-    from fedpara.engines.batched.kernels import norm_triton
+    from fedpara.engines.batched.kernels import norm_once_triton, norm_triton
 
+    kernels = norm_triton if kernel.startswith("streamed") else norm_once_triton
     pool = "pool" in kernel
     x = drawn(LANES, BATCH, h, h, c)
-    weight, bias = (torch.ones(LANES, c, device="cuda") for _ in range(2))
+    offset, weight, bias = (torch.ones(LANES, c, device="cuda") for _ in range(3))
     if kernel.endswith("forward"):
-        return lambda: norm_triton.forward(x, weight, bias, GROUPS, EPS, pool, *variant)
-    y, stats = norm_triton.forward(x, weight, bias, GROUPS, EPS, pool)
+        return lambda: kernels.forward(x, offset, weight, bias, GROUPS, EPS, pool, *variant)
+    y, stats, totals = kernels.forward(x, offset, weight, bias, GROUPS, EPS, pool)
     dy = torch.randn_like(y)
-    return lambda: norm_triton.backward(x, dy, weight, bias, stats, GROUPS, pool, *variant)
+    given = x, dy, offset, weight, bias, stats, totals
+    return lambda: kernels.backward(*given, GROUPS, pool, *variant)
 
 
 def drawn(*size: int) -> Tensor:

@@ -17,23 +17,24 @@ gpu = pytest.mark.skipif(
     not (torch.cuda.is_available() and pays_on(torch.device("cuda"))), reason="needs a Hopper GPU and Triton"
 )
 pooled = pytest.mark.parametrize("pool", [False, True])
+moved = pytest.mark.parametrize("moved", [False, True])
 
 
 def drawn(batch, c, h, w, pool, device="cpu", dtype=torch.float64):
-    """x, weight, bias and dy as the op takes them."""
+    """x, offset, weight, bias and dy as the op takes them."""
     torch.manual_seed(0)
     out = (h // 2, w // 2) if pool else (h, w)
     x, dy = (torch.randn(LANES, batch, *s, c, device=device).to(dtype).movedim(-1, 2) for s in ((h, w), out))
-    weight, bias = torch.randn(2, LANES, c, device=device, dtype=torch.promote_types(dtype, torch.float32))
-    return x + 0.5, weight, bias, dy
+    each = torch.randn(3, LANES, c, device=device, dtype=torch.promote_types(dtype, torch.float32))
+    return x + 0.5, *each, dy
 
 
-def by_torch(x, weight, bias, dy, groups, pool):
-    """y, dx, dweight, dbias of torch's layers in float64; the norm's output is rounded as x is."""
-    inputs = [t.double().requires_grad_() for t in (x, weight, bias)]
+def by_torch(x, offset, weight, bias, dy, groups, pool):
+    """y, dx, doffset, dweight, dbias of torch's layers in float64; the norm's output is rounded as x is."""
+    inputs = [t.double().requires_grad_() for t in (x, offset, weight, bias)]
     lanes = []
-    for image, w, b in zip(*inputs, strict=True):
-        z = group_norm(image, groups, w, b, EPS)
+    for image, o, w, b in zip(*inputs, strict=True):
+        z = group_norm(image + o[:, None, None], groups, w, b, EPS)
         z = relu(z + (z.to(x.dtype).double() - z).detach())
         lanes.append(max_pool2d(z, 2) if pool else z)
     y = torch.stack(lanes)
@@ -41,22 +42,27 @@ def by_torch(x, weight, bias, dy, groups, pool):
 
 
 @pooled
-@pytest.mark.parametrize("mapped", [(0, 0, 0), (0, None, None), (2, 1, 1)], ids=str)
-def test_the_op_equals_torchs_layers_under_vmap(pool, mapped):
+@moved
+@pytest.mark.parametrize("mapped", [(0, 0, 0, 0), (0, None, None, None), (2, 1, 1, 1)], ids=str)
+def test_the_op_equals_torchs_layers_under_vmap(pool, moved, mapped):
     inputs = drawn(2, 8, 4, 6, pool)
-    dy = inputs[3]
-    given = [t[0] if dim is None else t.movedim(0, dim) for t, dim in zip(inputs[:3], mapped, strict=True)]
-    each = [t[:1].expand_as(t) if dim is None else t for t, dim in zip(inputs[:3], mapped, strict=True)]
+    if not moved:
+        inputs[1].zero_()
+    dy = inputs[4]
+    given = [t[0] if dim is None else t.movedim(0, dim) for t, dim in zip(inputs[:4], mapped, strict=True)]
+    each = [t[:1].expand_as(t) if dim is None else t for t, dim in zip(inputs[:4], mapped, strict=True)]
 
-    def one(x, weight, bias):
-        return OPS.lanes_norm_relu(x, weight, bias, GROUPS, EPS, pool)[0]
+    def one(x, offset, weight, bias):
+        return OPS.lanes_norm_relu(x, offset if moved else None, weight, bias, GROUPS, EPS, pool)[0]
 
-    def loss(x, weight, bias, dy):
-        return (one(x, weight, bias) * dy).sum()
+    def loss(x, offset, weight, bias, dy):
+        return (one(x, offset, weight, bias) * dy).sum()
 
     y, *expected = by_torch(*each, dy, GROUPS, pool)
     torch.testing.assert_close(vmap(one, mapped)(*given), y)
-    found = vmap(grad(loss, argnums=(0, 1, 2)), (*mapped, 0))(*given, dy)
+    found = vmap(grad(loss, argnums=(0, 1, 2, 3)), (*mapped, 0))(*given, dy)
+    if not moved:
+        expected[1].zero_()
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -75,9 +81,9 @@ def net():
 
 
 def calls(monkeypatch):
-    """The `pool` of every call of the op; every norm fits."""
+    """`pool`, and whether there is an offset, of every call of the op; every norm fits."""
     seen = []
-    monkeypatch.setattr(norm_ops, "fits", lambda norm, input: True)
+    monkeypatch.setattr(norm_ops, "fits", lambda norm, input, dtype: True)
     monkeypatch.setattr(norm_ops, "OPS", _Spy(seen))
     return seen
 
@@ -86,9 +92,9 @@ class _Spy:
     def __init__(self, seen):
         self.seen = seen
 
-    def lanes_norm_relu(self, x, *rest):
-        self.seen.append(rest[-1])
-        return OPS.lanes_norm_relu(x, *rest)
+    def lanes_norm_relu(self, x, offset, *rest):
+        self.seen.append((rest[-1], offset is not None))
+        return OPS.lanes_norm_relu(x, offset, *rest)
 
     def lanes_norm_relu_backward(self, *given):
         return OPS.lanes_norm_relu_backward(*given)
@@ -99,7 +105,7 @@ def test_a_sequential_fuses_the_layers_in_a_row(monkeypatch):
     ours = use_fused_norms(deepcopy(theirs))
     seen = calls(monkeypatch)
     torch.testing.assert_close(ours(x), theirs(x))
-    assert seen == [True, False]
+    assert seen == [(True, True), (False, True)]
     state = {name: p.detach() + 0.1 * torch.randn(LANES, *p.shape) for name, p in theirs.named_parameters()}
 
     def step(model):
@@ -117,15 +123,25 @@ def test_what_a_hook_or_a_loop_over_the_layers_sees_stays(monkeypatch):
     ours[1].register_forward_hook(lambda module, args, output: out.append(output))
     torch.testing.assert_close(ours(x), theirs(x))
     torch.testing.assert_close(out[0], theirs[1](theirs[0](x)))
-    assert seen == [False]
+    assert seen == [(False, True)]
     torch.testing.assert_close(ours[1](ours[0](x)), theirs[1](theirs[0](x)))
+
+
+def test_a_convolution_with_a_hook_keeps_its_bias(monkeypatch):
+    theirs, x = net(), torch.randn(2, 3, 8, 8)
+    ours = use_fused_norms(deepcopy(theirs))
+    seen, out = calls(monkeypatch), []
+    ours[0].register_forward_hook(lambda module, args, output: out.append(output))
+    torch.testing.assert_close(ours(x), theirs(x))
+    torch.testing.assert_close(out[0], theirs[0](x))
+    assert seen == [(True, False), (False, True)]
 
 
 def test_an_odd_image_is_pooled_by_torch(monkeypatch):
     theirs, x = net(), torch.randn(2, 3, 7, 6)
     seen = calls(monkeypatch)
     torch.testing.assert_close(use_fused_norms(deepcopy(theirs))(x), theirs(x))
-    assert seen == [False, False]
+    assert seen == [(False, True), (False, True)]
 
 
 def test_on_a_cpu_nothing_is_fused():
@@ -164,6 +180,7 @@ def test_blocks_are_whole_groups_that_fit():
 @gpu
 @pytest.mark.gpu
 @pooled
+@moved
 @pytest.mark.parametrize(
     "size",
     [
@@ -174,16 +191,20 @@ def test_blocks_are_whole_groups_that_fit():
         (512, 2, 2, 32),
         (64, 6, 10, 4),
         (32, 48, 66, 8),
+        (64, 64, 64, 8),
+        (64, 8, 8, 1),
     ],
     ids=str,
 )
-def test_the_kernels_equal_float64(size, pool):
+def test_the_kernels_equal_float64(size, pool, moved):
     *shape, groups = size
-    x, weight, bias, dy = drawn(3, *shape, pool, "cuda", torch.bfloat16)
-    y, stats = OPS.lanes_norm_relu(x, weight, bias, groups, EPS, pool)
-    dx, parts = OPS.lanes_norm_relu_backward(x, dy, weight, bias, stats, groups, pool)
-    found = y, dx, *parts.sum(1).unbind(1)
+    x, offset, weight, bias, dy = drawn(3, *shape, pool, "cuda", torch.bfloat16)
+    given = x, offset if moved else None, weight, bias
+    y, stats, totals = OPS.lanes_norm_relu(*given, groups, EPS, pool)
+    dx, sums = OPS.lanes_norm_relu_backward(x, dy, *given[1:], stats, totals, groups, pool)
+    dweight, dbias, doffset = sums.unbind(1)
+    expected = by_torch(x, offset if moved else 0 * offset, weight, bias, dy, groups, pool)
     for ours, theirs, limit in zip(
-        found, by_torch(x, weight, bias, dy, groups, pool), (3e-3, 2e-2, 1e-2, 1e-2), strict=True
+        (y, dx, doffset, dweight, dbias), expected, (3e-3, 2e-2, 1e-2, 1e-2, 1e-2), strict=True
     ):
         assert float((ours.double() - theirs).norm()) < limit * float(theirs.norm())

@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fedpara.engines.batched.kernels.sums_triton import parts_for, sum_of
+
 SMALL = 16
 """Images of up to this many pixels use boxes of one pixel of many images."""
 PROGRAMS = 512
@@ -173,8 +175,7 @@ def weight_gradient(x: Tensor, dy: Tensor, kernel: Sequence[int], tile: Tile | N
     lanes, batch, h, w, c = x.shape
     o, high, wide = dy.shape[4], *kernel
     tile = tile or _weight_tile(lanes, batch, h, w, c, o, high * wide)
-    dtype = x.dtype if tile.split == 1 else torch.float32
-    dw = torch.empty((tile.split, lanes, o, high, wide, c), dtype=dtype, device=x.device)
+    dw = parts_for(tile.split, (lanes, o, high, wide, c), x)
     rows = dy.view(lanes, -1, o) if tile.high * tile.wide > 1 else dy.view(lanes, batch, -1)
     programs = lanes * tile.split * (o // tile.k) * (high * wide * c // tile.n)
     with torch.cuda.device_of(x):
@@ -184,7 +185,7 @@ def weight_gradient(x: Tensor, dy: Tensor, kernel: Sequence[int], tile: Tile | N
             dw, lanes, batch, h, w, c, o, high, wide, tile.split, tile.images, tile.high, tile.wide, tile.k, tile.n,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-    return dw[0] if tile.split == 1 else dw.sum(0).to(x.dtype)
+    return sum_of(dw, 0, x.dtype)
 
 
 def _convolved(

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fedpara.engines.batched.kernels.hadamard import RANK
+from fedpara.engines.batched.kernels.sums_triton import parts_for, sum_of
 
 PROGRAMS = 512
 """Enough programs to keep a large GPU busy to the end."""
@@ -221,13 +222,13 @@ def column_gradient(
     br, bn = _block(r, RANK), _block(n, bn)
     tiles = lanes * triton.cdiv(n, bn)
     split = _split(tiles, triton.cdiv(m, bm))
-    parts = torch.empty((split, *y.shape), dtype=torch.float32, device=y.device)
+    parts = parts_for(split, y.shape, y)
     stages = _stages(2 * bn * br + 2 * bm * bn, 2 * bm * br + bm * bn, a)
     with torch.cuda.device_of(a):
         _column_gradient[(tiles * split,)](
             a, y, dw, parts, shift, lanes, m, n, r, split, bm, bn, br, num_warps=warps, num_stages=stages
         )
-    return parts.sum(0).to(y.dtype)
+    return sum_of(parts, 0, y.dtype)
 
 
 def _split(tiles: int, rows: int) -> int:
