@@ -83,7 +83,7 @@ class FederatedData:
         return f"FederatedData({len(self):,} client{'s' * (len(self) != 1)}{own}\n    train: {self.train!r})"
 
     def size(self, i: int) -> int:
-        return len(self.clients[i])
+        return int(self.sizes[i]) if isinstance(self.clients, Partition) else len(self.clients[i])
 
     @property
     def sizes_known(self) -> bool:
@@ -99,7 +99,17 @@ class FederatedData:
 
     def indices(self, i: int) -> Rows:
         """Client i's indices into `train`. DataError if one is out of range."""
+        if self._all_in_range:
+            return self.clients[i]  # type: ignore[return-value]
         return self.train.checked(self.clients[i]).numpy()
+
+    @cached_property
+    def _all_in_range(self) -> bool:
+        """Whether the clients are a Partition, whose indices never change, and none is out of range."""
+        if not isinstance(self.clients, Partition):
+            return False
+        found = self.clients.indices
+        return not len(found) or bool(found.min() >= 0 and found.max() < len(self.train))
 
     def client(self, i: int) -> Examples:
         """Client i's examples. DataError if they cannot be read."""

@@ -1,7 +1,7 @@
 """What clients keep between rounds: private parameters, control variates, optimizer slots, personal models."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -10,6 +10,8 @@ from fedpara.engines.threads import map_in_threads
 from fedpara.engines.transfer import HOST, move_variables
 from fedpara.layout import joined, separated
 from fedpara.state import State, nbytes
+
+Result = TypeVar("Result")
 
 
 class ClientMemory(Protocol):
@@ -84,7 +86,13 @@ class PendingMemory:
         return self._memory.get(client)
 
     def get_all(self, clients: Sequence[int]) -> list[Variables | None]:
-        return map_in_threads(self._memory.get, clients)
+        return self._for_each(self._memory.get, clients)
+
+    def _for_each(self, work: Callable[[int], Result], clients: Sequence[int]) -> list[Result]:
+        """Threads wait for the disk side by side; in RAM there is nothing to wait for."""
+        if isinstance(self._memory, StagedMemory):
+            return map_in_threads(work, clients)
+        return [work(client) for client in clients]
 
     def hold(self, client: int, round: int, variables: Variables) -> None:
         if not any(variables.values()):  # most algorithms have no client variables
@@ -103,7 +111,7 @@ class PendingMemory:
         staged, self._staged = self._staged, set()
         chosen = [client for client in clients if client in waiting]
         if chosen:
-            map_in_threads(lambda client: self._memory.put(client, round, waiting[client]), chosen)
+            self._for_each(lambda client: self._memory.put(client, round, waiting[client]), chosen)
         if staged and isinstance(self._memory, StagedMemory):
             accepted = set(clients)
             for client in staged:

@@ -18,6 +18,8 @@ def move(state: Mapping[str, Tensor], device: torch.device) -> State:
     Copies from a GPU go to pinned memory, which makes both directions several times faster.
     """
     there = {name: tensor for name, tensor in state.items() if tensor.device.type == device.type}
+    if len(there) == len(state):
+        return there
     rest = {name: tensor for name, tensor in state.items() if name not in there}
     for names in by_type(rest):
         whole = flat(rest, names)

@@ -11,7 +11,7 @@ import torch
 
 from fedpara.errors import UpdateRejected, UsageError
 from fedpara.state import State, all_finite, finite
-from fedpara.wire.codec import AnyMessage, Header, decode, header_of
+from fedpara.wire.codec import AnyMessage, Header, decode
 from fedpara.wire.coded import Spec
 from fedpara.wire.rows import VARIANCE, RowMessage
 from fedpara.wire.tensors import shown
@@ -75,7 +75,7 @@ def admit_row(
     message: RowMessage, *, spec: Spec, round: int, method: str, scheme: str, examples: int
 ) -> Header:
     """`admit` for a message in `Rows`, without cutting out its tensors. The link is "float32", without max_norm."""
-    header, _ = header_of(message)
+    header = message.header
     _check_header(header, round, method, scheme, examples)
     if message.rows.spec != spec or not message.sound:
         admit(message, spec=spec, round=round, method=method, scheme=scheme, link="float32")

@@ -60,10 +60,8 @@ class Header:
     """The round whose state the message adds to; None, and not in the header, if it is the round before."""
 
     def __post_init__(self) -> None:
-        for name in ("round", "examples", "since"):
-            value = getattr(self, name)
-            if name == "since" and value is None:
-                continue
+        numbers = {"round": self.round, "examples": self.examples}
+        for name, value in (numbers if self.since is None else {**numbers, "since": self.since}).items():
             if type(value) is not int or not 0 <= value < 1 << 63:
                 raise WireError(f"header field {name} is {shown(value)}: expected an integer, 0 to 2^63 - 1.")
         for name in ("method", "scheme", "sender"):
@@ -73,6 +71,9 @@ class Header:
             raise WireError(
                 f"header field sender is {shown(self.sender)}: expected 'server' or a client, such as 'client:17'."
             )
+
+
+_FIELDS = [*(field.name for field in fields(Header) if field.name != "since"), "dtype"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,9 +256,8 @@ def _describe(header: Header, dtype: str) -> bytes:
 
 def _parse(raw: bytes) -> tuple[Header, str]:
     given = parse_json(raw, "header")
-    expected = [field.name for field in fields(Header) if field.name != "since"] + ["dtype"]
-    if given.keys() - {"since"} != set(expected):
-        raise WireError(f"header fields {shown(sorted(given))}: expected {', '.join(expected)}.")
+    if given.keys() - {"since"} != set(_FIELDS):
+        raise WireError(f"header fields {shown(sorted(given))}: expected {', '.join(_FIELDS)}.")
     dtype = given.pop("dtype")
     if not isinstance(dtype, str):
         raise WireError(f"header field dtype is {shown(dtype)}: expected text, such as {PRECISIONS[0]}.")

@@ -59,11 +59,9 @@ class Rows:
         floats = [whole for whole in self.blocks.values() if whole.is_floating_point() and whole.numel()]
         if self.checked or not floats:
             return [True] * len(next(iter(self.blocks.values())))
-        squares = torch.stack(
-            [torch.stack([torch.dot(row, row) for row in whole]).double() for whole in floats]
-        )
-        if all(math.isfinite(total) for total in squares.sum(0).tolist()):
-            return [True] * squares.shape[1]
+        norms = torch.stack([torch.linalg.vector_norm(whole, dim=1).double() for whole in floats])
+        if all(math.isfinite(total) for total in norms.sum(0).tolist()):
+            return [True] * norms.shape[1]
         sound: list[bool] = torch.stack([whole.isfinite().all(1) for whole in floats]).all(0).tolist()
         return sound
 
@@ -112,11 +110,13 @@ class RowMessage(Message):
 
     rows: Rows
     row: int
+    header: Header
+    """what the head was made from: a receiver in the same process need not parse it"""
     variables: State
 
     def __init__(self, rows: Rows, row: int, header: Header, variables: State | None = None) -> None:
         head = head_of(header, "float32", rows.index)
-        vars(self).update(head=head, rows=rows, row=row, variables=variables or {})
+        vars(self).update(head=head, rows=rows, row=row, header=header, variables=variables or {})
 
     @property
     def blocks(self) -> State:

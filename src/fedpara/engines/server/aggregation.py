@@ -82,7 +82,7 @@ class Aggregator:
     def add_row(self, client: int, message: RowMessage, examples: int, loss: float) -> None:
         """Adds an accepted message of `Rows`; a round has either such messages only, or none."""
         rows, weight = message.rows, self._weights[client]
-        if self._in_rows and self._one_weight(rows):
+        if self._in_rows and (rows is self._rows or self._one_weight(rows)):
             self._rows, self._count = rows, self._count + 1
             self._blocks.add(message.blocks, 1.0 if self._uniform else weight)
             self._buffers.add({}, weight)
