@@ -67,8 +67,8 @@ def cases() -> Iterator[Case]:
 
 
 def call(kernel: str, shape: str, variant: tuple[int, ...]) -> Callable[[], object]:
-    from fedpara.engines.batched.kernels import hadamard_triton as hadamard
-    from fedpara.engines.batched.kernels import hadamard_wide_triton as wide
+    from fedpara.engines.batched.kernels.gpu import hadamard
+    from fedpara.engines.batched.kernels.gpu import hadamard_wide as wide
 
     torch.manual_seed(0)
     if "norm" in kernel:
@@ -86,9 +86,9 @@ def call(kernel: str, shape: str, variant: tuple[int, ...]) -> Callable[[], obje
 
 
 def norm(kernel: str, c: int, h: int, variant: tuple[int, ...]) -> Callable[[], object]:
-    from fedpara.engines.batched.kernels import norm_once_triton, norm_triton
+    from fedpara.engines.batched.kernels.gpu import norm_once, norm_streamed
 
-    kernels = norm_triton if kernel.startswith("streamed") else norm_once_triton
+    kernels = norm_streamed if kernel.startswith("streamed") else norm_once
     pool = "pool" in kernel
     x = drawn(LANES, BATCH, h, h, c)
     offset, weight, bias = (torch.ones(LANES, c, device="cuda") for _ in range(3))

@@ -20,8 +20,8 @@ from fedpara.engines.batched.step import Tick
 from fedpara.errors import in_a_line
 
 KERNELS = Path(__file__).parent / "kernels"
-CUSTOM_OPS = tuple(sorted(path.name for path in KERNELS.glob("*.py") if not path.stem.endswith("_triton")))
-"""Files that decide what a traced step looks like. The Triton files only decide what runs inside an op."""
+CUSTOM_OPS = tuple(sorted(path.name for path in KERNELS.glob("*.py")))
+"""Files that decide what a traced step looks like. Those in `gpu/` only decide what runs inside an op."""
 
 
 def eager(tick: Tick, lanes: LaneState) -> Callable[[], None]:

@@ -9,7 +9,7 @@ compiled step writes the right order at once. An op's inputs are never views of 
 would write a copy for every op that reads them.
 
 `vmap` of `conv2d` alone is a grouped convolution, which cuDNN runs group by group. On a GPU these ops are the kernels
-of `conv_triton.py`; elsewhere they call torch's convolution lane by lane. They can be differentiated once.
+of `gpu/conv.py`; elsewhere they call torch's convolution lane by lane. They can be differentiated once.
 
 Other layers without groups become matrix products over columns of taps and channels: those with few input channels,
 such as the first, with one product per image; those with a stride or with 1 x 1 kernels, whose columns are small.
@@ -211,7 +211,7 @@ def _forward(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     if w.dim() == 4:
         return _forward(x[None], w[None], None if bias is None else bias[None])[0]
     if x.is_cuda:
-        from fedpara.engines.batched.kernels import conv_triton as kernels
+        from fedpara.engines.batched.kernels.gpu import conv as kernels
 
         return kernels.forward(x.movedim(2, -1), w, bias).movedim(-1, 2)
     pad = _padding(w.shape[2:4])
@@ -225,7 +225,7 @@ def _input_gradient(dy: Tensor, w: Tensor) -> Tensor:
     if w.dim() == 4:
         return _input_gradient(dy[None], w[None])[0]
     if dy.is_cuda:
-        from fedpara.engines.batched.kernels import conv_triton as kernels
+        from fedpara.engines.batched.kernels.gpu import conv as kernels
 
         return kernels.input_gradient(dy.movedim(2, -1), w).movedim(-1, 2)
     pad, shape = _padding(w.shape[2:4]), (dy.shape[1], w.shape[4], *dy.shape[3:])
@@ -238,7 +238,7 @@ def _weight_gradient(x: Tensor, dy: Tensor, kernel: Sequence[int]) -> Tensor:
     if x.dim() == 4:
         return _weight_gradient(x[None], dy[None], kernel)[0]
     if x.is_cuda:
-        from fedpara.engines.batched.kernels import conv_triton as kernels
+        from fedpara.engines.batched.kernels.gpu import conv as kernels
 
         return kernels.weight_gradient(x.movedim(2, -1), dy.movedim(2, -1), kernel)
     pad, shape = _padding(kernel), (dy.shape[2], x.shape[2], *kernel)

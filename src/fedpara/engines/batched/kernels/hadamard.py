@@ -3,8 +3,8 @@
     W[m, n] = W1[m, n] (W2[m, n] + shift),   W_i = A_i Y_i^T        shift 0 for FedPara, 1 for pFedPara
 
 for matrices with A_i = X_i, and for kernels W[(o, k), i] with A_i[(o, k), b] = sum over a of  X_i[o, a] T_i[a, b, k].
-On a GPU W1 and W2 are not written to memory (`hadamard_triton.py`), and neither are their gradients up to a rank of
-RANK (`hadamard_wide_triton.py` for larger ones); elsewhere the op is torch's products. It can be differentiated once.
+On a GPU W1 and W2 are not written to memory (`gpu/hadamard.py`), and neither are their gradients up to a rank of
+RANK (`gpu/hadamard_wide.py` for larger ones); elsewhere the op is torch's products. It can be differentiated once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,9 +71,9 @@ class _Kernels(Protocol):
 
 
 def _kernels(rank: int) -> _Kernels:
-    from fedpara.engines.batched.kernels import hadamard_triton, hadamard_wide_triton
+    from fedpara.engines.batched.kernels.gpu import hadamard, hadamard_wide
 
-    return hadamard_triton if rank <= RANK else hadamard_wide_triton
+    return hadamard if rank <= RANK else hadamard_wide
 
 
 def _compose(a: Tensor, y: Tensor, shift: float) -> Tensor:

@@ -11,7 +11,7 @@ With `vmap` and autograd alone, a step of two layers over 80 characters is thous
 character is one matrix product and one cell in each direction, and W's gradient one product for all characters. On a
 GPU the cell is the fused one of `nn.LSTMCell`. Computed in float32, because c accumulates over the whole text. If p
 has 16 bits, h and the factors of products have 16 bits too, and c and the gates stay in float32. One kernel then
-processes the whole text (`lstm_triton.py`).
+processes the whole text (`gpu/lstm.py`).
 """
 
 from collections.abc import Sequence
@@ -93,7 +93,7 @@ def _back(dh: Tensor, c: Tensor, gates: Tensor, w: Tensor) -> Tensor:
 
 def _forward_in_16_bits(p: Tensor, w: Tensor) -> Three:
     if p.is_cuda:
-        from fedpara.engines.batched.kernels import lstm_triton as kernels
+        from fedpara.engines.batched.kernels.gpu import lstm as kernels
 
         return kernels.forward(p, w)
     h, c, gates = _forward(p.float(), w.float())
@@ -102,7 +102,7 @@ def _forward_in_16_bits(p: Tensor, w: Tensor) -> Three:
 
 def _back_in_16_bits(dh: Tensor, c: Tensor, gates: Tensor, w: Tensor) -> Tensor:
     if dh.is_cuda:
-        from fedpara.engines.batched.kernels import lstm_triton as kernels
+        from fedpara.engines.batched.kernels.gpu import lstm as kernels
 
         return kernels.backward(dh, c, gates, w)
     return _back(dh.float(), c, gates, w.float()).to(dh.dtype)

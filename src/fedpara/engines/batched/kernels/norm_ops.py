@@ -4,7 +4,7 @@
 
 `LanesSequential` uses it where a `Sequential` has these layers in a row: nothing else can see what is between them.
 The offset is the bias of a convolution before them: here it costs nothing, and its gradient needs no pass over dx.
-On a GPU in 16 bits it is a kernel in each direction: `norm_once_triton.py` for small images, `norm_triton.py` for
+On a GPU in 16 bits it is a kernel in each direction: `gpu/norm_once.py` for small images, `gpu/norm_streamed.py` for
 others. Images are as in `conv.py`. It can be differentiated once.
 """
 
@@ -165,9 +165,9 @@ class _Kernels(Protocol):
 
 
 def _kernels(x: Tensor, groups: int, pool: bool) -> _Kernels:
-    from fedpara.engines.batched.kernels import norm_once_triton, norm_triton
+    from fedpara.engines.batched.kernels.gpu import norm_once, norm_streamed
 
-    return norm_once_triton if norm_once_triton.fits(x, groups, pool) else norm_triton
+    return norm_once if norm_once.fits(x, groups, pool) else norm_streamed
 
 
 def _moved(x: Tensor, offset: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ A program processes one image and a block of whole groups of channels, and reads
 image is a tuple of PARTS tensors per tap, so that few numbers are in float32 at a time: `_after` makes the compiler
 convert a part again after each sum, in place of keeping it in float32. Sums over a group are butterflies of
 `tl.gather`: with a reshape, the compiler computes all of an image in the layout of the group sums, in which all
-threads of a warp repeat each other's work. Larger images and other numbers of pixels use `norm_triton.py`.
+threads of a warp repeat each other's work. Larger images and other numbers of pixels use `gpu/norm_streamed.py`.
 """
 
 import torch
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedpara.engines.batched.kernels.sums_triton import sum_of
+from fedpara.engines.batched.kernels.gpu.sums import sum_of
 
 VALUES = 64
 """Values of an image per thread: 32 registers, and as many for dz in the backward pass."""
@@ -281,7 +281,7 @@ def forward(
     channels: int | None = None,
     registers: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As in `norm_triton.py`. A program processes `channels` channels, with at most `registers` per thread."""
+    """As in `gpu/norm_streamed.py`. A program processes `channels` channels, with at most `registers` per thread."""
     lanes, batch, h, w, c = x.shape
     y = x.new_empty((lanes, batch, h // 2, w // 2, c) if pool else x.shape)
     stats = torch.empty((lanes, batch, 2, groups), dtype=torch.float32, device=x.device)

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fedpara.engines.batched.kernels.gpu.sums import parts_for, sum_of
 from fedpara.engines.batched.kernels.hadamard import RANK
-from fedpara.engines.batched.kernels.sums_triton import parts_for, sum_of
 
 PROGRAMS = 512
 """Enough programs to keep a large GPU busy to the end."""

@@ -5,7 +5,7 @@
 
 A program processes one image and a block of whole groups of channels. It passes over the pixels several times, a few
 at a time: first for the sums, in float32, and last to write. Repeated reads mostly hit the caches. This is for images
-that do not fit in registers (`norm_once_triton.py`).
+that do not fit in registers (`gpu/norm_once.py`).
 """
 
 import torch
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fedpara.engines.batched.kernels.gpu.sums import sum_of
 from fedpara.engines.batched.kernels.norm_ops import block, power
-from fedpara.engines.batched.kernels.sums_triton import sum_of
 
 TILES = {1: 2048, 4: 1024}
 """Output values that a program computes at a time, by number of taps. A thread has 8, and reads 16 bytes per tap."""

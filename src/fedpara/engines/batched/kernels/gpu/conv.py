@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fedpara.engines.batched.kernels.sums_triton import parts_for, sum_of
+from fedpara.engines.batched.kernels.gpu.sums import parts_for, sum_of
 
 SMALL = 16
 """Images of up to this many pixels use boxes of one pixel of many images."""
