@@ -16,7 +16,7 @@ from fedpara.engines.transfer import HOST, move, move_variables
 from fedpara.privacy import Spending
 from fedpara.secure import SecAgg
 from fedpara.state import State, device_of, in_words
-from fedpara.tasks.metrics import shown
+from fedpara.tasks.metrics import Score, shown
 
 if TYPE_CHECKING:
     from fedpara.engines.server.guard import Guard
@@ -70,7 +70,9 @@ class Everyone:
     bytes_down: int  # for sending them the model; not part of any round's bytes
     worst_tenth: float  # the mean over the tenth of the clients with the worst scores
     spread: float  # the standard deviation over the clients
-    by_client: dict[int, float] = field(repr=False)  # the score of each scored client; not in metrics.jsonl
+    by_client: Mapping[int, Score] = field(
+        repr=False
+    )  # also of clients whose score is not finite; in clients.jsonl
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from typing import Any
 from fedpara.engines.memory import ClientMemory
 from fedpara.engines.participation.cohorts import LOST
 from fedpara.engines.program import shared_names
-from fedpara.engines.progress import Progress, Round
+from fedpara.engines.progress import Everyone, Progress, Round
 from fedpara.engines.session import Session, own_part
 from fedpara.errors import RunError
 from fedpara.privacy.spending import in_words
@@ -91,6 +91,11 @@ class Run:
             among_ = f" as a metric of the Task, and {whose}" if metric != self.primary else f" {whose}"
             raise RunError(f"no {metric} was measured: give{among_} test data.")
         return measured[-1]
+
+    @property
+    def everyone(self) -> Everyone | None:
+        """The final scores over the clients, and in `by_client` of each one. None without test data per client."""
+        return self.rounds[-1].everyone
 
     @property
     def privacy(self) -> Mapping[str, Any] | None:

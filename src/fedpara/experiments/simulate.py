@@ -21,6 +21,7 @@ from fedpara.experiments.follower import open_on_ranks
 from fedpara.experiments.object_digests import as_experiment, digests
 from fedpara.experiments.run import Prepared, describe_run, run_folder
 from fedpara.experiments.storage.checkpoint import final_checkpoint
+from fedpara.experiments.storage.client_scores import read_client_scores
 from fedpara.experiments.storage.metrics_line import round_of
 from fedpara.experiments.storage.run_folder import RunFolder, create, open_run
 from fedpara.experiments.storage.summary import read_config, read_run
@@ -93,7 +94,11 @@ def _into(
         folder = open_on_ranks(group, path, experiment, opened)
         run_folder(group, parts, prepared, folder, keep)
     summary, progress = read_run(path), final_checkpoint(path).progress
-    rounds = [fresh.get(line["round"]) or round_of(line, schedule, session.seed) for line in summary.metrics]
+    scores = read_client_scores(path)
+    rounds = [
+        fresh.get(t) or round_of(line, schedule, session.seed, scores.get(t))
+        for t, line in ((line["round"], line) for line in summary.metrics)
+    ]
     rounds[-1] = replace(rounds[-1], progress=progress)
     return Run(session, folder.memory, tuple(rounds), summary.engine or "", len(data))
 

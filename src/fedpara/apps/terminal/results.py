@@ -1,5 +1,6 @@
 """Results of finished runs: a table for people, JSON for programs."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import typer
 from fedpara.apps.terminal.table import empty_table, print_table
 from fedpara.experiments import Summary
 from fedpara.privacy.spending import in_words
+from fedpara.tasks.metrics import FRACTIONS
 
 
 def json_of(folder: Path, runs: dict[str, Summary]) -> dict[str, Any]:
@@ -30,6 +32,8 @@ def _row(summary: Summary) -> dict[str, Any]:
     }
     if summary.everyone:
         row["everyone"] = summary.everyone
+    if summary.distributions:
+        row["distributions"] = {name: asdict(one) for name, one in summary.distributions.items()}
     if summary.privacy:
         row["privacy"] = summary.privacy
     if summary.experiment.validation:
@@ -53,7 +57,7 @@ def print_runs(runs: dict[str, Summary]) -> None:
     for name, s in runs.items():
         sent = s.bytes_up + s.bytes_down
         held_out = " (validation)" * (s.experiment.validation > 0)
-        score = "-" if s.final is None else f"{_short(s)}{held_out}{_averaged_over(s)}"
+        score = "-" if s.final is None else f"{_short(s.metric.name, s.final)}{held_out}{_averaged_over(s)}"
         table.add_row(
             name,
             str(s.rounds),
@@ -63,13 +67,28 @@ def print_runs(runs: dict[str, Summary]) -> None:
             f"{s.seconds:.1f}",
         )
     print_table(table)
+    if any(s.distributions for s in runs.values()):
+        _print_clients(runs)
     for name, s in runs.items():
         if s.privacy:
             typer.echo(f"{name}: {in_words(s.privacy)}")
 
 
-def _short(run: Summary) -> str:
-    return f"{run.final:.1%}" if run.metric.unit else f"{run.final:.4g}"
+def _print_clients(runs: dict[str, Summary]) -> None:
+    """Each metric over the clients: the worst client, three quantiles and the mean."""
+    table = empty_table(
+        ["run", "of the clients"], ["worst", "client", "10%", "50%", "90%", "mean", "clients"]
+    )
+    for name, s in runs.items():
+        for metric, one in s.distributions.items():
+            worst = ("-", "-") if one.worst is None else (_short(metric, one.worst), str(one.worst_client))
+            others = (_short(metric, value) for value in (one.q10, one.q50, one.q90, one.mean))
+            table.add_row(name, metric, *worst, *others, str(one.clients))
+    print_table(table)
+
+
+def _short(metric: str, value: float) -> str:
+    return f"{value:.1%}" if metric in FRACTIONS else f"{value:.4g}"
 
 
 def _averaged_over(run: Summary) -> str:

@@ -30,8 +30,8 @@ def evaluated(
     if not schedule.evaluates(result.number):
         return result
     primary = schedule.primary
-    before, _ = _usable(((reply.client, reply.before) for reply in replies), primary)
-    after, notes = _usable(((reply.client, reply.after) for reply in replies), primary)
+    before, _ = _usable(_measured((reply.client, reply.before) for reply in replies), primary)
+    after, notes = _usable(_measured((reply.client, reply.after) for reply in replies), primary)
     result = replace(result, notes=(*result.notes, *notes))
     if before and after:
         scores = list(after.values())
@@ -54,32 +54,34 @@ def with_everyone(session: Session, engine: Engine, schedule: Schedule, result: 
     chosen = list(range(n)) if n <= MAX_SCORED else final_sample(session.seed, n, MAX_SCORED)
     message, _ = broadcast(session, begun(session, result.progress), result.number + 1)
     replies = list(engine.score_clients(result.number + 1, chosen, message))
-    usable, left_out = _usable(((reply.client, reply.before) for reply in replies), schedule.primary)
-    scored = {client: values[schedule.primary] for client, values in usable.items()}
+    measured = _measured((reply.client, reply.before) for reply in replies)
+    usable, left_out = _usable(measured, schedule.primary)
     missing = [reply for reply in replies if reply.before is None]
     notes = left_out + [
         f"{len(missing)} of {len(chosen)} clients were not scored at the end; client {reply.client}: {reply.reason}"
         for reply in missing[:1]
     ]
-    if not scored:
+    if not usable:
         return replace(result, notes=(*result.notes, *notes))
     sent = sum(bytes_to(message, reply.client) for reply in replies if reply.reached)
-    scores = list(scored.values())
+    scores = [values[schedule.primary] for values in usable.values()]
     fairness, mean = fairness_of(scores, schedule.higher_is_better), sum(scores) / len(scores)
-    everyone = Everyone(mean, len(scores), n, sent, *fairness, by_client=scored)
+    everyone = Everyone(mean, len(scores), n, sent, *fairness, by_client=measured)
     return replace(result, everyone=everyone, notes=(*result.notes, *notes))
 
 
-def _usable(
-    scores: Iterable[tuple[int, Score | None]], primary: str
-) -> tuple[dict[int, Mapping[str, float]], list[str]]:
+def _measured(scores: Iterable[tuple[int, Score | None]]) -> dict[int, Score]:
+    """The scores of the clients that have test examples."""
+    return {client: score for client, score in scores if score is not None and score.examples}
+
+
+def _usable(measured: Mapping[int, Score], primary: str) -> tuple[dict[int, Mapping[str, float]], list[str]]:
     """(the values of every client whose primary one is a finite number, a note on the others)"""
-    measured = {client: score.values for client, score in scores if score is not None and score.examples}
-    usable = {client: values for client, values in measured.items() if math.isfinite(values[primary])}
+    usable = {client: s.values for client, s in measured.items() if math.isfinite(s.values[primary])}
     others = [client for client in measured if client not in usable]
     if not others:
         return usable, []
-    value = measured[others[0]][primary]
+    value = measured[others[0]].values[primary]
     return usable, [
         f"{len(others)} of {len(measured)} clients have no finite {primary} and are left out of its mean; client "
         f"{others[0]} has {value}"

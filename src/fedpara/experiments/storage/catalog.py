@@ -4,6 +4,7 @@
 
     config.toml  environment.json  metrics.jsonl  timing.jsonl
     sources.json if the config has references, model.json if it names a metric other than the accuracy
+    clients.jsonl if clients were scored on their own test data
 """
 
 import fnmatch
@@ -18,13 +19,14 @@ from pathlib import Path
 from fedpara.errors import ConfigError, FedParaError, RunError, UsageError, in_a_line
 from fedpara.experiments.config import Experiment
 from fedpara.experiments.storage.checkpoint import CHECKPOINT, PREVIOUS, checkpoint_files
+from fedpara.experiments.storage.client_scores import CLIENT_SCORES
 from fedpara.experiments.storage.environment import read_environment
 from fedpara.experiments.storage.run_folder import LOCK, OUTPUT
 from fedpara.experiments.storage.sources import SOURCES
 from fedpara.experiments.storage.summary import Primary, Summary, read_run, score_of
 from fedpara.files import write_bytes
 
-ARCHIVED = ("metrics.jsonl", "timing.jsonl", SOURCES, "config.toml")
+ARCHIVED = ("metrics.jsonl", "timing.jsonl", CLIENT_SCORES, SOURCES, "config.toml")
 """In the order in which they are copied: a folder without a config is no run yet."""
 RUN_FILES = ("environment.json", "model.json", "data.json", "metrics.jsonl", CHECKPOINT, PREVIOUS)
 """A run folder has at least one of these files beside its config."""

@@ -1,8 +1,8 @@
-"""Append-only JSON lines: the metrics and timing of a run."""
+"""Append-only JSON lines: the metrics and timing of a run, and the scores of its clients."""
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
         **dict.fromkeys(("refused", "notes"), _LIST),
     },
     "timing.jsonl": {"round": _WHOLE, "seconds": _NUMBER},
+    "clients.jsonl": {**dict.fromkeys(("round", "client", "examples"), _WHOLE), "scores": (dict,)},
 }
 """The fields that every line must have, with their types. A line may have more."""
 
@@ -29,11 +30,16 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def append_line(path: Path, line: Line, durable: bool = True) -> bytes:
-    """Append the line and return its bytes.
+    """Append the line and return its bytes. See `append_lines`."""
+    return append_lines(path, [line], durable)
 
-    If `durable`, sync it to disk, so that after a power loss no checkpoint exists without its line.
+
+def append_lines(path: Path, lines: Iterable[Line], durable: bool = True) -> bytes:
+    """Append the lines and return their bytes.
+
+    If `durable`, sync them to disk, so that after a power loss no checkpoint exists without its lines.
     """
-    content = json.dumps(line, allow_nan=False).encode() + b"\n"
+    content = b"".join(json.dumps(line, allow_nan=False).encode() + b"\n" for line in lines)
     with path.open("ab") as file:
         file.write(content)
         if durable:

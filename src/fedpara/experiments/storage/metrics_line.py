@@ -1,11 +1,13 @@
 """A round's line of metrics.jsonl, and the round that a line describes."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from fedpara.engines.progress import Everyone, Progress, Round, Schedule
 from fedpara.engines.server.products import AggregationError
+from fedpara.tasks import Score
 
 
 def metrics_of(result: Round) -> dict[str, Any]:
@@ -31,11 +33,16 @@ def metrics_of(result: Round) -> dict[str, Any]:
     }
 
 
-def round_of(line: dict[str, Any], schedule: Schedule, seed: int) -> Round:
-    """The round of a line, without the server's tensors and without what the line does not hold."""
+def round_of(
+    line: dict[str, Any], schedule: Schedule, seed: int, by_client: Mapping[int, Score] | None = None
+) -> Round:
+    """The round of a line, without the server's tensors and without what the line does not hold.
+
+    `by_client` are the clients' scores of this round, from clients.jsonl.
+    """
     number, everyone = line["round"], None
     if found := line.get("everyone"):
-        values = {"worst_tenth": math.nan, "spread": math.nan, **found, "by_client": {}}
+        values = {"worst_tenth": math.nan, "spread": math.nan, **found, "by_client": by_client or {}}
         score = values.pop("accuracy", None)
         everyone = Everyone(**{"score": score, **values})
     scores = line.get("scores") or {name: line[name] for name in ("accuracy", "loss")}
@@ -77,8 +84,8 @@ def _aggregation_error(result: Round) -> dict[str, Any]:
 def _everyone(result: Round) -> dict[str, Any]:
     """The scores of all clients. An accuracy keeps the name that it had before there were other metrics."""
     assert result.everyone is not None
-    values = asdict(result.everyone)
-    del values["by_client"]  # as long as the federation
+    values = {**vars(result.everyone)}
+    del values["by_client"]  # in clients.jsonl
     return {"accuracy" if result.primary == "accuracy" else "score": values.pop("score"), **values}
 
 

@@ -7,6 +7,7 @@
     sources.json                   the config's references and digests of their source files, if it has any
     metrics.jsonl                  one line per round: the same bits for the same config, seed and number of threads
     timing.jsonl                   one line per round: seconds, clients per second
+    clients.jsonl                  one line per client that was scored on its own test data, after the last round
     checkpoint.safetensors         round, model, server's variables, digests of the client memories; also .previous
     clients/                       client memories
     log.txt                        starts, resumes, rejected updates, the engine and why it was chosen
@@ -42,9 +43,11 @@ from fedpara.experiments.storage.checkpoint import (
     write_checkpoint,
 )
 from fedpara.experiments.storage.client_files import OnDisk, verify_memories
+from fedpara.experiments.storage.client_scores import CLIENT_SCORES, lines_of
 from fedpara.experiments.storage.environment import environment
 from fedpara.experiments.storage.jsonl import (
     append_line,
+    append_lines,
     drop_rounds_after,
     first_rounds,
     raw_lines,
@@ -81,7 +84,7 @@ class RunFolder:
             self._previous = at
             sweep(path)
             self.memory = OnDisk(path / "clients", at)
-            for name in ("metrics.jsonl", "timing.jsonl"):
+            for name in ("metrics.jsonl", "timing.jsonl", CLIENT_SCORES):
                 drop_rounds_after(path / name, at)
         except BaseException:
             if unlocked:
@@ -92,6 +95,8 @@ class RunFolder:
     def save(self, result: Round, timing: dict[str, float], engine: str) -> None:
         """Save one round: first its lines and client memories, then its checkpoint."""
         self._metrics.update(append_line(self.path / "metrics.jsonl", metrics_of(result)))
+        if result.everyone is not None:
+            append_lines(self.path / CLIENT_SCORES, lines_of(result.number, result.everyone))
         line = {"round": result.number, **timing, "engine": engine}
         append_line(self.path / "timing.jsonl", line, durable=False)
         self._digests |= self.memory.secure(result.number, result.memories)

@@ -9,12 +9,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fedpara.engines.participation.fairness import Distribution
 from fedpara.engines.progress import Schedule
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments.config import LATER, OWNED, Experiment
 from fedpara.experiments.config_file import read_toml
+from fedpara.experiments.storage.client_scores import read_client_scores
 from fedpara.experiments.storage.jsonl import read_lines
+from fedpara.tasks import METRICS, Score
 from fedpara.tasks.metrics import FRACTIONS, shown
+from fedpara.tasks.task import LOSS
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,32 @@ class Summary:
         `spread` the standard deviation, and `clients` the number of scored clients out of `of`.
         """
         return self.metrics[-1].get("everyone") if self.metrics else None
+
+    @cached_property
+    def by_client(self) -> dict[int, Score]:
+        """The final score of each client on its own test data. Empty if they were not scored."""
+        return read_client_scores(self.path).get(self.rounds, {})
+
+    @cached_property
+    def distributions(self) -> dict[str, Distribution]:
+        """How each metric spreads over the clients."""
+        names = dict.fromkeys(name for score in self.by_client.values() for name in score.values)
+        found = {
+            name: Distribution.of(
+                {client: score.values[name] for client, score in self.by_client.items()},
+                self._direction(name),
+            )
+            for name in names
+        }
+        return {name: one for name, one in found.items() if one is not None}
+
+    def _direction(self, name: str) -> bool | None:
+        """Whether higher values of the metric are better. None for a user's own metric that is not the primary one."""
+        if name == self.metric.name:
+            return self.metric.higher_is_better
+        if name == LOSS:
+            return False
+        return METRICS[name].higher_is_better if name in METRICS else None
 
     @property
     def privacy(self) -> dict[str, Any] | None:
