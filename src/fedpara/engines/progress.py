@@ -70,9 +70,7 @@ class Everyone:
     bytes_down: int  # for sending them the model; not part of any round's bytes
     worst_tenth: float  # the mean over the tenth of the clients with the worst scores
     spread: float  # the standard deviation over the clients
-    by_client: Mapping[int, Score] = field(
-        repr=False
-    )  # also of clients whose score is not finite; in clients.jsonl
+    by_client: Mapping[int, Score] = field(repr=False)  # also of clients whose score is not finite
 
 
 @dataclass(frozen=True, eq=False)

@@ -76,14 +76,12 @@ def print_runs(runs: dict[str, Summary]) -> None:
 
 def _print_clients(runs: dict[str, Summary]) -> None:
     """Each metric over the clients: the worst client, three quantiles and the mean."""
-    table = empty_table(
-        ["run", "of the clients"], ["worst", "client", "10%", "50%", "90%", "mean", "clients"]
-    )
+    table = empty_table(["run", "metric"], ["worst client", "10%", "50%", "90%", "mean", "clients"])
     for name, s in runs.items():
         for metric, one in s.distributions.items():
-            worst = ("-", "-") if one.worst is None else (_short(metric, one.worst), str(one.worst_client))
+            worst = "-" if one.worst is None else f"{_short(metric, one.worst)} (client {one.worst_client})"
             others = (_short(metric, value) for value in (one.q10, one.q50, one.q90, one.mean))
-            table.add_row(name, metric, *worst, *others, str(one.clients))
+            table.add_row(name, metric, worst, *others, str(one.clients))
     print_table(table)
 
 
