@@ -176,8 +176,8 @@ def interrupted(case: Case, path: Path, length: float, limit: int, rng: random.R
 
 
 COMPARED = (
-    *("config.toml", "metrics.jsonl", "model.json", "data.json", "sources.json", CHECKPOINT),
-    *("grid.json", "chosen.json"),
+    *("config.toml", "metrics.jsonl", "clients.jsonl", "model.json", "data.json", CHECKPOINT),
+    *("sources.json", "grid.json", "chosen.json"),
 )
 
 

@@ -208,8 +208,15 @@ def test_personal_scores_are_the_accuracy_of_private_models(cli):
     assert (code, json.loads(out)["accuracy"]) == (0, None)
     assert err.count("the test set is not used: ") == 1
     code, out, err = cli(*words, "--personal", "--out", "b")
-    assert 0 <= json.loads(out)["accuracy"] <= 1
+    row = json.loads(out)
+    assert 0 <= row["accuracy"] <= 1
     assert "no accuracy" not in err
+    accuracy = row["everyone"]["metrics"]["accuracy"]
+    assert accuracy["clients"] == 5
+    assert accuracy["worst"] <= accuracy["q10"] <= accuracy["q50"] <= accuracy["q90"]
+    worst = f"{accuracy['worst']:.1%} (client {accuracy['worst_client']})"
+    assert worst in cli("resume", "b")[1]
+    assert "worst client" not in cli("resume", "a")[1]
 
 
 def test_a_preset_compares_its_runs_and_draws_a_figure(cli, tmp_path):

@@ -261,7 +261,9 @@ def ends_like(path, reference, prolonged=False):
         assert ours == theirs
         assert a[1].pop("metrics") != b[1].pop("metrics")
     else:
-        assert (path / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+        for name in ("metrics.jsonl", "clients.jsonl"):
+            assert (path / name).read_bytes() == (reference / name).read_bytes()
+    assert read_run(path).by_client == read_run(reference).by_client != {}
     assert a[1] == b[1]
     assert same(a[0], b[0])
 

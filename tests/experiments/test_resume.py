@@ -14,7 +14,9 @@ import torch
 from fedpara import data
 from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import Experiment, read_run, resume, run
+from fedpara.experiments.build import build
 from fedpara.experiments.run import lay_out
+from fedpara.experiments.storage.client_scores import CLIENT_SCORES
 from fedpara.experiments.storage.summary import read_config
 from fedpara.experiments.storage.tensor_files import read_tensors
 
@@ -74,6 +76,7 @@ def stopped(stopped_once, tmp_path):
 
 def ends_like(path, reference, prolonged=False):
     """Bit for bit. A prolonged run also has everyone's score in the round where it first ended."""
+    assert read_run(path).by_client == read_run(reference).by_client
     a, b = (read_tensors(p / "checkpoint.safetensors") for p in (path, reference))
     if prolonged:
         ours, theirs = (read_run(p).metrics for p in (path, reference))
@@ -82,7 +85,8 @@ def ends_like(path, reference, prolonged=False):
         assert ours == theirs
         assert a[1].pop("metrics") != b[1].pop("metrics")
     else:
-        assert (path / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+        for name in ("metrics.jsonl", CLIENT_SCORES):
+            assert (path / name).read_bytes() == (reference / name).read_bytes()
     assert a[1] == b[1]
     assert a[0].keys() == b[0].keys()
     assert all(torch.equal(a[0][name], b[0][name]) for name in a[0])
@@ -221,6 +225,29 @@ def test_truncated_metrics_are_repaired(stopped, alone, cut):
     ends_like(stopped, alone)
 
 
+@pytest.mark.parametrize("cut", [0, 1, 9], ids=["all lines", "the last line cut", "a line less"])
+def test_scores_of_clients_without_their_checkpoint_are_written_again(stopped, alone, cut):
+    """As if the kill came after the lines of the last round, or between two of them, and before its checkpoint."""
+    content = (alone / CLIENT_SCORES).read_bytes()
+    (stopped / CLIENT_SCORES).write_bytes(content[: len(content) - 20 * cut])
+    resume(stopped)
+    ends_like(stopped, alone)
+
+
+def test_every_client_has_one_line_of_scores(alone):
+    lines = [json.loads(line) for line in (alone / CLIENT_SCORES).read_text().splitlines()]
+    assert [(line["round"], line["client"]) for line in lines] == [(6, client) for client in range(10)]
+    federation = build(SHORT).data
+    assert [line["examples"] for line in lines] == [len(federation.client_test(i)) for i in range(10)]
+    scores = [line["scores"]["accuracy"] for line in lines]
+    assert read_run(alone).everyone["accuracy"] == pytest.approx(sum(scores) / 10)
+    found = read_run(alone)
+    assert {i: score.values["accuracy"] for i, score in found.by_client.items()} == dict(enumerate(scores))
+    accuracy, loss = found.distributions["accuracy"], found.distributions["loss"]
+    assert (accuracy.worst, scores[accuracy.worst_client]) == (min(scores), min(scores))
+    assert loss.worst == max(line["scores"]["loss"] for line in lines)
+
+
 def test_metrics_that_lack_rounds_of_both_checkpoints_are_rejected(stopped):
     metrics = stopped / "metrics.jsonl"
     metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:1]))
@@ -292,6 +319,9 @@ def test_a_prolonged_run_is_a_longer_run(tmp_path, alone):
     assert read_config(path).rounds == 6, "the folder says what it is a run of"
     resume(path)
     ends_like(path, alone, prolonged=True)
+    lines = (path / CLIENT_SCORES).read_bytes().splitlines(keepends=True)
+    assert [json.loads(line)["round"] for line in lines] == [3] * 10 + [6] * 10
+    assert b"".join(lines[10:]) == (alone / CLIENT_SCORES).read_bytes()
 
 
 @pytest.mark.parametrize("rounds", [0, 2])

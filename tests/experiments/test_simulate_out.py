@@ -88,7 +88,9 @@ def test_a_finished_run_returns_at_once_and_more_rounds_continue_it(tmp_path):
     again = fp.simulate(task(), federation(), adamw(), **HOW, out=tmp_path, on_round=kill_after(1))
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     assert again.score == first.score
-    assert math.isclose(again.rounds[-1].everyone.score, first.rounds[-1].everyone.score)
+    assert math.isclose(again.everyone.score, first.everyone.score)
+    assert again.everyone.by_client == first.everyone.by_client
+    assert list(again.everyone.by_client[0].values) == ["r2", "loss"]
     more = fp.simulate(task(), federation(), adamw(), **{**HOW, "rounds": 5}, out=tmp_path)
     assert [r.number for r in more.rounds] == [1, 2, 3, 4, 5]
 

@@ -8,7 +8,7 @@ from fedpara.apps.flower.node import respond
 from fedpara.engines.flower.policy import Policy
 from fedpara.engines.flower.rpc import Request, from_packet
 from fedpara.engines.local.engine import Sequential
-from fedpara.experiments import Experiment
+from fedpara.experiments import Experiment, read_run
 from fedpara.experiments.run import lay_out, resume
 from fedpara.experiments.storage.checkpoint import final_checkpoint
 
@@ -104,11 +104,12 @@ def run_sequentially(experiment, folder, change=None):
 
 
 def same_results(a, b):
-    """Whether two run folders hold the same model and the same metrics, bit for bit."""
+    """Whether two run folders hold the same model, metrics and clients' scores, bit for bit."""
     state = final_checkpoint(a).state
     other = final_checkpoint(b).state
     equal = state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
-    return equal and (a / "metrics.jsonl").read_bytes() == (b / "metrics.jsonl").read_bytes()
+    lines = [(folder / "metrics.jsonl").read_bytes() for folder in (a, b)]
+    return equal and lines[0] == lines[1] and read_run(a).by_client == read_run(b).by_client
 
 
 def log(folder):

@@ -69,6 +69,8 @@ def test_flower_equals_the_sequential_engine(tmp_path):
         theirs = newest.state
         assert newest.round == 3
         assert (folder / "metrics.jsonl").read_bytes() == (expected / "metrics.jsonl").read_bytes()
+        assert read_run(folder).by_client == read_run(expected).by_client
+        assert bool(read_run(folder).by_client) == experiment.personal
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
         assert f"{name}: round 3/3" in err

@@ -31,9 +31,8 @@ def _row(summary: Summary) -> dict[str, Any]:
         "engine": summary.engine,
     }
     if summary.everyone:
-        row["everyone"] = summary.everyone
-    if summary.distributions:
-        row["distributions"] = {name: asdict(one) for name, one in summary.distributions.items()}
+        metrics = {name: asdict(one) for name, one in summary.distributions.items()}
+        row["everyone"] = {**summary.everyone, "metrics": metrics}
     if summary.privacy:
         row["privacy"] = summary.privacy
     if summary.experiment.validation:
