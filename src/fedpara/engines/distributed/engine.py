@@ -8,7 +8,7 @@ client's memory stays on its rank.
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -64,9 +64,7 @@ class Distributed:
                     f"rank {rank} has a different model, cohort or seed than rank 0 in round {round}: use the same "
                     "settings, run folder and versions of fedpara and torch on every rank."
                 )
-        replies = [reply for part in parts for reply in _replies(part)]
-        position = {client: i for i, client in enumerate(clients)}
-        yield from sorted(replies, key=lambda reply: position.get(reply.client, len(position)))
+        yield from _in_order(parts, clients)
 
     def commit(self, round: int, clients: Sequence[int]) -> None:
         """Returns once every rank has committed, so that no checkpoint is ahead of the memories."""
@@ -94,8 +92,7 @@ class Distributed:
         def work() -> Part:
             return Part({"replies": [_facts(r) for r in self.inner.score_clients(round, mine, message)]})
 
-        for part in self.group.gather("the scores of all clients", work):
-            yield from _replies(part)
+        yield from _in_order(self.group.gather("the scores of all clients", work), clients)
 
 
 class RankMemory:
@@ -128,6 +125,13 @@ def _facts(reply: Reply) -> dict[str, Any]:
         "after": _score_numbers(reply.after),
         "diverged": reply.diverged,
     }
+
+
+def _in_order(parts: Iterable[Part], clients: Sequence[int]) -> list[Reply]:
+    """The replies of all ranks, in the order of the clients, so that every mean has the bits of a single process."""
+    replies = [reply for part in parts for reply in _replies(part)]
+    position = {client: i for i, client in enumerate(clients)}
+    return sorted(replies, key=lambda reply: position.get(reply.client, len(position)))
 
 
 def _replies(part: Part) -> Iterator[Reply]:
