@@ -16,6 +16,7 @@ from fedpara.errors import ConfigError, RunError
 from fedpara.experiments import Experiment, read_run, resume, run
 from fedpara.experiments.build import build
 from fedpara.experiments.run import lay_out
+from fedpara.experiments.storage.catalog import archive_run
 from fedpara.experiments.storage.client_scores import CLIENT_SCORES
 from fedpara.experiments.storage.summary import read_config
 from fedpara.experiments.storage.tensor_files import read_tensors
@@ -303,6 +304,11 @@ def test_an_archived_run_is_rejected_unchanged(alone, tmp_path):
     with pytest.raises(RunError, match="it is an archived run"):
         resume(archived)
     assert {path.name for path in archived.iterdir()} == {"config.toml", "metrics.jsonl", "timing.jsonl"}
+
+
+def test_an_archive_keeps_the_scores_of_clients(alone, tmp_path):
+    small = archive_run(alone, tmp_path)
+    assert read_run(small).by_client == read_run(alone).by_client != {}
 
 
 def test_a_folder_may_be_moved(stopped, alone, tmp_path):
