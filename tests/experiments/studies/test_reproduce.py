@@ -106,6 +106,7 @@ def test_an_archived_run_counts_as_finished(whole, tmp_path):
     assert len(archived) == 4
     for path in archived:
         assert {file.name for file in path.iterdir()} == {
+            "clients.jsonl",
             "config.toml",
             "environment.json",
             "metrics.jsonl",
