@@ -165,10 +165,23 @@ def test_an_unfair_study_fills_no_other_table(results):
     shutil.rmtree(results / "tuning" / "cifar10-iid" / "cifar10-iid-narrow-1")
     library, (study,) = studies(results)
     assert not any(map(replacements([study]), RECIPE.values()))
-    assert "equally many trials" in " ".join(final_table(study, library, Unit("GB", 2**30)).study.notes)
+    assert "equally many trials with equally many seeds" in " ".join(
+        final_table(study, library, Unit("GB", 2**30)).study.notes
+    )
     table = trials_table(study, library)
     assert table.at("lr=0.2", "narrow dense VGG16") is None
     assert table.at("trial 2", "narrow dense VGG16").value == 61
+
+
+def test_a_study_whose_trials_lack_seeds_fills_no_other_table(results):
+    again = replace(METHODS["original"], validation=0.104, seed=101, rounds=60)
+    write(results / "tuning" / "cifar10-iid" / "cifar10-iid-original-0-seed101", again, 0.75)
+    library, (study,) = studies(results)
+    assert not any(map(replacements([study]), RECIPE.values()))
+    assert "equally many seeds" in " ".join(final_table(study, library, Unit("GB", 2**30)).study.notes)
+    table = trials_table(study, library)
+    assert table.at("base", "original").value == pytest.approx(72.5)
+    assert "seed 100, 101, but not every trial has all of them yet" in table.study.notes[0]
 
 
 def test_without_final_runs_nothing_is_replaced(tmp_path):

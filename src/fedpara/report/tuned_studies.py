@@ -97,8 +97,12 @@ class TunedStudy:
 
     @property
     def is_fair(self) -> bool:
-        """Whether all methods have the same number of trials."""
-        return len({len(method.outcomes) for method in self.methods}) == 1
+        """Whether all methods have the same number of trials, and all trials the same number of seeds."""
+        return len({len(method.outcomes) for method in self.methods}) == 1 and self.has_all_seeds
+
+    @property
+    def has_all_seeds(self) -> bool:
+        return len({len(one.group.runs) for method in self.methods for one in method.outcomes}) == 1
 
 
 def _setting(experiment: Experiment) -> dict[str, Any]:

@@ -139,8 +139,9 @@ def _trial_notes(study: TunedStudy) -> tuple[str, ...]:
     e, outcome = study.first, study.methods[0].outcomes[0]
     seeds = sorted({run.experiment.seed for m in study.methods for o in m.outcomes for run in o.group.runs})
     metric = outcome.group.metric
+    some = "" if study.has_all_seeds else ", but not every trial has all of them yet"
     notes = [
-        f"Validation {metric.title} after {e.rounds} rounds, seed {', '.join(map(str, seeds))}. "
+        f"Validation {metric.title} after {e.rounds} rounds, seed {', '.join(map(str, seeds))}{some}. "
         f"{100 * e.validation:g}% of every client's training examples are held out and scored."
     ]
     notes += [f"The base is {base}."] if (base := _base(study)) else []
@@ -176,7 +177,8 @@ def _final_notes(study: TunedStudy) -> tuple[str, ...]:
         notes.append("The test accuracy is that of each client's own model after the last aggregation.")
     if not study.is_fair:
         notes.append(
-            "The methods do not have equally many trials yet, so no other table uses their final runs."
+            "The methods do not have equally many trials with equally many seeds yet, so no other table uses their "
+            "final runs."
         )
     notes += _differences(study)
     for method in study.methods:
