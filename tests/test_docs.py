@@ -183,3 +183,29 @@ def test_the_tables_of_defences_on_cifar10_have_the_numbers_of_their_runs():
             tail = "" if doors[0] is None else f" ({100 * mean(doors):.0f})"
             row += f" {mean((one, other)):.1f}: {one:.1f}, {other:.1f}{tail} |"
         assert row in page
+
+
+@pytest.mark.parametrize("seeds", [range(90, 95), range(80, 85)], ids=["auto", "others"])
+def test_the_tables_of_defences_on_digits_have_the_numbers_of_their_runs(seeds):
+    lines = (ROOT / "results" / "robustness" / "outcomes.jsonl").read_text().splitlines()
+    runs = {(run["attack"], run["defence"], run["seed"]): run for run in map(json.loads, lines)}
+    page = (DOCS / "guides" / "robustness.md").read_text().replace("**", "")
+    rows = page.split(f"seeds {seeds[0]} to {seeds[-1]}:\n\n")[1].split("\n\n")[0].splitlines()
+    header, *body = (
+        [cell.strip(" `") for cell in row.strip("|").split("|")] for row in rows if "---" not in row
+    )
+
+    def cell(attack, defence):
+        found = [runs[attack, defence.replace("no defence", "none"), seed] for seed in seeds]
+        sound = [run for run in found if not run["ended"]]
+        if not sound:
+            return "ended"
+        text = f"{100 * mean(run['accuracy'] for run in sound):.1f}"
+        if attack.startswith("backdoor"):
+            doors = [100 * run["backdoor"] for run in sound]
+            text += f" ({mean(doors):.0f}, {max(doors):.0f})"
+        return text + (f", {len(found) - len(sound)} ended" if len(sound) < len(found) else "")
+
+    assert len(body) == 12
+    for attack, *cells in body:
+        assert cells == [cell(attack, defence) for defence in header[1:]], attack
