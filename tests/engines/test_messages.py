@@ -12,6 +12,7 @@ import fedpara as fp
 from fedpara import algorithms, models
 from fedpara.engines.client import reply_of
 from fedpara.engines.flower.engine import digest
+from fedpara.engines.local.trained_row import Start
 from fedpara.engines.local.worker import Trained
 from fedpara.engines.memory import InMemory
 from fedpara.engines.program import make_program
@@ -203,10 +204,8 @@ class Idle:
         trained = Trained({name: model[name] for name in self.session.program.parameters}, {}, 0.0, 1)
         for client in clients:
             reply, _ = reply_of(
-                self.session,
+                Start(self.session, model, down),
                 [trained],
-                model,
-                down,
                 self.session.first_memory(model),
                 round=round,
                 client=client,
@@ -267,10 +266,10 @@ def test_int8_rounds_with_new_draws_for_every_client_and_round(world):
     session = world.session(world.model(), link=fp.Link(up="int8"))
     model = {name: session.program.initial[name] for name in session.program.shared}
     trained = Trained({name: t + 0.01 * torch.randn_like(t) for name, t in model.items()}, {}, 0.0, 1)
-    memory = session.first_memory(model)
+    start, memory = Start(session, model, {}), session.first_memory(model)
 
     def sent(client, round):
-        reply, _ = reply_of(session, [trained], model, {}, memory, round=round, client=client, examples=1)
+        reply, _ = reply_of(start, [trained], memory, round=round, client=client, examples=1)
         return decode(reply.message)[1]["fc1.weight"]
 
     assert not torch.equal(sent(0, 1), sent(1, 1))
@@ -297,9 +296,8 @@ def test_a_control_variate_uses_the_learning_rate_of_its_round(world):
     model = {name: session.program.initial[name] for name in session.program.shared}
     trained = Trained({name: t + 0.01 for name, t in model.items()}, {}, 0.0, 2)
     down = {"control": {name: torch.zeros_like(t) for name, t in model.items()}}
-    _, kept = reply_of(
-        session, [trained], model, down, session.first_memory(model), round=3, client=0, examples=1
-    )
+    start = Start(session, model, down)
+    _, kept = reply_of(start, [trained], session.first_memory(model), round=3, client=0, examples=1)
     for tensor in kept["control"].values():
         torch.testing.assert_close(tensor, torch.full_like(tensor, -0.2), rtol=1e-4, atol=1e-4)
 

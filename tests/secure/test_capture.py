@@ -54,11 +54,11 @@ class Capture:
     def _spy_on_training(self, monkeypatch):
         reply_of = client_side.reply_of
 
-        def spied(session, trainings, model, down, memory, *, client, **words):
-            y, names = trainings[0].parameters, session.program.shared
-            self.update[client] = np.concatenate([(y[n].double() - model[n]).flatten() for n in names])
-            self.sent[client] = {name: y[name].clone() for name in names}
-            made = reply_of(session, trainings, model, down, memory, client=client, **words)
+        def spied(start, trainings, memory, *, client, **words):
+            y, x = trainings[0].parameters, start.x
+            self.update[client] = np.concatenate([(y[name].double() - x[name]).flatten() for name in x])
+            self.sent[client] = {name: y[name].clone() for name in x}
+            made = reply_of(start, trainings, memory, client=client, **words)
             both = memory.get("private", {}), made[1].get("private", {})
             self.private[client] = [tensor.clone() for state in both for tensor in state.values()]
             return made

@@ -56,11 +56,11 @@ def trained(monkeypatch):
     """What each client's training changed in the shared tensors, by client."""
     changes, reply_of = {}, client_side.reply_of
 
-    def spied(session, trainings, model, down, memory, *, client, **words):
-        y, names = trainings[0].parameters, session.program.shared
-        changes[client] = {name: (y[name].double() - model[name]).numpy() for name in names}
-        changes["x"] = {name: model[name].double().numpy() for name in names}
-        return reply_of(session, trainings, model, down, memory, client=client, **words)
+    def spied(start, trainings, memory, *, client, **words):
+        y, x = trainings[0].parameters, start.x
+        changes[client] = {name: (y[name].double() - x[name]).numpy() for name in x}
+        changes["x"] = {name: x[name].double().numpy() for name in x}
+        return reply_of(start, trainings, memory, client=client, **words)
 
     monkeypatch.setattr(client_side, "reply_of", spied)
     return changes

@@ -15,7 +15,7 @@ from fedpara.algorithms import Variables, Visit
 from fedpara.algorithms.optimizers import Slots
 from fedpara.data import Examples
 from fedpara.engines.local.per_example import private_gradient
-from fedpara.engines.local.trained_row import TrainedRow, as_row
+from fedpara.engines.local.trained_row import Start, TrainedRow, as_row
 from fedpara.engines.local.worker import Trained, Worker
 from fedpara.engines.rng import torch_seed, uplink_rng
 from fedpara.engines.session import (
@@ -108,17 +108,14 @@ def client_round(
     after = worker.evaluate(trained[-1].state, test) if test is not None else None
     if len(trained) == 1:
         trained = [as_row(session, trained[0])]
-    reply = reply_of(
-        session, trained, model, down, memory, round=round, client=client, examples=len(examples)
-    )
+    start = Start(session, model, down)
+    reply = reply_of(start, trained, memory, round=round, client=client, examples=len(examples))
     return replace(reply[0], before=before, after=after), reply[1]
 
 
 def reply_of(
-    session: Session,
+    start: Start,
     trainings: Sequence[Trained],
-    model: State,
-    down: Variables,
     memory: Variables,
     *,
     round: int,
@@ -131,16 +128,17 @@ def reply_of(
     `trainings` are the results of the session's trainings, in their order. `generator` is the client's `uplink_rng`
     with its numbers already drawn; by default they are drawn here.
     """
+    session, model, down = start.session, start.model, start.down
     program, algorithm = session.program, session.algorithm
     for whose, one in zip(("its", "its personal model's"), trainings, strict=False):
         if problem := _divergence(one, whose):
             return Reply(client, reason=f"it diverged: {problem}", diverged=True), memory
     trained, *personal = trainings
-    x = {name: model[name] for name in program.shared}
+    x = start.x
     eta = algorithm.local.of(client).mean_lr(round, trained.steps)
     if isinstance(trained, TrainedRow) and not personal:
         header = session.header(round, f"client:{client}", examples)
-        row, own = trained.reply(header, x, down, own_variables(memory), eta)
+        row, own = trained.reply(header, start, own_variables(memory), eta)
         return Reply(client, row, "", trained.loss), {PRIVATE: {}, **own}
     y = {name: trained.parameters[name] for name in program.shared}
     extra, own = algorithm.finish(x, y, down, own_variables(memory), trained.steps, eta)

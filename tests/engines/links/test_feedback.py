@@ -6,6 +6,7 @@ import torch
 
 import fedpara as fp
 from fedpara.engines.client import reply_of
+from fedpara.engines.local.trained_row import Start
 from fedpara.engines.local.worker import Trained
 from fedpara.engines.memory import InMemory
 from fedpara.engines.progress import Schedule
@@ -38,7 +39,7 @@ def test_three_rounds_of_topk_by_hand(world):
     for t in (1, 2, 3):
         y = {name: x + torch.randn(x.shape, generator=generator) for name, x in model.items()}
         trained = Trained(y, {}, 0.0, 1)
-        reply, memory = reply_of(session, [trained], model, {}, memory, round=t, client=0, examples=1)
+        reply, memory = reply_of(Start(session, model, {}), [trained], memory, round=t, client=0, examples=1)
         _, sent = decode(reply.message, session.exact, session.link.up, session.up)
         for name in e:
             a = (y[name] - model[name]).double().numpy() + e[name]
@@ -109,9 +110,8 @@ def test_feedback_brings_a_biased_link_to_the_exact_mean(world):
         memory, total = session.first_memory(model), torch.zeros(32, 64)
         for t in range(1, 61):
             y = {**model, "fc1.weight": model["fc1.weight"] + change}
-            reply, memory = reply_of(
-                session, [Trained(y, {}, 0.0, 1)], model, {}, memory, round=t, client=0, examples=1
-            )
+            start, trained = Start(session, model, {}), Trained(y, {}, 0.0, 1)
+            reply, memory = reply_of(start, [trained], memory, round=t, client=0, examples=1)
             _, sent = decode(reply.message, session.exact, session.link.up, session.up)
             total += sent["fc1.weight"] - (model["fc1.weight"] if up == "float32" else 0)
         moved[up] = float((total / 60 - change).norm() / change.norm())

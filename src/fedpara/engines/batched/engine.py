@@ -25,6 +25,7 @@ from fedpara.engines.batched.scoring import scores_in_lanes
 from fedpara.engines.batched.step import Tick, make_tick, one_step
 from fedpara.engines.client import Reply, own_model, reply_of, unreadable
 from fedpara.engines.device import find_device, precision_on
+from fedpara.engines.local.trained_row import Start
 from fedpara.engines.local.worker import Trained, Worker
 from fedpara.engines.memory import ClientMemory, CohortMemories, PendingMemory
 from fedpara.engines.participation.cohorts import Cohorts
@@ -151,10 +152,10 @@ class Batched:
         """One reply per client, in order. Holds at most one state per lane, and those that ended out of order."""
         self._draws = {}
         there = move(model, self.device)
-        # What clients received, by the device on which their replies are made.
-        seen: dict[str, tuple[State, Variables]] = {}
+        # By the device on which the clients' replies are made.
+        starts: dict[str, Start] = {}
         if self.stays:
-            seen[self.device.type] = there, move_variables(down, self.device)
+            starts[self.device.type] = Start(self.session, there, move_variables(down, self.device))
         trained = [self._train(one, round, clients, there, down, own) for one in self._passes]
         width = self.lanes  # fewer once the device is out of memory
         for start in range(0, len(clients), width):
@@ -168,14 +169,13 @@ class Batched:
             for position, client in enumerate(some):
                 states = [one.pop(0) for one in ended]  # frees each state as its reply is made
                 where = states[0].device
-                if where.type not in seen:
+                if where.type not in starts:
                     on_host = move_variables(down, HOST)
                     on_host = {name: side_by_side(state) for name, state in on_host.items()}
-                    seen[HOST.type] = side_by_side(move(model, HOST)), on_host
+                    starts[HOST.type] = Start(self.session, side_by_side(move(model, HOST)), on_host)
                 made, memory = reply_of(
-                    self.session,
+                    starts[where.type],
                     states,
-                    *seen[where.type],
                     move_variables(own[client], where),
                     round=round,
                     client=client,

@@ -4,6 +4,7 @@ The algorithm's `finish` then computes with flat tensors, one per type (`layout.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -18,6 +19,25 @@ from fedpara.layout import joined, separated
 from fedpara.state import State
 from fedpara.wire import Header, Spec
 from fedpara.wire.rows import RowMessage, Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """What the clients of a round start from, on one device: their flat tensors are made once for all clients."""
+
+    session: Session
+    model: State
+    down: Variables
+
+    @cached_property
+    def x(self) -> State:
+        """The model's shared parameters."""
+        return {name: self.model[name] for name in self.session.program.shared}
+
+    @cached_property
+    def blocks(self) -> tuple[State, Variables]:
+        """x and the variables, each as flat tensors."""
+        return joined(self.x), {name: joined(state) for name, state in self.down.items()}
 
 
 class TrainedRow(Trained):
@@ -49,18 +69,18 @@ class TrainedRow(Trained):
         return self.rows.device
 
     def reply(
-        self, header: Header, x: State, down: Variables, client: Variables, eta: float
+        self, header: Header, start: Start, client: Variables, eta: float
     ) -> tuple[RowMessage, Variables]:
         """(the client's message, its new variables)"""
         finish = on_blocks(self.session.algorithm.finish)
         assert finish is not None  # `Session.sends_trained`
         if finish is no_variables:
             return RowMessage(self.rows, self.row, header), {}
-        y = self.rows.row(self.row)
-        blocks = [{name: joined(state) for name, state in part.items()} for part in (down, client)]
-        extra, own = finish(joined(x), y, *blocks, self.steps, eta)
+        y, (x, down) = self.rows.row(self.row), start.blocks
+        own_blocks = {name: joined(state) for name, state in client.items()}
+        extra, own = finish(x, y, down, own_blocks, self.steps, eta)
         sent = {f"{name}/{kind}": block for name, part in extra.items() for kind, block in part.items()}
-        kept = {name: separated(part, x) for name, part in own.items()}
+        kept = {name: separated(part, start.x) for name, part in own.items()}
         return RowMessage(self.rows, self.row, header, sent), kept
 
 
