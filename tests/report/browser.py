@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,22 @@ class Browser:
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
         self.settle()
 
+    def wait_for(self, expression: str, seconds: float = 10) -> None:
+        """Wait until the expression is true: on a busy machine an event takes effect some frames later."""
+        end = time.monotonic() + seconds
+        while not self.run(expression):
+            assert time.monotonic() < end, f"not true after {seconds} s: {expression}"
+            self.settle()
+
     def middle(self, selector: str) -> tuple[float, float]:
-        found = json.dumps(selector)
-        box = self.run(
-            f"(() => {{ const e = document.querySelector({found}); e.scrollIntoView({{block: 'center', behavior: "
-            "'instant'}); const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+        """Where the middle of the first matching element is, after it was scrolled into view and drawn there."""
+        found = f"document.querySelector({json.dumps(selector)})"
+        self.run(f"{found}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
+        self.settle()
+        x, y, width, height = self.run(
+            f"(b => [b.x, b.y, b.width, b.height])({found}.getBoundingClientRect())"
         )
-        return box[0], box[1]
+        return x + width / 2, y + height / 2
 
     def resize(self, width: int, height: int) -> None:
         self.call(

@@ -37,13 +37,14 @@ def test_hovering_shows_every_series(opened):
     assert opened.run("document.querySelector('.tip').hidden")
     x, y = opened.middle("#chart svg")
     opened.move(x, y)
+    opened.wait_for("!document.querySelector('.tip').hidden")
     text = opened.run("document.querySelector('.tip').innerText")
     assert text.splitlines()[0] == "round 1"
     assert all(name in text for name in ("FedPara γ 0.1", "low-rank", "original"))
     shown = opened.run("data.series.map(s => s.mean[0].toFixed(2))")
     assert all(number in text for number in shown)
     opened.move(2, 2)
-    assert opened.run("document.querySelector('.tip').hidden")
+    opened.wait_for("document.querySelector('.tip').hidden")
     assert opened.errors == []
 
 
