@@ -150,7 +150,7 @@ def test_a_page_of_other_runs_draws_its_intervals_and_names_no_paper(library, tm
             window.click(f"#axis button:nth-child({number})")
             assert "NaN" not in window.run("document.querySelector('#chart').innerHTML")
         window.move(*window.middle("#chart svg"))
-        assert " ± " in window.run("document.querySelector('.tip').innerText")
+        window.wait_for("document.querySelector('.tip').innerText.includes(' ± ')")
         window.click("#runs-1 td.run button")
         assert "torch" in window.run("document.querySelector('#detail').innerText")
         assert window.errors == []
