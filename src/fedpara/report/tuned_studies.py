@@ -102,7 +102,7 @@ class TunedStudy:
 
     @property
     def has_all_seeds(self) -> bool:
-        return len({len(one.group.runs) for method in self.methods for one in method.outcomes}) == 1
+        return len({one.seeds for method in self.methods for one in method.outcomes}) == 1
 
 
 def _setting(experiment: Experiment) -> dict[str, Any]:
